@@ -1,0 +1,196 @@
+"""Settings: declared once, as a frozen struct a service, and read from flags, environment and a file.
+
+A field's name, type, default, bounds (`msgspec.Meta`) and one sentence (`Meta.description`) are all there is to a
+knob: `--max-num-seqs`, `QUIRE_MAX_NUM_SEQS` and the file's key `max-num-seqs` are made from `max_num_seqs`, and so are
+`--help` and the tables in the documentation. A flag wins over the environment, which wins over the file named by
+`--config` (YAML, of which JSON is a part). Whatever is unknown or out of bounds is a `ConfigError` naming it.
+
+Services that share a knob inherit it: see `ModelConfig`.
+"""
+
+import argparse
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "QUIRE_"
+
+C = TypeVar("C", bound=Struct)
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, for every service that must know."""
+
+    model: Annotated[str, Meta(description="Folder or Hugging Face name of the model; empty: the embedded one.")] = ""
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of a Hugging Face model.")] = None
+
+
+class Knob(NamedTuple):
+    """One setting, as help texts and tables show it."""
+
+    name: str  # of the struct's field
+    type: Any
+    default: Any
+    doc: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+    @property
+    def kind(self) -> str:
+        """The type in a user's words, bounds included."""
+        return _describe(self.type)
+
+
+def knobs(config: type[Struct]) -> list[Knob]:
+    """The settings that `config` declares, in order."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return [
+        Knob(field.name, hints[field.name], _default(field), _description(hints[field.name]))
+        for field in msgspec.structs.fields(config)
+    ]
+
+
+def load(
+    config: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str, description: str = ""
+) -> C:
+    """A `config` from flags, environment and file. Exits by SystemExit for `--help` only; raises ConfigError."""
+    parser = flag_parser([config], prog=prog, description=description)
+    return resolve(config, vars(parser.parse_args(argv)), environment)
+
+
+def flag_parser(configs: Iterable[type[Struct]], *, prog: str, description: str = "") -> argparse.ArgumentParser:
+    """A parser of the flags of several configs together, each knob once. What it finds are strings, lists and bools."""
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it.")
+    seen: set[str] = set()
+    for knob in (knob for config in configs for knob in knobs(config)):
+        if knob.name not in seen:
+            seen.add(knob.name)
+            _add_flag(parser, knob)
+    return parser
+
+
+def resolve(config: type[C], flags: Mapping[str, Any], environment: Mapping[str, str]) -> C:
+    """A `config` from parsed flags (those of other configs are passed over), `environment` and the `--config` file."""
+    values: dict[str, Any] = {}
+    names = {knob.name for knob in knobs(config)}
+    if "config" in flags:
+        values |= {name: value for name, value in read_file(flags["config"]).items() if name in names}
+    for knob in knobs(config):
+        if knob.variable in environment:
+            raw = environment[knob.variable]
+            values[knob.name] = raw.split(",") if _is_list(knob.type) else raw
+        if knob.name in flags:
+            values[knob.name] = flags[knob.name]
+    return _build(config, values)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, under the fields' names."""
+    try:
+        data = msgspec.yaml.decode(Path(path).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path}: must be a mapping of settings")
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def arguments(config: Struct) -> list[str]:
+    """Flags that make `load` return a config equal to this one; used to start a service."""
+    argv: list[str] = []
+    for knob in knobs(type(config)):
+        value = getattr(config, knob.name)
+        if value == knob.default:
+            continue
+        if isinstance(value, bool):
+            argv.append(knob.flag if value else "--no-" + knob.flag[2:])
+        elif isinstance(value, (list, tuple)):
+            argv += [part for item in value for part in (knob.flag, str(item))]
+        else:
+            argv.append(f"{knob.flag}={value}")
+    return argv
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _add_flag(parser: argparse.ArgumentParser, knob: Knob) -> None:
+    help_text = f"{knob.doc} ({knob.kind}; default: {knob.default!r}; {knob.variable})".replace("%", "%%")
+    if _bare(knob.type) is bool:
+        parser.add_argument(knob.flag, action=argparse.BooleanOptionalAction, help=help_text)
+    elif _is_list(knob.type):
+        parser.add_argument(knob.flag, action="append", metavar="VALUE", help=help_text)
+    else:
+        parser.add_argument(knob.flag, metavar="VALUE", help=help_text)
+
+
+def _build(config: type[C], values: Mapping[str, Any]) -> C:
+    for knob in knobs(config):
+        if knob.name not in values:
+            continue
+        try:  # one by one, so that the error can name the knob
+            msgspec.convert(values[knob.name], knob.type, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{knob.flag} {values[knob.name]!r}: {error}") from error
+    return msgspec.convert(dict(values), config, strict=False)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return None if field.default is msgspec.NODEFAULT else field.default
+
+
+def _metas(hint: Any) -> list[Meta]:
+    """The bounds and descriptions of a type; those of an optional one stand with the part that is not None."""
+    own = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+    return own + [meta for part in parts for meta in _metas(part)]
+
+
+def _description(hint: Any) -> str:
+    return next((meta.description for meta in _metas(hint) if meta.description), "")
+
+
+def _bare(hint: Any) -> Any:
+    """The type itself: without `Annotated`, and without `None` where that is the only alternative."""
+    if typing.get_origin(hint) is Annotated:
+        return _bare(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [part for part in typing.get_args(hint) if part is not type(None)]
+        return _bare(rest[0]) if len(rest) == 1 else hint
+    return hint
+
+
+def _is_list(hint: Any) -> bool:
+    return typing.get_origin(_bare(hint)) is list
+
+
+def _describe(hint: Any) -> str:
+    bare = _bare(hint)
+    if typing.get_origin(bare) is typing.Literal:
+        return " | ".join(str(choice) for choice in typing.get_args(bare))
+    name = "list of " + _describe(typing.get_args(bare)[0]) if _is_list(bare) else bare.__name__
+    bounds = [
+        f"{sign} {getattr(meta, key)}"
+        for meta in _metas(hint)
+        for key, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if getattr(meta, key) is not None
+    ]
+    return " ".join([name, *bounds])

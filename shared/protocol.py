@@ -1,0 +1,402 @@
+"""Every message between Quire's processes. This file is the architecture.
+
+    gateway ──Hello, Submit, Abort, Ping──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
+    gateway ◀─Welcome, Progress, Refused, Status── scheduler ◀─Register, StepResult, Fault, Beat── worker
+
+Rules of the file:
+- One union a direction, each member tagged by a small integer; encoders and decoders are built once, below.
+- Structs are frozen arrays on the wire: fields may only be appended, and any change bumps `VERSION`.
+- Nothing untyped travels: no pickle, no method names, no free-form mappings.
+- Token ids travel as little-endian int32 bytes (`pack_tokens`), since both ends want arrays.
+- `decode_*` raises `ProtocolError` for whatever is not a message, and nothing else.
+
+Times are seconds. A *position* counts tokens of a sequence from 0 at the first prompt token; an *output position*
+counts from 0 at the first token behind the prompt. A *slot* is the index, assigned by the scheduler, under which a
+worker keeps a running sequence. A *block* is an index into the worker's pages of KV memory.
+"""
+
+import sys
+from array import array
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shared.errors import ProtocolError
+
+VERSION = 1
+"""Bumped by every change of the wire; peers with another version are refused at the first message."""
+
+MAX_FRAME = 64 * 1024 * 1024
+"""No message is longer than this many bytes; sockets drop a peer that sends more."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Finish(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end-of-sequence or stop token was sampled
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # the gateway asked for it, or is gone
+    ERROR = "error"  # the engine could not go on with it
+
+
+class Refusal(Enum):
+    """Why a `Submit` was not accepted."""
+
+    QUEUE_FULL = "queue_full"  # come back later
+    TOO_LONG = "too_long"  # could never fit, now or later
+    DRAINING = "draining"  # this engine takes no new work
+    INVALID = "invalid"  # breaks a rule of this protocol
+
+
+class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Names one configuration of a worker group; results of another epoch are dropped."""
+
+    boot: str  # drawn anew by each scheduler process
+    count: Count  # grows each time the group is (re)configured
+
+
+class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What scheduler and worker need to know to choose a sequence's tokens and its end.
+
+    Text (stop strings) is not here: the gateway watches for it and aborts.
+    """
+
+    max_tokens: Count  # output tokens at most; 0 only scores the prompt
+    seed: Annotated[int, Meta(ge=0)]  # 64 bits; noise is Philox(key=(seed, sample), counter=(output position, token))
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # 1 is off
+    top_k: Count = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
+    presence_penalty: float = 0.0  # over output tokens
+    frequency_penalty: float = 0.0  # over output tokens
+    repetition_penalty: float = 1.0  # over prompt and output tokens
+    logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit)
+    min_tokens: Count = 0  # stop tokens cannot be sampled before so many output tokens
+    stop_token_ids: list[int] = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
+    logprobs: int = -1  # alternatives reported for each output token; -1: not even the token's own
+    prompt_logprobs: int = -1  # the same for the tokens of the prompt; such a request takes no prefix hits
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Log-probabilities at one position, of the model's own distribution (before bias, penalties and temperature)."""
+
+    logprob: float  # of the token that stands there
+    rank: int  # of that token, 1 being the likeliest
+    top_ids: list[int]  # the likeliest tokens, best first
+    top_logprobs: list[float]  # theirs
+
+
+# gateway → scheduler
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """A gateway's first message on a new socket."""
+
+    version: int
+    gateway: str  # the socket's identity, for logs
+
+
+class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """Run one request. Answered by `Refused`, or by progress up to one finish for each of its samples."""
+
+    id: Count  # of this attempt, never used again on the same socket
+    tokens: bytes  # int32: the prompt, and behind `prompt_len` the output so far
+    prompt_len: Annotated[int, Meta(ge=1)]
+    sampling: Sampling
+    n: Annotated[int, Meta(ge=1)] = 1  # samples wanted; more than one only without output
+    sample: Count = 0  # index of the first sample
+    priority: int = 0  # lower is served first
+    arrival: float = 0.0  # wall-clock time when the gateway took it in; orders the queue across gateways
+
+
+class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """Stop a request, or one sample of it. Idempotent; unknown ids are ignored; nothing is answered."""
+
+    id: Count
+    sample: int = -1  # -1: all of them
+
+
+class Ping(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """A gateway lives; a silent one is given up and its requests are aborted."""
+
+
+# scheduler → gateway
+
+
+class ModelFacts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a worker knows of the model it loaded."""
+
+    model: str  # the folder or name it was loaded from
+    architecture: str  # as in config.json
+    dtype: str  # of the weights in memory
+    max_positions: int  # the longest context that the model was made for
+    vocab_size: int  # logits per position
+    fingerprint: str  # equal fingerprints give equal tokens
+
+
+class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """State of one engine: gauges as they are, counters since the scheduler's start."""
+
+    running: int = 0  # sequences with a slot
+    waiting: int = 0  # sequences without one
+    waiting_tokens: int = 0  # their tokens
+    blocks: int = 0  # of the pool
+    blocks_free: int = 0  # with no holder, cached ones included
+    blocks_cached: int = 0  # published in the prefix index, held or not
+    tokens_held: int = 0  # positions stored in held blocks (shared ones once); shows internal waste
+    in_flight: int = 0  # plans sent whose result is not back
+    steps: int = 0  # counter: results committed
+    preemptions: int = 0  # counter
+    prefix_queries: int = 0  # counter: tokens looked up in the prefix index
+    prefix_hits: int = 0  # counter: tokens found there
+    prompt_tokens: int = 0  # counter: prompt tokens computed or found
+    generation_tokens: int = 0  # counter
+    accepted: int = 0  # counter: requests
+    refused: int = 0  # counter: requests
+    finished_stop: int = 0  # counter: sequences
+    finished_length: int = 0  # counter: sequences
+    finished_abort: int = 0  # counter: sequences
+    finished_error: int = 0  # counter: sequences
+    worker_losses: int = 0  # counter: epochs that ended in a dead, hung or faulty worker
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """Answers `Hello` as soon as workers are configured, and is sent again when they are configured anew."""
+
+    version: int
+    engine: str  # name of the engine, for metrics' labels
+    boot: str  # of the scheduler process
+    facts: ModelFacts
+    max_model_len: int  # tokens of prompt and output together, after fitting the pool
+    max_num_seqs: int
+
+
+class ProgressRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """News of one sequence."""
+
+    id: int  # of the `Submit`
+    sample: int
+    position: int  # output position of the first of `tokens`; whatever does not continue the stream is not applied
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt positions, in order, from position 1
+    finish: Finish | None = None  # the last row of this sequence
+    cached_tokens: int = 0  # prompt tokens found in the prefix index when it was first admitted
+    detail: str = ""  # for people, when `finish` is ERROR
+
+
+class Progress(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """All news of one step for one gateway."""
+
+    rows: list[ProgressRow]
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """A `Submit` that was not accepted; nothing of it remains."""
+
+    id: int
+    reason: Refusal
+    detail: str  # for people
+    retry_after: float = 0.0  # seconds; a guess, when the reason passes
+
+
+class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """The scheduler's heartbeat, sent by its step loop."""
+
+    ready: bool  # steps can be made: workers are there and none is overdue
+    draining: bool
+    snapshot: Snapshot
+
+
+# scheduler → worker
+
+
+class Configure(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """Begin an epoch: drop all sequences, and have KV memory and slots of these sizes."""
+
+    epoch: Epoch
+    block_size: Annotated[int, Meta(ge=1)]  # tokens
+    num_blocks: Annotated[int, Meta(ge=1)]
+    max_num_seqs: Annotated[int, Meta(ge=1)]  # slots
+    max_model_len: Annotated[int, Meta(ge=1)]
+    max_num_batched_tokens: Annotated[int, Meta(ge=1)]
+
+
+class NewSequence(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A sequence enters a slot (new, or resumed: the two differ in numbers only)."""
+
+    slot: int
+    tokens: bytes  # int32, all that are known
+    prompt_len: int
+    blocks: list[int]  # its block table so far
+    sampling: Sampling
+    sample: int
+
+
+class Fork(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Slots that begin as copies of `parent` (tokens, table, sampling), each with its own sample index.
+
+    The parent has a sampling row in the same plan; each child samples from that row's logits too.
+    """
+
+    parent: int  # slot
+    children: list[tuple[int, int]]  # (slot, sample)
+
+
+class TableWrite(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """`table[slot][index : index + len(blocks)] = blocks`."""
+
+    slot: int
+    index: int
+    blocks: list[int]
+
+
+class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Compute positions `start` to `start + count - 1` of a slot's sequence.
+
+    Their tokens are in the slot already: given with the sequence, or sampled there by an earlier step.
+    """
+
+    slot: int
+    start: int
+    count: int
+    samples: int  # tokens to sample after the last of them: 0 or 1
+
+
+class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """One step: what changed since the last plan, and the rows to compute.
+
+    Applied in this order: released, new, forks' slots, writes, copies, then the forward pass over all rows together.
+    """
+
+    epoch: Epoch
+    step: int  # consecutive within an epoch, from 0
+    rows: list[Row]
+    new: list[NewSequence] = []
+    forks: list[Fork] = []
+    writes: list[TableWrite] = []
+    copies: list[tuple[int, int]] = []  # (source block, destination block), all layers; no block is on both sides
+    released: list[int] = []  # slots no longer in use
+
+
+class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """End the process in good order."""
+
+
+# worker → scheduler
+
+
+class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """A worker rank's first message on a new socket: weights are loaded and warm."""
+
+    version: int
+    worker: str  # the socket's identity, for logs
+    rank: int
+    world: int  # ranks of the group
+    pid: int  # on the worker's host
+    device: str
+    facts: ModelFacts
+    kv_bytes_per_token: int  # all layers, keys and values
+    kv_memory: int  # bytes that may hold KV
+    step_seconds: float  # measured: a step's fixed cost
+    token_seconds: float  # measured: cost of one more token in a step
+
+
+class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What a slot gave in a step: a sampling row, a fork's child, or a row with prompt log-probabilities."""
+
+    slot: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`, if wanted
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of positions start+1 .. min(start+count, prompt_len-1)
+
+
+class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
+    """Outcome of the plan of the same epoch and step."""
+
+    epoch: Epoch
+    step: int
+    rows: list[SampledRow]
+    seconds: float = 0.0  # the worker spent on it
+
+
+class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
+    """A step raised; the process ends itself after this message, since its state is unknown."""
+
+    epoch: Epoch
+    step: int
+    detail: str  # the traceback
+
+
+class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """A worker's loop is alive and idle."""
+
+
+GatewayToScheduler = Hello | Submit | Abort | Ping
+SchedulerToGateway = Welcome | Progress | Refused | Status
+SchedulerToWorker = Configure | StepPlan | Stop
+WorkerToScheduler = Register | StepResult | Fault | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_from_gateway = msgspec.msgpack.Decoder(GatewayToScheduler)
+_to_gateway = msgspec.msgpack.Decoder(SchedulerToGateway)
+_to_worker = msgspec.msgpack.Decoder(SchedulerToWorker)
+_from_worker = msgspec.msgpack.Decoder(WorkerToScheduler)
+
+M = TypeVar("M")
+
+
+def encode(message: Struct) -> bytes:
+    """Bytes of any message of this file."""
+    return _encoder.encode(message)
+
+
+def decode_from_gateway(data: bytes) -> GatewayToScheduler:
+    """A message that a scheduler got from a gateway."""
+    return _decode(_from_gateway, data)
+
+
+def decode_to_gateway(data: bytes) -> SchedulerToGateway:
+    """A message that a gateway got from a scheduler."""
+    return _decode(_to_gateway, data)
+
+
+def decode_to_worker(data: bytes) -> SchedulerToWorker:
+    """A message that a worker got from a scheduler."""
+    return _decode(_to_worker, data)
+
+
+def decode_from_worker(data: bytes) -> WorkerToScheduler:
+    """A message that a scheduler got from a worker."""
+    return _decode(_from_worker, data)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[M]", data: bytes) -> M:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+        raise ProtocolError(f"not a message of protocol version {VERSION}: {error}") from error
+
+
+def pack_tokens(tokens: Any) -> bytes:
+    """Token ids (an int32 `array` or any iterable of ints) as little-endian int32 bytes."""
+    ids = tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
+    if sys.byteorder == "big":
+        ids = array("i", ids)
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def unpack_tokens(data: bytes) -> "array[int]":
+    """The token ids in `data`, as an int32 `array`; ProtocolError if the length is not a multiple of four."""
+    if len(data) % 4:
+        raise ProtocolError(f"token bytes must come in fours, got {len(data)}")
+    ids = array("i")
+    ids.frombytes(data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
