@@ -1,0 +1,1 @@
+"""Quire, a server for large language models."""
