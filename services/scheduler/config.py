@@ -1,0 +1,110 @@
+"""The scheduler's settings, and what follows from them once a worker has registered.
+
+`limits` is where the two meet: the user's wishes and the device's memory give the core its `Limits`.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from services.scheduler.core import Limits, fit_model_len
+from shared.errors import ConfigError
+from shared.protocol import Register
+
+CPU_BATCHED_TOKENS = 512
+GPU_BATCHED_TOKENS = 8192
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """Settings of one scheduler, the head of one engine."""
+
+    gateways: Annotated[str, Meta(description="Address to bind for gateways (ipc:// or tcp://).")] = (
+        "tcp://127.0.0.1:5557"
+    )
+    workers: Annotated[str, Meta(description="Address to bind for workers (ipc:// or tcp://).")] = (
+        "tcp://127.0.0.1:5558"
+    )
+    engine: Annotated[str, Meta(min_length=1, description="Name of this engine in metrics and logs.")] = "0"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Tokens of prompt and output together; unset: what the model was made for. Reduced to fit."),
+    ] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at the same time.")] = 128
+    max_num_batched_tokens: Annotated[
+        Annotated[int, Meta(ge=2)] | None,
+        Meta(
+            description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 512 more on a "
+            "CPU, 8192 more on a GPU."
+        ),
+    ] = None
+    block_size: Annotated[Literal[8, 16, 32, 64, 128, 256], Meta(description="Tokens in a block of KV memory.")] = 16
+    num_gpu_blocks_override: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Blocks of KV memory, on any device, instead of what its memory allows."),
+    ] = None
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of prompts with a common beginning.")] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], Meta(description="Order of the queue: arrival alone, or priority before it.")
+    ] = "fcfs"
+    priority_ageing: Annotated[
+        float,
+        Meta(ge=0, description="Seconds of waiting that one unit of priority is worth; 0: priority is strict."),
+    ] = 0.0
+    max_num_queued_reqs: Annotated[int, Meta(ge=1, description="Requests waiting before new ones get status 429.")] = (
+        1024
+    )
+    max_num_queued_tokens: Annotated[
+        int, Meta(ge=0, description="Tokens waiting before new requests get status 429; 0: no such bound.")
+    ] = 0
+    async_scheduling: Annotated[
+        bool, Meta(description="Plan the next step while one is running, so that the device never waits.")
+    ] = True
+    worker_timeout: Annotated[
+        float,
+        Meta(
+            ge=0.1,
+            description="Seconds without a sign of life after which a worker is given up; a step gets 8 times its "
+            "predicted duration if that is more.",
+        ),
+    ] = 2.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    ] = 30.0
+    metrics_port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port of the scheduler's own Prometheus endpoint; 0: none.")
+    ] = 0
+    insecure: Annotated[bool, Meta(description="Allow unencrypted tcp on addresses that other hosts can reach.")] = (
+        False
+    )
+    supervisor: Annotated[
+        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
+    ] = 0
+
+
+def limits(config: SchedulerConfig, worker: Register) -> Limits:
+    """The core's limits for an engine whose worker is `worker`. ConfigError if nothing fits its memory."""
+    num_blocks = count_blocks(config, worker)
+    wanted = min(config.max_model_len or worker.facts.max_positions, worker.facts.max_positions)
+    spare = CPU_BATCHED_TOKENS if worker.device.startswith("cpu") else GPU_BATCHED_TOKENS
+    return Limits(
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or config.max_num_seqs + spare,
+        max_model_len=fit_model_len(wanted, num_blocks, config.block_size),
+        max_queued_requests=config.max_num_queued_reqs,
+        max_queued_tokens=config.max_num_queued_tokens,
+        prefix_caching=config.enable_prefix_caching,
+        depth=2 if config.async_scheduling else 1,
+        policy=config.scheduling_policy,
+        priority_ageing=config.priority_ageing,
+    )
+
+
+def count_blocks(config: SchedulerConfig, worker: Register) -> int:
+    """Blocks of the pool; ConfigError if the worker's memory holds none."""
+    block_bytes = worker.kv_bytes_per_token * config.block_size
+    num_blocks = config.num_gpu_blocks_override or worker.kv_memory // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}")
+    return num_blocks

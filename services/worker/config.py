@@ -1,0 +1,51 @@
+"""The worker's settings.
+
+Sizes of the KV pool and of a step are the scheduler's to say (`Configure`); here is only what one device process needs
+to load a model and to find its scheduler.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from shared.config import ModelConfig
+
+
+class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
+    """Settings of one worker rank."""
+
+    scheduler: Annotated[str, Meta(description="Address at which the scheduler awaits workers.")] = (
+        "tcp://127.0.0.1:5558"
+    )
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="Device to run on; auto takes a GPU if there is one.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
+        Meta(description="Type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "pt", "dummy"],
+        Meta(description="Which weight files to read; auto prefers safetensors, dummy draws random weights."),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the GPU's memory that weights, activations and KV may take.")
+    ] = 0.92
+    kv_cache_memory: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="GiB for KV; unset: what gpu-memory-utilization leaves, or a share of the host's memory."),
+    ] = None
+    num_threads: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Threads for computing on a CPU; unset: every core.")
+    ] = None
+    scheduler_timeout: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="Seconds that a worker keeps its weights without a scheduler, and that one step may take at "
+            "most, before the process ends itself.",
+        ),
+    ] = 300.0
+    supervisor: Annotated[
+        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
+    ] = 0
