@@ -1,0 +1,110 @@
+"""Prometheus families of an engine's state, made from `Snapshot`s at the moment of a scrape.
+
+Scheduler and gateway both export them, each for the engines it knows: the names that vLLM has are vLLM's, the rest is
+under `quire:`. What belongs to a request rather than to an engine (latencies, request lengths, vllm:request_success)
+is the gateway's alone and not here. A gateway's endpoint covers every engine it is connected to, so that one of the
+two, not both, should be scraped.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shared.protocol import Snapshot
+
+LABELS = ("model_name", "engine")
+
+
+class Family(NamedTuple):
+    """One family with a sample an engine; counters appear with `_total` behind their name."""
+
+    name: str
+    doc: str
+    value: Callable[[Snapshot], float]
+
+
+def _usage(snapshot: Snapshot) -> float:
+    return 1.0 - snapshot.blocks_free / snapshot.blocks if snapshot.blocks else 0.0
+
+
+GAUGES = (
+    Family("vllm:num_requests_running", "Sequences being computed.", lambda s: s.running),
+    Family("vllm:num_requests_waiting", "Sequences waiting to be computed.", lambda s: s.waiting),
+    Family("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", _usage),
+    Family("quire:waiting_tokens", "Tokens of the waiting sequences.", lambda s: s.waiting_tokens),
+    Family("quire:kv_blocks", "Blocks of KV memory in the pool.", lambda s: s.blocks),
+    Family("quire:kv_blocks_free", "Blocks without a holder, cached ones included.", lambda s: s.blocks_free),
+    Family("quire:kv_blocks_cached", "Blocks published in the prefix index.", lambda s: s.blocks_cached),
+    Family("quire:kv_tokens_held", "Positions stored in held blocks, shared ones once.", lambda s: s.tokens_held),
+    Family("quire:steps_in_flight", "Plans sent whose result is not back.", lambda s: s.in_flight),
+)
+
+COUNTERS = (
+    Family("vllm:num_preemptions", "Sequences that had to give up their KV blocks.", lambda s: s.preemptions),
+    Family("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix index.", lambda s: s.prefix_queries),
+    Family("vllm:prefix_cache_hits", "Prompt tokens found in the prefix index.", lambda s: s.prefix_hits),
+    Family("vllm:prompt_tokens", "Prompt tokens computed or found in the prefix index.", lambda s: s.prompt_tokens),
+    Family("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
+    Family("quire:steps", "Steps completed.", lambda s: s.steps),
+    Family("quire:requests_accepted", "Requests taken into the queue.", lambda s: s.accepted),
+    Family("quire:requests_refused", "Requests not taken into the queue.", lambda s: s.refused),
+    Family("quire:worker_losses", "Times that a worker died, hung or failed.", lambda s: s.worker_losses),
+)
+
+FINISHES: tuple[tuple[str, Callable[[Snapshot], int]], ...] = (
+    ("stop", lambda s: s.finished_stop),
+    ("length", lambda s: s.finished_length),
+    ("abort", lambda s: s.finished_abort),
+    ("error", lambda s: s.finished_error),
+)
+
+
+class EngineCollector(Collector):
+    """Makes the families from whatever `snapshots` returns, by name of engine; may be called from any thread."""
+
+    def __init__(self, model_name: Callable[[], str], snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
+        self._model_name = model_name
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        model, snapshots = self._model_name(), dict(self._snapshots())
+        for family in GAUGES:
+            yield _fill(GaugeMetricFamily(family.name, family.doc, labels=LABELS), family.value, model, snapshots)
+        for family in COUNTERS:
+            yield _fill(CounterMetricFamily(family.name, family.doc, labels=LABELS), family.value, model, snapshots)
+        yield _finishes(model, snapshots)
+
+    def describe(self) -> Iterable[Metric]:
+        """The families without samples: registration must not need an engine."""
+        return (family for family in EngineCollector(str, dict).collect())
+
+
+def registry(*collectors: Collector) -> CollectorRegistry:
+    """A registry of `collectors` and the client library's own figures of this process."""
+    result = CollectorRegistry()
+    for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR, *collectors):
+        result.register(collector)
+    return result
+
+
+def _fill(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    value: Callable[[Snapshot], float],
+    model: str,
+    snapshots: Mapping[str, Snapshot],
+) -> Metric:
+    for engine, snapshot in snapshots.items():
+        family.add_metric((model, engine), value(snapshot))
+    return family
+
+
+def _finishes(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
+    labels = (*LABELS, "finished_reason")
+    family = CounterMetricFamily("quire:sequences_finished", "Sequences that ended.", labels=labels)
+    for engine, snapshot in snapshots.items():
+        for reason, count in FINISHES:
+            family.add_metric((model, engine, reason), count(snapshot))
+    return family
