@@ -1,0 +1,134 @@
+"""`SampleText`: one sample from tokens to what its user sees: text, log-probabilities, and why it ended.
+
+Feeds tokens to the detokenizer and its text to the stop matcher. Rules:
+- The stop token itself is not shown, unless `include_stop_str_in_output` (and, for a special token, no skipping).
+- A stop string counts if a token behind the first `min_tokens` completes it. One that lies within the name of a
+  special token is found there even where special tokens are not shown; then what waits is shown before it.
+- There is one log-probability entry for each token taken, the stop token included. An entry is given out with the
+  text behind its start, and all that are left at the end.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from shared.params import SamplingParams
+from shared.protocol import Finish, TokenLogprobs
+from shared.text.detokenizer import Detokenizer
+from shared.text.logprobs import LogprobEntry, make_entry
+from shared.text.stops import StopMatcher
+from shared.text.tokenizer import Tokenizer
+
+
+class SampleText:
+    """`feed` it all tokens in order. It is over when `finish_reason` is set, which a stop string may do early.
+
+    `stop_token_ids` are those that the engine stops at, end-of-sequence included. `offset` is the length of the text
+    before the output, where that is shown too.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        *,
+        stop_token_ids: Iterable[int] = (),
+        offset: int = 0,
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None  # a value of `Finish`
+        self.stop_reason: str | int | None = None  # a stop string, or a stop token id that the user asked for
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stops = params.stop_strings
+        self._stop_ids = frozenset(stop_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
+        self._pieces: list[str] = []
+        self._decoded = self._shown = offset  # lengths of text: known, and given out
+        self._pending: list[tuple[int, TokenLogprobs, int]] = []  # (token, what is known of it, offset)
+
+    @property
+    def text(self) -> str:
+        """All that was given out."""
+        return "".join(self._pieces)
+
+    def feed(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        finish: Finish | None = None,
+    ) -> str:
+        """The text to show after `tokens`, the last ones if `finish`. Tokens behind a stop string are dropped."""
+        shown = ""
+        for at, token in enumerate(tokens):
+            if self.finish_reason is not None:
+                return shown
+            self.token_ids.append(token)
+            if logprobs is not None:
+                self._pending.append((token, logprobs[at], self._decoded))
+            shown += self._take(token, hidden=finish is Finish.STOP and at == len(tokens) - 1 and self._hides(token))
+        if finish is not None and self.finish_reason is None:
+            shown += self._end(finish)
+        return shown
+
+    def take_logprobs(self) -> list[LogprobEntry]:
+        """The entries that became due since the last call; none if none were fed."""
+        due = len(self._pending)
+        if self.finish_reason is None:
+            due = next((at for at, (_, _, offset) in enumerate(self._pending) if offset >= self._shown), due)
+        taken, self._pending = self._pending[:due], self._pending[due:]
+        return [make_entry(self._tokenizer, token, found, min(at, self._shown)) for token, found, at in taken]
+
+    def _hides(self, token: int) -> bool:
+        return token in self._stop_ids and not self._params.include_stop_str_in_output
+
+    def _take(self, token: int, hidden: bool) -> str:
+        if hidden:
+            return ""
+        shown = self._push(self._detokenizer.push(token))
+        if self.finish_reason is None and self._stops and self._params.skip_special_tokens:
+            shown += self._check_special(token)
+        return shown
+
+    def _push(self, piece: str) -> str:
+        self._decoded += len(piece)
+        if self._stops:
+            piece = self._matcher.push(piece, armed=len(self.token_ids) > self._params.min_tokens)
+            if self._matcher.matched is not None:
+                self._stop_at(self._matcher.matched)
+        return self._show(piece)
+
+    def _check_special(self, token: int) -> str:
+        name = self._tokenizer.special_text(token)
+        if name is None or len(self.token_ids) <= self._params.min_tokens:
+            return ""
+        stop = next((stop for stop in self._stops if stop in name), None)
+        if stop is None:
+            return ""
+        shown = self._flush()
+        if self.finish_reason is None:
+            self._stop_at(stop)
+            shown += self._show(stop if self._params.include_stop_str_in_output else "")
+        return shown
+
+    def _end(self, finish: Finish) -> str:
+        shown = self._flush()
+        if self.finish_reason is None:
+            self.finish_reason = finish.value
+            last = self.token_ids[-1] if self.token_ids else None
+            if finish is Finish.STOP and last in (self._params.stop_token_ids or ()):
+                self.stop_reason = last
+        return shown
+
+    def _flush(self) -> str:
+        shown = self._push(self._detokenizer.flush())
+        return shown if self.finish_reason is not None else shown + self._show(self._matcher.flush())
+
+    def _stop_at(self, stop: str) -> None:
+        self.finish_reason, self.stop_reason = Finish.STOP.value, stop
+
+    def _show(self, piece: str) -> str:
+        if piece:
+            self._shown += len(piece)
+            self._pieces.append(piece)
+        return piece

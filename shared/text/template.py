@@ -1,0 +1,132 @@
+"""`ChatTemplate`: the model's Jinja template, which makes a prompt of messages.
+
+Found in tokenizer_config.json, chat_template.jinja or chat_template.json, or in a file that the user names. It runs in
+a sandbox, with what templates in the field expect: `raise_exception`, `strftime_now`, `tojson` that leaves non-ASCII
+letters alone, loop controls, `{% generation %}`, and the special tokens by name. Whatever goes wrong while it runs is
+the messages' fault, hence `InvalidRequest`; a template that does not parse is a `ModelError`.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shared.errors import InvalidRequest, ModelError
+from shared.text.messages import plain_messages
+from shared.text.tokenizer import read_json
+
+
+class ChatTemplate:
+    """`render` messages to the text of a prompt. A `source` of None stands for a model that has no template."""
+
+    def __init__(self, source: str | None, special: Mapping[str, str] | None = None) -> None:
+        self._special = dict(special or {})
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
+
+    @classmethod
+    def load(cls, folder: Path, special: Mapping[str, str], file: Path | None = None) -> "ChatTemplate":
+        """The template of a model folder, or the one in `file`. Raises `ModelError`."""
+        if file is None:
+            return cls(_find(folder), special)
+        try:
+            return cls(file.read_text(encoding="utf-8"), special)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"cannot read the chat template {file}: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt, special tokens included (so encode it without adding any).
+
+        With `continue_final_message` it ends with the last message's content, its white space kept, whatever the
+        template would have put behind it. `variables` are for the template. Raises `InvalidRequest`.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
+            )
+        plain = plain_messages(messages)
+        if not continue_final_message:
+            return self._run(plain, add_generation_prompt, variables)
+        mark = uuid.uuid4().hex  # the content's end in the output, even if the template trims or repeats it
+        plain[-1]["content"] += mark
+        before, found, _ = self._run(plain, False, variables).rpartition(mark)
+        if not found:
+            raise InvalidRequest("the chat template leaves out the final message's content", "messages")
+        return before
+
+    def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
+        context: dict[str, Any] = {"tools": None, "documents": None}  # templates ask whether these are none
+        context |= self._special | variables
+        context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(context)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(error.message or type(error).__name__, "messages") from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the model's own words, for training; here it is only its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _find(folder: Path) -> str | None:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = read_json(folder / name).get("chat_template")
+        if isinstance(found, str):
+            return found
+        if isinstance(found, list):
+            return _pick(found, folder / name)
+    return None
+
+
+def _pick(named: list[Any], path: Path) -> str:
+    """The template called default among several named ones, or the only one."""
+    by_name = {one["name"]: one["template"] for one in named if isinstance(one, dict) and "name" in one}
+    chosen = by_name.get("default", next(iter(by_name.values())) if len(by_name) == 1 else None)
+    if not isinstance(chosen, str):
+        raise ModelError(f"{path}: none of the chat templates is named default")
+    return chosen

@@ -1,0 +1,178 @@
+"""`Tokenizer`: a model folder's tokenizer, over the `tokenizers` library.
+
+Owns what the folder's files say of tokens: ids to text and back, which tokens are special, and which end a sequence.
+tokenizer.json is read directly, in milliseconds. A folder without one has its fast tokenizer made by transformers,
+once; the result is kept in the cache folder under a digest of the files it was made from.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from shared.checkpoint import cache_folder
+from shared.errors import InvalidRequest, ModelError
+from shared.text.bytes import byte_decoder
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SOURCES = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+
+
+class Tokenizer:
+    """Text to token ids and back. `special` names the special tokens as chat templates do (`eos_token`, ...)."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, special: Mapping[str, str] = {}, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        backend.no_truncation()  # tokenizer.json may carry the settings of its training
+        backend.no_padding()
+        self.backend = backend
+        self.special = dict(special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self._special_tokens = {
+            id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
+        }
+        self._added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
+        self._to_bytes = byte_decoder(backend)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """The tokenizer of a model folder. Raises `ModelError` naming the file that is missing or broken."""
+        backend = _read(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _convert(folder)
+        special = _special(folder)
+        return cls(backend, special=special, eos_token_ids=_eos_token_ids(folder, backend, special))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.token_id(self.special["bos_token"]) if "bos_token" in self.special else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own BOS and the like if `add_special_tokens`."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # what the library makes of a lone surrogate
+            raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids that the tokenizer does not have (of a padded vocabulary) are nothing."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token written as in the vocabulary."""
+        return self.backend.token_to_id(token)
+
+    def special_text(self, id: int) -> str | None:
+        """The name of a special token; None if it is an ordinary one."""
+        return self._special_tokens.get(id)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that one token stands for, perhaps part of a character; a special token's are those of its name."""
+        known = self._bytes.get(id)
+        if known is None:
+            known = self._bytes[id] = self._find_bytes(id)
+        return known
+
+    def token_text(self, id: int) -> str:
+        r"""One token for people: its text, or `bytes:\xf0\x9f` where it is no whole characters."""
+        raw = self.token_bytes(id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _find_bytes(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode()
+        token = self.backend.id_to_token(id)
+        return b"" if token is None else self._to_bytes(token)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, `{}` if there is no such file. Raises `ModelError` if it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: must be a JSON object")
+    return data
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path}: not a tokenizer: {error}") from error
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    cached = cache_folder() / "tokenizers" / f"{_digest(folder)}.json"
+    if cached.is_file():
+        return _read(cached)
+    logger.info("%s has no tokenizer.json; transformers makes one, once", folder)
+    backend = _convert_with_transformers(folder)
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_suffix(".partial")
+        backend.save(str(partial))
+        partial.replace(cached)
+    except OSError as error:
+        logger.warning("cannot keep the tokenizer in %s (%s); it is made anew at each start", cached.parent, error)
+    return backend
+
+
+def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    from transformers import AutoTokenizer  # takes seconds, so only here
+
+    try:
+        made = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder} has no tokenizer.json, and transformers cannot make one: {error}") from error
+    backend = getattr(made, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelError(f"{folder} has no tokenizer.json, and its {type(made).__name__} has no fast form")
+    return backend
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256(version("transformers").encode())
+    for path in sorted({path for pattern in SOURCES for path in folder.glob(pattern)}):
+        if path.stat().st_size < 64 * 1024 * 1024:  # indices of weights and the like are small, tokenizers too
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _special(folder: Path) -> dict[str, str]:
+    """Special tokens by name, from tokenizer_config.json or else special_tokens_map.json."""
+    found = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    special: dict[str, str] = {}
+    for name in SPECIAL_NAMES:
+        value = found.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            special[name] = text
+    return special
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> list[int]:
+    """The tokenizer's own, and those of generation_config.json, or of config.json where the former names none."""
+    own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    ids = [] if own is None else [own]
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id")
+        listed = found if isinstance(found, list) else [found]
+        named = [id for id in listed if isinstance(id, int)]
+        if named:
+            return ids + named
+    return ids
