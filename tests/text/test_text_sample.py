@@ -1,0 +1,249 @@
+"""Tokens to text: characters across tokens, stop strings across tokens, log-probabilities, ends."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from shared.params import SamplingParams
+from shared.protocol import Finish, TokenLogprobs
+from shared.text.detokenizer import Detokenizer
+from shared.text.logprobs import prompt_entries
+from shared.text.sample import SampleText
+from shared.text.stops import StopMatcher
+from tests.text.vocabulary import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+EOS = TOKENIZER.eos_token_ids[0]
+FAMILY = "一个 😀 👨‍👩‍👧‍👦 e\u0301 é"
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+def sample(params: SamplingParams, prompt: Sequence[int] = (200,)) -> SampleText:
+    return SampleText(TOKENIZER, params, prompt, stop_token_ids=[EOS, *(params.stop_token_ids or ())])
+
+
+def run(params: SamplingParams, tokens: list[int], finish: Finish = Finish.LENGTH) -> tuple[list[str], SampleText]:
+    """The pieces shown token by token, and where it ended."""
+    text = sample(params)
+    pieces = []
+    for at, token in enumerate(tokens):
+        pieces.append(text.feed([token], None, finish if at == len(tokens) - 1 else None))
+        if text.finish_reason is not None:
+            break
+    return pieces, text
+
+
+def whole(params: SamplingParams, tokens: list[int], finish: Finish = Finish.LENGTH) -> str:
+    """The text if all tokens come at once."""
+    return sample(params).feed(tokens, None, finish)
+
+
+# characters
+
+
+def test_str05_no_piece_is_half_a_character() -> None:
+    pieces, text = run(SamplingParams(), ids(FAMILY))
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text.text == FAMILY == TOKENIZER.decode(ids(FAMILY))
+
+
+def test_str06_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
+    start, rest = ids("Price list: 😀!")[:-5], ids("Price list: 😀!")[-5:]
+    for cut in range(4):
+        detokenizer = Detokenizer(TOKENIZER, start + rest[:cut])
+        pieces = [detokenizer.push(token) for token in rest[cut:]] + [detokenizer.flush()]
+        assert "".join(pieces) == "😀!"
+
+
+def test_str06_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ids("Price: 😀")[:-2])
+    assert detokenizer.flush() == ""
+
+
+def test_str09_any_bytes_give_text_and_the_flush_gives_what_waits() -> None:
+    rng = random.Random(9)
+    for _ in range(200):
+        tokens = [rng.randrange(4, 260) for _ in range(12)]
+        detokenizer = Detokenizer(TOKENIZER, [])
+        pieces = [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
+        assert "".join(pieces) == TOKENIZER.decode(tokens)
+
+
+def test_str09_a_long_run_of_bytes_that_are_no_text_is_shown_before_the_end() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ids("a"))
+    broken = ids("é")[0]
+    assert "\ufffd" in "".join(detokenizer.push(broken) for _ in range(40))
+
+
+def test_ids_beyond_the_tokenizer_are_nothing() -> None:
+    pieces, _ = run(SamplingParams(), [10**6, *ids("one"), 10**6, *ids(" two")])
+    assert pieces == ["", "one", "", " two"]
+
+
+# stop strings
+
+
+def test_stp01_a_stop_of_several_tokens_does_not_show() -> None:
+    pieces, text = run(SamplingParams(stop="three four five"), ids("one two three four five six"))
+    assert "".join(pieces) == "one two "
+    assert (text.finish_reason, text.stop_reason) == ("stop", "three four five")
+
+
+def test_stp01_a_near_miss_is_delivered_late_but_whole() -> None:
+    pieces, text = run(SamplingParams(stop="three four six"), ids("one two three four five"))
+    assert pieces == ["one", " two", " ", "", "three four five"]
+    assert text.finish_reason == "length"
+
+
+@pytest.mark.parametrize(("stop", "shown"), [("ewp", "previ"), ("ie", "prev")])
+def test_stp02_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
+    tokens = ids("pre") + ids("view") + ids("port")
+    pieces, text = run(SamplingParams(stop=stop), tokens)
+    assert "".join(pieces) == whole(SamplingParams(stop=stop), tokens) == shown
+    assert text.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("output", "finish", "shown"),
+    [("hi\n\nUs", Finish.STOP, "hi\n\nUs"), ("hi\n", Finish.LENGTH, "hi\n"), ("hi\n\nUsX", Finish.LENGTH, "hi\n\nUs")],
+)
+def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: Finish, shown: str) -> None:
+    params = SamplingParams(stop=["\n\nUser:", "X"])
+    tokens = ids(output) + ([EOS] if finish is Finish.STOP else [])
+    pieces, text = run(params, tokens, finish)
+    assert "".join(pieces) == whole(params, tokens, finish) == shown
+    assert text.stop_reason == ("X" if output.endswith("X") else None)
+
+
+def test_stp05_text_that_cannot_begin_a_stop_is_not_held() -> None:
+    tokens = ids("The cat sat")
+    pieces, _ = run(SamplingParams(stop="z" * 40), tokens)
+    assert pieces == [TOKENIZER.decode([token]) for token in tokens]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_stp07_a_special_token_is_found_as_a_stop_string(skip: bool) -> None:
+    params = SamplingParams(stop="<|im_end|>", skip_special_tokens=skip)
+    tokens = [*ids("one"), *ids("<|im_end|>"), *ids(" two")]
+    _, text = run(params, tokens)
+    assert (text.text, text.finish_reason, text.stop_reason) == ("one", "stop", "<|im_end|>")
+    assert len(text.token_ids) == 2
+
+
+def test_stp07_what_waits_is_shown_before_a_hidden_stop() -> None:
+    _, text = run(SamplingParams(stop=["<|im_end|>", "one six"]), [*ids("one"), *ids("<|im_end|>")])
+    assert text.text == "one"
+
+
+@pytest.mark.parametrize(
+    ("skip", "include", "shown"),
+    [
+        (True, False, "All done."),
+        (False, False, "All done."),
+        (False, True, "All done.</s>"),
+        (True, True, "All done."),
+    ],
+)
+def test_stp08_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bool, shown: str) -> None:
+    params = SamplingParams(stop_token_ids=[EOS], skip_special_tokens=skip, include_stop_str_in_output=include)
+    _, text = run(params, [*ids("All done."), EOS], Finish.STOP)
+    assert (text.text, text.stop_reason) == (shown, EOS)
+
+
+def test_an_end_of_sequence_has_no_stop_reason_but_counts_as_a_token() -> None:
+    _, text = run(SamplingParams(), [*ids("one"), EOS], Finish.STOP)
+    assert (text.text, text.finish_reason, text.stop_reason, len(text.token_ids)) == ("one", "stop", None, 2)
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    params = SamplingParams(stop="two", min_tokens=2)
+    _, text = run(params, ids("one two two three"))
+    assert text.text == "one two "
+    _, text = run(SamplingParams(stop="<|im_end|>", min_tokens=2), [*ids("one<|im_end|> two<|im_end|>")])
+    assert text.text == "one two"
+
+
+def test_a_stop_string_may_be_shown() -> None:
+    _, text = run(SamplingParams(stop="wo", include_stop_str_in_output=True), ids("one two three"))
+    assert text.text == "one two"
+    _, text = run(SamplingParams(stop="<|im_end|>", include_stop_str_in_output=True), ids("one<|im_end|>"))
+    assert text.text == "one<|im_end|>"
+
+
+@pytest.mark.parametrize("tail", [" five", ""])
+def test_lim15_a_stop_string_in_the_last_allowed_token_is_a_stop(tail: str) -> None:
+    tokens = ids("one two" + tail)
+    _, text = run(SamplingParams(stop=tail or "two"), tokens, Finish.LENGTH)
+    assert text.finish_reason == "stop"
+
+
+def test_tokens_behind_a_stop_are_not_counted() -> None:
+    text = sample(SamplingParams(stop="two"))
+    assert text.feed(ids("one two three four")) == "one "
+    assert len(text.token_ids) == 2
+
+
+def test_the_stop_found_does_not_depend_on_how_the_text_is_cut() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        text = "".join(rng.choice("ab") for _ in range(12))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        cuts = sorted(rng.randrange(len(text)) for _ in range(rng.randint(0, 5)))
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        results = []
+        for parts in ([text], list(text), pieces):
+            matcher = StopMatcher(stops)
+            shown = ""
+            for part in parts:
+                shown += matcher.push(part) if matcher.matched is None else ""
+            results.append((shown + matcher.flush(), matcher.matched))
+        assert results[0] == results[1] == results[2]
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        if ends:
+            assert results[0][0] + str(results[0][1]) == text[: min(ends)]
+        else:
+            assert results[0] == (text, None)
+
+
+# log-probabilities
+
+
+def known(token: int, logprob: float = -0.5) -> TokenLogprobs:
+    return TokenLogprobs(logprob, 1, [token, 5], [logprob, float("-inf")])
+
+
+def test_entries_have_text_bytes_and_offsets_and_finite_numbers() -> None:
+    tokens = ids("one two")
+    text = sample(SamplingParams(logprobs=2))
+    text.feed(tokens, [known(tokens[0]), known(tokens[1], float("nan"))], Finish.LENGTH)
+    entries = text.take_logprobs()
+    assert [(entry.token, entry.bytes, entry.offset) for entry in entries] == [("one", b"one", 0), (" two", b" two", 3)]
+    assert [entry.logprob for entry in entries] == [-0.5, -9999.0]
+    assert [other.logprob for other in entries[0].top] == [-0.5, -9999.0]
+
+
+def test_entries_come_with_their_text_and_joined_are_the_same_as_at_once() -> None:
+    tokens = ids("one two thre 😀 six")
+    params = SamplingParams(logprobs=0, stop=["three", "e 😀 six"])
+    streamed, at_once = sample(params), sample(params)
+    joined = []
+    for at, token in enumerate(tokens):
+        shown = streamed.feed([token], [known(token)], Finish.LENGTH if at == len(tokens) - 1 else None)
+        entries = streamed.take_logprobs()
+        assert shown or not entries or streamed.finish_reason
+        joined += entries
+    at_once.feed(tokens, [known(token) for token in tokens], Finish.LENGTH)
+    assert joined == at_once.take_logprobs()
+    assert len(joined) == len(tokens)
+    assert max(entry.offset for entry in joined) <= len(streamed.text)
+
+
+def test_a_prompts_first_token_has_no_logprob() -> None:
+    prompt = ids("one two three")
+    entries = prompt_entries(TOKENIZER, prompt, [known(token) for token in prompt[1:]])
+    assert [entry.logprob for entry in entries] == [None, -0.5, -0.5]
+    assert [entry.offset for entry in entries] == [0, 3, 7]

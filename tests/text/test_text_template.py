@@ -1,0 +1,152 @@
+"""Chat templates: where they are found, what they see of the messages, and what their errors become."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import InvalidRequest, ModelError
+from shared.text.template import ChatTemplate
+from tests.text.vocabulary import CHATML, write_model_folder
+
+USER = {"role": "user", "content": "hi"}
+STRICT = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "[{{ message.content }}]{% endfor %}"
+)
+
+
+def render(*messages: Any, template: str = CHATML, **options: Any) -> str:
+    return ChatTemplate(template).render(messages, **options)
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": ""}, {"content": []}])
+def test_tpl01_and_tpl02_no_content_is_empty_content(message: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    history = [USER, {"role": "assistant", "tool_calls": [call], **message}, {"role": "tool", "content": ""}, USER]
+    expected = render(USER, {"role": "assistant", "content": ""}, {"role": "tool", "content": ""}, USER)
+    assert render(*history) == expected
+    assert "None" not in expected
+
+
+def test_tpl01_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
+    broken = {"function": {"name": "f", "arguments": "{"}}
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }};{% endfor %}"
+    assert render({"role": "assistant", "tool_calls": [call, broken]}, template=template) == '{"a": "é"};"{";'
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_tpl03_text_parts_are_joined_by_newlines(role: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render({"role": role, "content": parts}, USER) == render({"role": role, "content": "a\nb"}, USER)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video", "whatever"])
+def test_tpl03_other_parts_are_refused_by_their_type(kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=kind) as caught:
+        render(USER, {"role": "user", "content": [{"type": kind, "image_url": {"url": "x"}}]})
+    assert caught.value.param == "messages[1].content[0]"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], ["hi"], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": 5}],
+     [{"role": "user", "content": ["x"]}],
+     [{"role": "user", "content": [{"type": "text"}]}], [{"role": "assistant", "tool_calls": "x"}]],
+)  # fmt: skip
+def test_malformed_messages_are_refused(messages: list[Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        render(*messages)
+
+
+@pytest.mark.parametrize("content", ["ends in space ", "ends in line\n", "ends in tab\t", "hi", "", None])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_tpl05_a_continued_message_ends_the_prompt(content: str | None, trim: str) -> None:
+    template = CHATML.replace("message.content", "message.content" + trim)
+    prompt = ChatTemplate(template).render(
+        [USER, {"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
+    )
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + (content or "")
+
+
+def test_tpl05_both_ways_to_end_a_prompt_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        render(USER, continue_final_message=True)
+
+
+def test_tpl05_a_template_that_drops_the_message_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="leaves out"):
+        render(USER, template="nothing", add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "system", "content": "x"}, USER], "System role not supported"),
+        ([USER, USER], "Roles must alternate"),
+        ([{"role": "assistant", "content": "x"}], "Roles must alternate"),
+        ([{"role": "tool", "content": "x"}], "Roles must alternate"),
+        ([{"role": "wizard", "content": "x"}], "Roles must alternate"),
+        ([], "must not be empty"),
+    ],
+)
+def test_tpl06_a_templates_own_message_reaches_the_caller(messages: list[Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        render(*messages, template=STRICT)
+
+
+@pytest.mark.parametrize(
+    "body", ["{{ messages[0].a.b }}", "{{ 1 / 0 }}", "{{ messages[9]['role'].x }}", "{{ 1 + 'a' }}"]
+)
+def test_tpl06_a_template_that_fails_is_an_invalid_request(body: str) -> None:
+    with pytest.raises(InvalidRequest):
+        render(USER, template=body)
+
+
+def test_the_sandbox_holds() -> None:
+    with pytest.raises(InvalidRequest):
+        render(USER, template="{{ ''.__class__.__mro__[1].__subclasses__()[0] }}{{ messages.append(1) }}")
+
+
+def test_templates_have_what_they_expect() -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% break %}{% endfor %}{% generation %}{{ strftime_now('%Y')[:2] }}"
+    )
+    template += "{% endgeneration %}{{ {'a': 'é'} | tojson }}{{ tools is none }}{{ extra }}"
+    special = {"bos_token": "<s>"}
+    assert ChatTemplate(template, special).render([USER], extra="!") == '<s>20{"a": "é"}True!'
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}],
+                 [{"name": "only", "template": CHATML}]]
+)  # fmt: skip
+def test_templates_are_found_in_tokenizer_config(tmp_path: Path, template: Any) -> None:
+    folder = write_model_folder(tmp_path, template=template)
+    assert ChatTemplate.load(folder, {}).render([USER]) == render(USER)
+
+
+def test_a_template_file_wins_and_a_users_file_wins_over_all(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert ChatTemplate.load(folder, {}).render([USER]) == "json"
+    (folder / "chat_template.jinja").write_text("jinja")
+    assert ChatTemplate.load(folder, {}).render([USER]) == "jinja"
+    (tmp_path / "mine").write_text("mine")
+    assert ChatTemplate.load(folder, {}, tmp_path / "mine").render([USER]) == "mine"
+
+
+def test_no_template_says_so_and_broken_ones_are_model_errors(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        ChatTemplate.load(write_model_folder(tmp_path, template=None), {}).render([USER])
+    with pytest.raises(ModelError, match="line 1"):
+        ChatTemplate("{% if %}")
+    with pytest.raises(ModelError, match="nowhere"):
+        ChatTemplate.load(tmp_path, {}, tmp_path / "nowhere")
+    with pytest.raises(ModelError, match="default"):
+        ChatTemplate.load(write_model_folder(tmp_path, template=[{"name": "a", "template": "x"}] * 0), {})

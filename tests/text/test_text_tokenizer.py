@@ -1,0 +1,134 @@
+"""The tokenizer of a model folder: ids, bytes, names, ends of sequence, and sampling defaults."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from shared.errors import InvalidRequest, ModelError
+from shared.text.generation import SamplingDefaults
+from shared.text.tokenizer import Tokenizer
+from tests.text.vocabulary import make_tokenizer, write_model_folder
+
+
+def test_text_goes_to_ids_and_back() -> None:
+    tokenizer = make_tokenizer()
+    text = "hello 一二 👨‍👩‍👧 é"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bos_is_added_only_where_it_is_wanted() -> None:
+    tokenizer = make_tokenizer(bos=True)
+    bos = tokenizer.token_id("<s>")
+    assert tokenizer.encode("hello")[0] == bos
+    assert bos not in tokenizer.encode("hello", add_special_tokens=False)
+
+
+def test_a_token_of_part_of_a_character_has_bytes_and_a_readable_name() -> None:
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode("é")
+    assert b"".join(tokenizer.token_bytes(id) for id in ids) == "é".encode()
+    assert tokenizer.token_text(ids[0]) == r"bytes:\xc3"
+    assert tokenizer.token_text(tokenizer.encode("hello")[0]) == "hello"
+
+
+def test_special_tokens_are_shown_by_name_and_unknown_ids_are_nothing() -> None:
+    tokenizer = make_tokenizer()
+    end = tokenizer.token_id("<|im_end|>")
+    assert end is not None
+    assert (tokenizer.token_text(end), tokenizer.special_text(end)) == ("<|im_end|>", "<|im_end|>")
+    assert tokenizer.decode([10**6, *tokenizer.encode("hello")]) == "hello"
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+def test_sentencepiece_pieces_become_bytes() -> None:
+    vocab = {"<unk>": 0, "▁Hi": 1, "<0xF0>": 2}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(backend)
+    assert [tokenizer.token_bytes(id) for id in (1, 2)] == [b" Hi", b"\xf0"]
+
+
+def test_lone_surrogates_are_the_callers_fault() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        make_tokenizer().encode("a\ud800")
+
+
+def test_ends_of_sequence_come_from_tokenizer_and_generation_config(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, generation={"eos_token_id": [3, 1]})
+    assert Tokenizer.load(folder).eos_token_ids == (1, 3)
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text('{"eos_token_id": 2}')
+    assert Tokenizer.load(folder).eos_token_ids == (1, 2)
+
+
+def test_truncation_left_in_the_file_by_training_is_off(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.save(str(folder / "tokenizer.json"))
+    assert len(Tokenizer.load(folder).encode("abcdefgh")) == 8
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.load(folder)
+    write_model_folder(tmp_path)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        Tokenizer.load(folder)
+
+
+def test_generation_config_gives_defaults_and_is_checked(tmp_path: Path) -> None:
+    folder = write_model_folder(
+        tmp_path, generation={"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "top_p": None}
+    )
+    assert SamplingDefaults.load(folder).given() == {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 3}))
+    with pytest.raises(ModelError, match=r"generation_config\.json.*top_p"):
+        SamplingDefaults.load(folder)
+
+
+def test_no_generation_config_gives_no_defaults(tmp_path: Path) -> None:
+    assert SamplingDefaults.load(tmp_path).given() == {}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_folder_without_tokenizer_json_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    folder = write_model_folder(tmp_path / "model")
+    made = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(made["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in made["merges"]))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer"}))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("hello") == make_tokenizer().encode("hello")
+    (cached,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    written = cached.stat().st_mtime_ns
+    assert Tokenizer.load(folder).encode("one two") == tokenizer.encode("one two")
+    assert cached.stat().st_mtime_ns == written
+
+
+def test_a_folder_without_any_tokenizer_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_importing_text_brings_in_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, shared.text.sample, shared.text.template, shared.text.generation;"
+        "print(sorted({'torch', 'transformers', 'aiohttp'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
