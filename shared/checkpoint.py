@@ -7,11 +7,16 @@ by `quire pull`; here is only where it lies.
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 from shared.errors import ModelError
 
 EMBEDDED = "SmolLM2-135M-Instruct"
+
+PATIENCE = 10.0
+"""Seconds for the hub to answer what files a model has; then what was fetched earlier is used."""
 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 """Configuration, tokenizer and chat template, under the names that the field uses for them."""
@@ -64,27 +69,31 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
-        if HF_HUB_OFFLINE:
-            if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-                raise LocalEntryNotFoundError(f"{name} is not in the cache")
-            return Path(snapshot_download(name, revision=revision, local_files_only=True))
-        files = HfApi().list_repo_files(name, revision=revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted_files(files)))
+        siblings = HfApi().model_info(name, revision=revision, timeout=PATIENCE).siblings or []
+        files = wanted_files([sibling.rfilename for sibling in siblings])
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a Hugging Face name") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, OSError) as error:  # OSError: offline by the user's wish, or a full disk
+        if not _is_answer(error):
+            with suppress(LocalEntryNotFoundError):
+                return Path(snapshot_download(name, revision=revision, local_files_only=True))
         raise ModelError(_reason(name, revision, error)) from error
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the hub has said no; otherwise it could not be asked, and what was fetched earlier will do."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    return isinstance(error, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError))
 
 
 def wanted_files(files: Sequence[str]) -> list[str]:
     """Of a repository's files at its top level, those needed to serve it: weights in one format, and the small ones."""
-    from fnmatch import fnmatch
-
     top = [name for name in files if "/" not in name]
 
     def matching(patterns: Iterable[str]) -> list[str]:

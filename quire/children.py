@@ -1,0 +1,153 @@
+"""One child process of the supervisor: started, kept running, its output labelled, and stopped.
+
+A child that ends is started again after a pause that grows while it keeps dying and is short again once it has lived
+for a while. Only a child that says the fault lies in its settings (`EXIT_REFUSED`), or that dies again and again
+before the server was ever ready, is given up.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from shared.errors import QuireError
+
+EXIT_REFUSED = 2
+"""Exit status of a service whose settings or model are wrong; its one line on stderr has said what."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+LIVED_A_WHILE = 10.0  # seconds after which a death does not count as one more in a row
+DEATHS_BEFORE_READY = 3
+
+CHUNK = 64 * 1024
+
+
+class StartFailed(QuireError):
+    """The server did not become ready; the message says why."""
+
+
+class Log:
+    """The supervisor's own stderr, where each line says which child wrote it."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self.out = out
+        self.erase = b"\x1b[K" if out.isatty() else b""  # what is left of a longer progress bar in this line
+
+    def write(self, name: str, line: bytes) -> None:
+        """Write one line, which ends in a newline or, if it is a progress bar, in a carriage return."""
+        with suppress(OSError):  # whoever read the log is gone, which is no reason to stop serving
+            self.out.write(self.erase + f"{name:<9} | ".encode() + line)
+            self.out.flush()
+
+    async def pump(self, name: str, source: asyncio.StreamReader) -> None:
+        """Copy `source` until it ends."""
+        rest = b""
+        while chunk := await source.read(CHUNK):
+            *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
+            if len(rest) > CHUNK:
+                lines, rest = [*lines, rest + b"\n"], b""
+            for line in lines:
+                if line.strip():
+                    self.write(name, line)
+        if rest.strip():
+            self.write(name, rest + b"\n")
+
+
+class Child:
+    """One role of the server and the process that fills it at the moment."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Log, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.argv = [sys.executable, "-m", "quire.leash", str(os.getpid()), *argv]
+        self.log = log
+        self.environment = {**environment, "PYTHONUNBUFFERED": "1"}
+        self.established = False  # once the server was ready, no death is final
+        self.process: Process | None = None
+        self._unwanted = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def __repr__(self) -> str:
+        pid = self.process.pid if self.process else None
+        return f"<{self.name} pid={pid} wanted={not self._unwanted.is_set()}>"
+
+    async def keep_running(self) -> None:
+        """Start the process, again and again, until `stop`. Raises `StartFailed`."""
+        clock, deaths = asyncio.get_running_loop().time, 0
+        try:
+            while not self._unwanted.is_set():
+                began = clock()
+                status = await self._run()
+                deaths = 1 if clock() - began > LIVED_A_WHILE else deaths + 1
+                if not self._unwanted.is_set():
+                    pause = self.pause(status, deaths)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._unwanted.wait(), pause)
+        finally:
+            self._ended.set()
+
+    async def stop(self, grace: float) -> None:
+        """Ask the process to end; after `grace` seconds, kill it. Returns when it is gone and `keep_running` done."""
+        self._unwanted.set()
+        self._signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._ended.wait(), grace)
+        except TimeoutError:
+            self.log.write(self.name, f"did not end within {grace:.0f} s and is killed\n".encode())
+            self.kill()
+            await self._ended.wait()
+
+    def kill(self) -> None:
+        """End the process, and whatever it started, at once."""
+        self._unwanted.set()
+        self._signal(signal.SIGKILL)
+
+    async def _run(self) -> int:
+        self.process = process = await asyncio.create_subprocess_exec(
+            *self.argv,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+            env=self.environment,
+            start_new_session=True,  # so that Ctrl-C reaches the supervisor alone
+        )
+        if self._unwanted.is_set():  # while it was being started
+            self._signal(signal.SIGTERM)
+        assert process.stdout is not None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                pump = tasks.create_task(self.log.pump(self.name, process.stdout))
+                status = await process.wait()
+                await asyncio.wait([pump], timeout=1.0)  # something it started may keep the pipe open
+                pump.cancel()
+            return status
+        finally:
+            if process.returncode is None:
+                self._signal(signal.SIGKILL)
+            self.process = None
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and whatever it started, which together are its process group."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def pause(self, status: int, deaths: int) -> float:
+        """Seconds until the next start, after `deaths` in a row. Raises `StartFailed` if there is to be none."""
+        if not self.established:
+            if status == EXIT_REFUSED:
+                raise StartFailed(f"the {self.name} cannot run with these settings")
+            if deaths >= DEATHS_BEFORE_READY:
+                raise StartFailed(f"the {self.name} ended {deaths} times ({describe(status)})")
+        pause: float = min(FIRST_PAUSE * 2.0 ** min(deaths - 1, 16), LONGEST_PAUSE)
+        self.log.write(self.name, f"ended ({describe(status)}); starts again in {pause:.1f} s\n".encode())
+        return pause
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"

@@ -1,0 +1,113 @@
+"""The life of one server: its children are started together, watched, and stopped in order.
+
+It knows processes, signals and readiness; it does not know what the children do. The order of `children` is the order
+of stopping: first the one that takes work in, last the one that does it, so that work in hand can be finished.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from quire.children import Child, StartFailed
+
+PROBE_PAUSE = 0.05
+PROBE_PATIENCE = 2.0
+QUICK_STOP = 3.0  # seconds between SIGTERM and SIGKILL when there is nothing to drain
+INTERRUPTED = 128  # plus the signal's number: the exit status that shells know
+
+
+class Supervisor:
+    """Runs `children` until a signal. `ready` tells whether they serve; `announce` is called once they do.
+
+    `drain_timeout` is what the first child may take to finish its work after SIGTERM, in seconds.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        *,
+        ready: Callable[[], Awaitable[bool]],
+        announce: Callable[[], None],
+        ready_timeout: float,
+        drain_timeout: float,
+    ) -> None:
+        self.children = children
+        self.ready = ready
+        self.announce = announce
+        self.ready_timeout = ready_timeout
+        self.drain_timeout = drain_timeout
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
+
+    async def run(self) -> int:
+        """The exit status: 0 after a drain, 128 + signal if that was cut short. Raises `StartFailed`.
+
+        However it ends, no child is left.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
+        keepers = [asyncio.ensure_future(child.keep_running()) for child in self.children]
+        try:
+            if (status := await self._start(keepers)) is not None:
+                return status
+            await self._signals.get()
+            return await self._drain()
+        finally:
+            for child in self.children:
+                child.kill()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _start(self, keepers: Sequence["asyncio.Future[None]"]) -> int | None:
+        """Wait until the children serve; an exit status instead, if a signal came first."""
+        ready = asyncio.ensure_future(self._until_ready())
+        interrupt = asyncio.ensure_future(self._signals.get())
+        awaited: list[asyncio.Future[Any]] = [*keepers, ready, interrupt]
+        done, _ = await asyncio.wait(awaited, timeout=self.ready_timeout, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        interrupt.cancel()
+        if ready in done:
+            ready.result()
+            for child in self.children:
+                child.established = True
+            self.announce()
+            return None
+        await asyncio.gather(*(child.stop(QUICK_STOP) for child in self.children))
+        if interrupt in done:
+            return INTERRUPTED + interrupt.result()
+        for keeper in done:  # one child was given up
+            keeper.result()
+        raise StartFailed(f"not ready within {self.ready_timeout:g} s (--ready-timeout)")
+
+    async def _until_ready(self) -> None:
+        while not await self.ready():  # noqa: ASYNC110  (another process decides it)
+            await asyncio.sleep(PROBE_PAUSE)
+
+    async def _drain(self) -> int:
+        """Stop the children one after the other; another signal cuts it short."""
+        drained = asyncio.ensure_future(self._stop_in_order())
+        interrupt = asyncio.ensure_future(self._signals.get())
+        done, _ = await asyncio.wait([drained, interrupt], return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        interrupt.cancel()
+        return drained.result() if drained in done else INTERRUPTED + interrupt.result()
+
+    async def _stop_in_order(self) -> int:
+        first, *rest = self.children
+        await first.stop(self.drain_timeout + QUICK_STOP)
+        for child in rest:
+            await child.stop(QUICK_STOP)
+        return 0
+
+
+async def is_healthy(host: str, port: int) -> bool:
+    """Whether `GET /health` is answered with 200."""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(PROBE_PATIENCE):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                return (await reader.readline()).split()[1:2] == [b"200"]
+            finally:
+                writer.close()
+    return False

@@ -1,0 +1,233 @@
+"""The supervisor over real processes: small fake services that obey its rules (SIGTERM ends, status 2 refuses)."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quire import children
+from quire.children import EXIT_REFUSED, Child, Log, StartFailed
+from quire.supervisor import INTERRUPTED, Supervisor
+
+SERVICE = """
+import signal, sys, time
+from pathlib import Path
+folder, name, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+with (folder / f"{name}.starts").open("a") as starts:
+    starts.write("x")
+if mode == "refuse":
+    print("no such model", file=sys.stderr)
+    sys.exit(2)
+if mode == "crash":
+    sys.exit(1)
+def stop(number, frame):
+    with (folder / "stopped").open("a") as stopped:
+        stopped.write(name + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else stop)
+(folder / f"{name}.up").write_text("")
+while True:
+    time.sleep(0.02)
+"""
+
+
+class Fakes:
+    """A supervisor of fake services in `folder`, each named after its role and behaving as `modes` say."""
+
+    def __init__(self, folder: Path, modes: dict[str, str]) -> None:
+        (folder / "fake_service.py").write_text(SERVICE)
+        self.folder = folder
+        self.names = list(modes)
+        self.out = io.BytesIO()
+        self.announced = 0
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+        self.children = [
+            Child(name, ["fake_service", str(folder), name, mode], Log(self.out), environment)
+            for name, mode in modes.items()
+        ]
+
+    def supervisor(self, *, ready_timeout: float = 20.0, drain_timeout: float = 5.0) -> Supervisor:
+        return Supervisor(
+            self.children,
+            ready=self.ready,
+            announce=self.announce,
+            ready_timeout=ready_timeout,
+            drain_timeout=drain_timeout,
+        )
+
+    async def ready(self) -> bool:
+        return all((self.folder / f"{name}.up").exists() for name in self.names)
+
+    def announce(self) -> None:
+        self.announced += 1
+
+    def starts(self, name: str) -> int:
+        path = self.folder / f"{name}.starts"
+        return len(path.read_text()) if path.exists() else 0
+
+    def stopped(self) -> list[str]:
+        return (self.folder / "stopped").read_text().split()
+
+    @asynccontextmanager
+    async def running(self, supervisor: Supervisor) -> AsyncIterator["asyncio.Task[int]"]:
+        """The supervisor at work; its children must all be gone at the end."""
+        task = asyncio.create_task(supervisor.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert own_children() == []
+
+
+def own_children() -> Sequence[int]:
+    """Processes of fake services that still run."""
+    return [
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "fake_service" in child.cmdline()
+    ]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  (other processes decide it)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_signal_stops_the_children_in_order(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve", "scheduler": "serve", "worker": "serve"})
+    async with fakes.running(fakes.supervisor()) as run:
+        await until(lambda: fakes.announced == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await run == 0
+        assert own_children() == []
+    assert fakes.stopped() == ["gateway", "scheduler", "worker"]
+
+
+async def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "deaf", "worker": "serve"})
+    async with fakes.running(fakes.supervisor(drain_timeout=1000.0)) as run:
+        await until(lambda: fakes.announced == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        assert not run.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await run == INTERRUPTED + signal.SIGINT
+
+
+async def test_a_signal_before_readiness_ends_the_start(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "serve"})
+    supervisor = fakes.supervisor()
+    supervisor.ready = never
+    async with fakes.running(supervisor) as run:
+        await until(lambda: (tmp_path / "worker.up").exists())
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await run == INTERRUPTED + signal.SIGINT
+    assert fakes.announced == 0
+
+
+async def never() -> bool:
+    return False
+
+
+async def test_the_start_fails_when_readiness_takes_too_long(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve"})
+    supervisor = fakes.supervisor(ready_timeout=0.3)
+    supervisor.ready = never
+    async with fakes.running(supervisor) as run:
+        with pytest.raises(StartFailed, match=r"not ready within 0\.3 s"):
+            await run
+
+
+async def test_a_refusal_ends_the_start_and_nothing_is_tried_again(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "refuse"})
+    async with fakes.running(fakes.supervisor()) as run:
+        with pytest.raises(StartFailed, match="worker cannot run"):
+            await run
+    assert fakes.starts("worker") == 1
+    assert b"worker    | no such model\n" in fakes.out.getvalue()
+
+
+async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FIRST_PAUSE", 0.01)
+    fakes = Fakes(tmp_path, {"worker": "crash"})
+    async with fakes.running(fakes.supervisor()) as run:
+        with pytest.raises(StartFailed, match=r"ended 3 times \(exit status 1\)"):
+            await run
+    assert fakes.starts("worker") == 3
+
+
+async def test_a_killed_child_comes_back(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "serve"})
+    async with fakes.running(fakes.supervisor()) as run:
+        await until(lambda: fakes.announced == 1)
+        process = fakes.children[1].process
+        assert process is not None
+        (tmp_path / "worker.up").unlink()
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: (tmp_path / "worker.up").exists())
+        assert not run.done()
+    assert fakes.starts("worker") == 2
+    assert fakes.starts("gateway") == 1
+    assert b"ended (signal SIGKILL); starts again in 0.2 s" in fakes.out.getvalue()
+
+
+async def test_a_child_is_not_brought_back_while_draining(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "serve"})
+    async with fakes.running(fakes.supervisor()) as run:
+        await until(lambda: fakes.announced == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await run == 0
+    assert fakes.starts("worker") == 1
+
+
+def test_pauses_grow_up_to_a_bound_and_deaths_after_readiness_are_never_final() -> None:
+    child = Child("worker", [], Log(io.BytesIO()), {})
+    child.established = True
+    pauses = [child.pause(EXIT_REFUSED, deaths) for deaths in range(1, 9)]
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert child.pause(1, 10_000) == 10.0
+
+
+async def test_the_log_labels_lines_and_keeps_progress_bars() -> None:
+    source, out = asyncio.StreamReader(), io.BytesIO()
+    source.feed_data(b"one\ntw")
+    source.feed_data(b"o\n\r 10%\r 20%\r100%\nlast")
+    source.feed_eof()
+    await Log(out).pump("worker", source)
+    label = b"worker    | "
+    assert out.getvalue() == b"".join(
+        label + line for line in (b"one\n", b"two\n", b" 10%\r", b" 20%\r", b"100%\n", b"last\n")
+    )
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "supervise.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from test_quire_supervisor import Fakes\n"
+        f"fakes = Fakes(Path({str(tmp_path)!r}), {{'gateway': 'serve', 'worker': 'deaf'}})\n"
+        "asyncio.run(fakes.supervisor().run())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    with psutil.Popen([sys.executable, str(script)], env=environment) as supervisor:
+        deadline = time.monotonic() + 30
+        while not all((tmp_path / f"{name}.up").exists() for name in ("gateway", "worker")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        descendants = supervisor.children(recursive=True)
+        supervisor.kill()
+        supervisor.wait()
+    assert len(descendants) == 2
+    _, alive = psutil.wait_procs(descendants, timeout=10)
+    assert alive == []
