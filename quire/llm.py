@@ -1,0 +1,267 @@
+"""`LLM`: a model in the caller's own process, for batches of prompts.
+
+The same scheduler core, runner and text handling as the server's, without the server. Arguments carry vLLM's names.
+What this version cannot honour is refused, never ignored: see `NEUTRAL`.
+"""
+
+import itertools
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import msgspec
+
+from quire import embedded
+from quire.engine import Engine
+from quire.outputs import RequestOutput
+from quire.pending import Pending
+from quire.progress import ProgressBar
+from services.scheduler.config import SchedulerConfig
+from services.worker.config import WorkerConfig
+from shared.checkpoint import locate
+from shared.config import resolve
+from shared.errors import ConfigError, InvalidRequest, QuireError
+from shared.params import SamplingParams
+from shared.text.generation import SamplingDefaults
+from shared.text.template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+Message: TypeAlias = Mapping[str, Any]
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "quantization": (None,),
+    "enable_lora": (False,),
+    "trust_remote_code": (False,),
+    "swap_space": (0,),
+    "cpu_offload_gb": (0,),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "disable_log_stats": (True,),
+    "enforce_eager": (False, True),  # steps are executed eagerly either way: no graphs are captured in process
+}
+"""Arguments of vLLM's that are taken only with values under which they ask for nothing this version lacks."""
+
+
+class LLM:
+    """Loads `model` (a folder or a Hugging Face name; empty: the embedded one) and generates from it.
+
+    Every argument but `tokenizer` (another model's folder or name, to take the tokenizer from) and `seed` is a setting
+    of the server with the same name, default and bounds. An unseeded request draws its seed from `seed`, so that a
+    script gives the same outputs each time it runs; None makes them differ. Calls from several threads take turns.
+    Raises `ConfigError` for an argument that cannot be honoured and `ModelError` for a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        seed: int | None = 0,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_memory: float | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        num_gpu_blocks_override: int | None = None,
+        load_format: str | None = None,
+        num_threads: int | None = None,
+        **others: Any,
+    ) -> None:
+        check_neutral(others)
+        settings = {
+            "model": str(model),
+            "revision": revision,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": device,
+            "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory": kv_cache_memory,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+            "enable_prefix_caching": enable_prefix_caching,
+            "num_gpu_blocks_override": num_gpu_blocks_override,
+            "load_format": load_format,
+            "num_threads": num_threads,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        scheduler, worker = resolve(SchedulerConfig, given, {}), resolve(WorkerConfig, given, {})
+        folder = locate(str(model), revision) if model else embedded.folder()
+        self._tokenizer = Tokenizer.load(locate(str(tokenizer)) if tokenizer else folder)
+        self._template = ChatTemplate.load(folder, self._tokenizer.special)
+        self._defaults = SamplingDefaults.load(folder)
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+        self._lock = threading.Lock()
+        self._engine: Engine | None = Engine(scheduler, worker)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the model's memory back. The object cannot generate any more."""
+        with self._lock:
+            self._engine = None
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode`, `eos_token_ids`."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no sampling parameters are given: the model's own, where it has an opinion."""
+        return SamplingParams(**self._defaults.given())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt. One output a prompt, in the prompts' order, whichever was finished first.
+
+        Sampling parameters are one for all, or one a prompt. Raises `InvalidRequest`, before anything runs, if one of
+        the prompts cannot be served.
+        """
+        listed = as_list(prompts)
+        with self._lock:
+            engine = self._running()
+            params = self._per_prompt(sampling_params, len(listed))
+            requests = [self._prepare(engine, prompt, one) for prompt, one in zip(listed, params, strict=True)]
+            return run(engine, requests, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, through the model's chat template or `chat_template` (Jinja)."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        template = self._template if chat_template is None else ChatTemplate(chat_template, self._tokenizer.special)
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            text = template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise QuireError("this LLM is closed")
+        return self._engine
+
+    def _per_prompt(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.get_default_sampling_params()] * count
+        if len(given) != count:
+            raise InvalidRequest(f"there are {count} prompts, but {len(given)} sampling_params", "sampling_params")
+        return given
+
+    def _prepare(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> Pending:
+        text, tokens = self._tokens(prompt, engine.facts.vocab_size)
+        if params.seed is None or params.seed == -1:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+        sampling = params.lower(
+            prompt_len=len(tokens),
+            max_model_len=engine.limits.max_model_len,
+            vocab_size=engine.facts.vocab_size,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+        )
+        return Pending(next(self._ids), text, tokens, params, sampling, self._tokenizer)
+
+    def _tokens(self, prompt: Prompt, vocab_size: int) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it was given, and its token ids."""
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif not isinstance(prompt, Mapping):
+            prompt = {"prompt_token_ids": prompt}
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise InvalidRequest(f"a prompt cannot have {', '.join(sorted(unknown))}", "prompt")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is not None:
+            tokens = list(ids)
+        elif isinstance(text, str):
+            tokens = self._tokenizer.encode(text)
+        else:
+            raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", "prompt")
+        if not tokens:
+            raise InvalidRequest("a prompt must have at least one token", "prompt")
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}, got {token!r}", "prompt")
+        return text, tokens
+
+
+def run(engine: Engine, requests: Sequence[Pending], *, use_tqdm: bool) -> list[RequestOutput]:
+    """Take all requests to their ends. Whatever is raised, Ctrl-C included, leaves the engine empty and usable."""
+    open_requests = {request.id: request for request in requests}
+    try:
+        for request in requests:
+            engine.submit(request.submit)
+        with ProgressBar(len(requests), disable=not use_tqdm) as bar:
+            while open_requests:
+                for row in engine.step():
+                    pending = open_requests.get(row.id)
+                    if pending is None:  # a stop string has ended it
+                        continue
+                    if pending.apply(row):
+                        engine.abort(row.id, row.sample)
+                    if pending.finished:
+                        bar.finished(open_requests.pop(row.id))
+    except BaseException:
+        engine.reset(list(open_requests))
+        raise
+    return [request.output() for request in requests]
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list; a list of ints is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # its first item shows that it holds token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def check_neutral(arguments: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless each argument is known and has a value that changes nothing."""
+    for name, value in arguments.items():
+        if name not in NEUTRAL:
+            raise ConfigError(f"LLM has no argument {name}")
+        if value not in NEUTRAL[name]:
+            raise ConfigError(f"{name}={value!r} cannot be honoured by this version; leave it out")

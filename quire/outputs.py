@@ -1,0 +1,49 @@
+"""What `LLM` returns: one `RequestOutput` a prompt, one `CompletionOutput` a sample."""
+
+from msgspec import Struct
+
+from shared.text.logprobs import LogprobEntry
+
+
+class Logprob(Struct, frozen=True):
+    """A token's log-probability in the model's own distribution, before temperature, penalties and bias."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest token
+    decoded_token: str
+
+
+TokenDistribution = dict[int, Logprob]
+"""What is known of one position, by token id: the token that stands there, and the likeliest ones asked for."""
+
+
+class CompletionOutput(Struct, frozen=True, kw_only=True):
+    """One sample. `token_ids` holds the token that ended it too, whose text is not shown."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None  # None, as `logprobs`, unless they were asked for
+    logprobs: list[TokenDistribution] | None
+    finish_reason: str | None  # "stop" or "length"
+    stop_reason: str | int | None  # the stop string, or the id out of `stop_token_ids`, that ended it
+
+
+class RequestOutput(Struct, frozen=True, kw_only=True):
+    """One prompt and its samples. `prompt` is None if it was given as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenDistribution | None] | None  # the first token has none
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+
+
+def distribution(entry: LogprobEntry) -> TokenDistribution | None:
+    """One position's entry as a mapping; None for the first token of a prompt."""
+    if entry.logprob is None:
+        return None
+    own = Logprob(entry.logprob, entry.rank, entry.token)
+    return {entry.id: own} | {other.id: Logprob(other.logprob, other.rank, other.token) for other in entry.top}

@@ -1,0 +1,34 @@
+"""The progress bar of `LLM.generate`: prompts done, and tokens a second in and out."""
+
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+from quire.pending import Pending
+
+
+class ProgressBar:
+    """A context manager around tqdm; `finished` moves it by one prompt."""
+
+    def __init__(self, total: int, *, disable: bool) -> None:
+        self.bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=disable)
+        self.began = time.monotonic()
+        self.tokens_in = self.tokens_out = 0
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+
+    def finished(self, request: Pending) -> None:
+        """One more prompt is done."""
+        self.tokens_in += len(request.tokens)
+        self.tokens_out += sum(len(sample.token_ids) for sample in request.samples)
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        speeds = f"input {self.tokens_in / seconds:.1f} toks/s, output {self.tokens_out / seconds:.1f} toks/s"
+        self.bar.set_postfix_str(speeds, refresh=False)
+        self.bar.update(1)
