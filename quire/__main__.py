@@ -1,0 +1,5 @@
+"""`python -m quire` is the command `quire`."""
+
+from quire.cli import main
+
+main()

@@ -1,0 +1,47 @@
+"""What `quire serve` says once it serves: where, and a command to try it with."""
+
+import json
+import shlex
+from pathlib import Path
+
+from services.gateway.config import GatewayConfig
+from shared.checkpoint import EMBEDDED
+
+QUESTION = "What is the capital of France?"
+
+
+def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
+    """The announcement of a server that became ready after `seconds`, of the model in `folder`."""
+    url = base_url(config.host, config.port)
+    return (
+        f"Quire serves {model_name(config)} at {url} (ready in {seconds:.1f} s). Try:\n\n"
+        f"  {curl(config, url, has_chat_template(config, folder))}\n\nCtrl-C stops it.\n"
+    )
+
+
+def model_name(config: GatewayConfig) -> str:
+    """The name under which requests ask for the model."""
+    return config.served_model_name[0] if config.served_model_name else config.model or EMBEDDED
+
+
+def base_url(host: str, port: int) -> str:
+    """The address at which a client on this machine reaches a server that listens on `host`."""
+    name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}"
+
+
+def curl(config: GatewayConfig, url: str, chat: bool) -> str:
+    """A command that asks the model something."""
+    prompt = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": QUESTION}
+    body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32})
+    key = '-H "Authorization: Bearer $QUIRE_API_KEY" ' if config.api_key else ""
+    path = "chat/completions" if chat else "completions"
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
+
+
+def has_chat_template(config: GatewayConfig, folder: Path) -> bool:
+    """Whether the model can chat."""
+    if config.chat_template or any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and "chat_template" in json.loads(settings.read_bytes())

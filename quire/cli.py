@@ -1,0 +1,127 @@
+"""The command `quire`: `serve`, `pull`, `knobs`, `version`.
+
+Whatever goes wrong for a reason that the user can mend is one line on stderr and a non-zero status. Each command
+imports what it needs, so that Ctrl-C in the first moments and `--help` take no time.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+USAGE = """\
+usage: quire COMMAND ...
+
+  serve [MODEL] [flags]   serve a model over the OpenAI API; `quire serve --help` lists the flags
+  pull [MODEL]            fetch a model ahead, so that serving it starts at once
+  knobs                   print all settings of `quire serve` as a Markdown table
+  version                 print the version
+
+MODEL is a folder or a Hugging Face name; without one, the model that comes with Quire is served.
+"""
+
+EXIT_FAILED = 1
+EXIT_WRONG = 2  # settings, or the model they name
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and end the process."""
+    began = time.monotonic()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported: an end without a traceback
+    from shared.errors import ConfigError, ModelError, QuireError
+
+    try:
+        sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        sys.exit(EXIT_WRONG if isinstance(error, (ConfigError, ModelError)) else EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def run(argv: list[str], began: float) -> int:
+    """Do what the command line says; the exit status."""
+    match argv:
+        case ["serve", *rest]:
+            return serve(rest, began)
+        case ["pull", *rest]:
+            return pull(rest)
+        case ["knobs"]:
+            return knobs()
+        case ["version" | "--version"]:
+            return version()
+        case ["help" | "--help" | "-h"]:
+            print(USAGE, end="")
+            return 0
+    print(USAGE, end="", file=sys.stderr)
+    return EXIT_WRONG
+
+
+def serve(argv: list[str], began: float) -> int:
+    """Serve a model until a signal."""
+    import os
+
+    from quire import settings
+    from quire.serve import serve
+    from shared.config import flag_parser
+
+    parser = flag_parser([settings.public_config()], prog="quire serve", description="Serve a model.")
+    parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")
+    flags = vars(parser.parse_args(argv))
+    name_model(flags)
+    interruptible()
+    return serve(settings.read(flags, os.environ), began)
+
+
+def pull(argv: list[str]) -> int:
+    """Put a model into the cache, and print where."""
+    import os
+
+    from quire.embedded import fetch
+    from shared.config import ModelConfig, flag_parser, resolve
+
+    parser = flag_parser([ModelConfig], prog="quire pull", description="Fetch a model ahead.")
+    parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")
+    flags = vars(parser.parse_args(argv))
+    name_model(flags)
+    interruptible()
+    config = resolve(ModelConfig, flags, os.environ)
+    print(fetch(config.model, config.revision))
+    return 0
+
+
+def knobs() -> int:
+    """Print the table of settings that the documentation carries."""
+    from quire.settings import markdown_table
+
+    print(markdown_table(), end="")
+    return 0
+
+
+def version() -> int:
+    """Print the version of the installed package."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    try:
+        print(version_of("quire-server"))
+    except PackageNotFoundError:
+        print("not installed; run from its source")
+    return 0
+
+
+def name_model(flags: dict[str, Any]) -> None:
+    """Let the argument MODEL be the flag --model."""
+    from shared.errors import ConfigError
+
+    positional = flags.pop("positional", None)
+    if positional is not None and flags.setdefault("model", positional) != positional:
+        raise ConfigError(f"two models are named: {positional} and --model {flags['model']}")
+
+
+def interruptible() -> None:
+    """From here on a signal is an exception, so that what was begun is cleaned up."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,89 @@
+"""`quire serve`: one server on this machine. From settings to running services, and what the user is told of them."""
+
+import asyncio
+import errno
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from quire.banner import banner
+from quire.children import Child, Log
+from quire.embedded import fetch
+from quire.instance import instance_folder
+from quire.settings import Settings, service_arguments, service_environment
+from quire.supervisor import Supervisor, is_healthy
+from services.gateway.config import GatewayConfig
+from shared.errors import ConfigError
+
+
+def serve(settings: Settings, began: float) -> int:
+    """Serve until a signal; the exit status. `began` is the monotonic time to count the start from.
+
+    Raises `QuireError` if the server cannot be started.
+    """
+    port = free_port(settings.gateway)  # before minutes are spent on a model
+    folder = fetch(settings.worker.model, settings.worker.revision)
+    with instance_folder() as sockets:
+        bound = bind_together(settings, port, sockets)
+        supervisor = Supervisor(
+            children(bound, Log(sys.stderr.buffer)),
+            ready=lambda: is_healthy(reachable(bound.gateway.host), port),
+            announce=lambda: print(banner(bound.gateway, folder, time.monotonic() - began), flush=True),
+            ready_timeout=settings.serve.ready_timeout,
+            drain_timeout=settings.gateway.drain_timeout,
+        )
+        return asyncio.run(supervisor.run())
+
+
+def free_port(config: GatewayConfig) -> int:
+    """The port to listen on: one that is free if it is left open. Raises `ConfigError` if there can be no listening."""
+    host, port = config.host, config.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if config.reuse_port:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} is in use; choose another one with --port") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def reachable(host: str) -> str:
+    """An address of this machine at which a server that listens on `host` answers."""
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def bind_together(settings: Settings, port: int, folder: Path) -> Settings:
+    """The settings with what connects the services: sockets in `folder`."""
+    gateways, workers = f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock"
+    replace, me = msgspec.structs.replace, os.getpid()
+    return settings._replace(
+        gateway=replace(settings.gateway, port=port, engines=[gateways]),
+        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, supervisor=me),
+        worker=replace(settings.worker, scheduler=workers, supervisor=me),
+    )
+
+
+def children(settings: Settings, log: Log) -> list[Child]:
+    """The services in the order in which they are stopped."""
+    environment = service_environment(settings)
+    return [
+        Child(name, [f"services.{name}", *service_arguments(config)], log, environment)
+        for name, config in (
+            ("gateway", settings.gateway),
+            ("scheduler", settings.scheduler),
+            ("worker", settings.worker),
+        )
+    ]
