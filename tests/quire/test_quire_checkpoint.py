@@ -1,0 +1,83 @@
+"""Names of models to folders, and clear errors where there is none."""
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, constants
+
+from shared import checkpoint
+from shared.checkpoint import locate, wanted_files
+from shared.errors import ModelError
+
+
+def test_a_folder_with_a_config_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert locate(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "there is no folder /no/such/folder"),
+        ("./here", "there is no folder ./here"),
+        ("a/b/c", "there is no folder a/b/c"),
+        ("not a name", "neither a folder nor a Hugging Face name"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused_without_asking_the_hub(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        locate(name)
+
+
+def test_a_folder_without_config_and_a_file_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        locate(str(tmp_path))
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ModelError, match="is a file"):
+        locate(str(tmp_path / "model.gguf"))
+
+
+def test_the_embedded_model_must_have_been_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="quire pull"):
+        locate("")
+    folder = tmp_path / "models" / "SmolLM2-135M-Instruct"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert locate("") == folder
+
+
+def test_offline_a_model_that_is_not_cached_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="not in the Hugging Face cache"):
+        locate("some-owner/some-model-that-nobody-has")
+
+
+def test_when_the_hub_is_silent_what_was_fetched_earlier_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(self: HfApi, *args: object, **options: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(HfApi, "model_info", silent)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert locate("owner/model") == tmp_path
+
+
+def test_one_format_of_weights_is_fetched() -> None:
+    small = ["config.json", "tokenizer.json"]
+    other = ["README.md", "onnx/model.onnx", "tf_model.h5", "flax_model.msgpack", "model.gguf"]
+    safe = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert wanted_files([*small, *other, *safe, "pytorch_model.bin"]) == [*safe, *small]
+    assert wanted_files([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
+    assert wanted_files(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
+
+
+def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert checkpoint.cache_folder() == tmp_path / "quire"
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "own"))
+    assert checkpoint.cache_folder() == tmp_path / "own"
