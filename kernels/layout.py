@@ -1,0 +1,51 @@
+"""Where keys and values lie in memory. The only file that knows.
+
+    storage: (layer, K or V, block, kv head, slot in the block, dim), one allocation for all layers
+
+Heads come before slots, so that what one head needs of a block is one contiguous piece of `block_size * head_dim`
+elements. A position of a sequence has the flat index `block * block_size + offset`, with the block taken from the
+sequence's table at `position // block_size` and `offset = position % block_size`.
+
+Storage must hold finite numbers from the start: readers mask what lies beyond a sequence, and may do it by adding.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Sizes of a KV cache, all but the number of blocks."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # positions
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers, keys and values."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+        """Zeroed storage; on a CPU its pages are only taken from the system as they are first written."""
+        block = (self.num_kv_heads, self.block_size, self.head_dim)
+        return torch.zeros((self.num_layers, 2, num_blocks, *block), dtype=self.dtype, device=device)
+
+
+def layer_views(storage: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(K, V) of each layer, both (block, kv_head, slot, dim), sharing `storage`'s memory."""
+    return [(layer[0], layer[1]) for layer in storage]
+
+
+def flat_slots(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Flat indices (T,) int64 of `positions` (T,), each of the sequence whose table is `tables[rows[t]]`."""
+    blocks = tables[rows, positions // block_size].long()
+    return blocks * block_size + positions % block_size

@@ -1,0 +1,83 @@
+"""Which implementation of each operation a device gets. The only place that chooses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.reference.copy_blocks import copy_blocks
+from kernels.reference.embedding import embedding
+from kernels.reference.greedy import greedy
+from kernels.reference.gumbel import gumbel
+from kernels.reference.layer_norm import add_layer_norm, layer_norm
+from kernels.reference.linear import linear
+from kernels.reference.logprobs import logprobs
+from kernels.reference.min_p import min_p
+from kernels.reference.paged_attention import paged_attention, plan_attention
+from kernels.reference.penalties import penalties
+from kernels.reference.rms_norm import add_rms_norm, rms_norm
+from kernels.reference.rotary import rotary
+from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.temperature import temperature
+from kernels.reference.top_k import top_k
+from kernels.reference.top_p import top_p
+from kernels.reference.write_kv import write_kv
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operations of one device, under the names of their files; shapes and rules stand there."""
+
+    plan_attention: Callable[..., Any]  # what it gives only goes back into `paged_attention`
+    paged_attention: Callable[..., Tensor]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    greedy: Callable[[Tensor], Tensor]
+    temperature: Callable[[Tensor, Tensor], Tensor]
+    min_p: Callable[[Tensor, Tensor], Tensor]
+    top_k: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    top_p: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gumbel: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
+    logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+_REFERENCE = Ops(
+    plan_attention=plan_attention,
+    paged_attention=paged_attention,
+    write_kv=write_kv,
+    copy_blocks=copy_blocks,
+    rotary=rotary,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    layer_norm=layer_norm,
+    add_layer_norm=add_layer_norm,
+    silu_and_mul=silu_and_mul,
+    linear=linear,
+    embedding=embedding,
+    penalties=penalties,
+    greedy=greedy,
+    temperature=temperature,
+    min_p=min_p,
+    top_k=top_k,
+    top_p=top_p,
+    gumbel=gumbel,
+    logprobs=logprobs,
+)
+
+
+def ops(device: torch.device) -> Ops:
+    """The operations for tensors on `device`; raises ValueError for a kind of device that has none."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"no kernels for device {device.type!r}")
+    return _REFERENCE

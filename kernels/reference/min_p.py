@@ -1,0 +1,11 @@
+"""Keep the tokens whose probability is at least `min_p` times the likeliest's."""
+
+from torch import Tensor
+
+
+def min_p(z: Tensor, thresholds: Tensor) -> Tensor:
+    """`z` (S, V) with each row's maximum at 0, `thresholds` (S,) in [0, 1]; gives a new (S, V), -inf where dropped.
+
+    p / p_max = exp(z), so that no softmax is needed.
+    """
+    return z.masked_fill(z < thresholds.log()[:, None], -float("inf"))

@@ -1,0 +1,169 @@
+"""Attention of ragged rows over a paged cache.
+
+    out[t, h] = Σ_j softmax_j(cap(scale * q[t, h] · K[j])) V[j],   j over positions p - window < j ≤ p
+
+for the query at absolute position p, K and V being those of its row's sequence and of head h // (Hq / Hkv); without
+a window, j starts at 0; cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32.
+
+A row is any number of queries at consecutive positions; nothing tells a long one from one of a single query. What
+hangs on the shape of the batch alone is worked out once a step by `plan_attention` and used by every layer: rows of
+the same count and of similar length form a group, whose blocks are gathered by one index and attended as one batch.
+Queries that share a kv head are laid side by side, so that its keys and values are read once for all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one count, padded to the blocks of the longest. N rows, C queries each, L = padded positions."""
+
+    queries: Tensor | None  # (N C,) int64: their places in the batch; None if the group is the whole batch in order
+    count: int  # C
+    length: int  # L
+    blocks: Tensor  # (N Hkv L/block_size,) int64: which (block, head) pieces of the cache to gather, row by row
+    beyond: Tensor  # int64: which of the gathered (N Hkv L) vectors lie behind their row's last position
+    positions: Tensor  # (N, C, 1) absolute positions of the queries
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by window; (N, 1, C, L), made when first used
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What `paged_attention` needs to know of a batch; the same for all layers."""
+
+    groups: list[Group]
+
+
+def plan_attention(
+    offsets: Tensor, starts: Tensor, tables: Tensor, *, block_size: int, num_kv_heads: int
+) -> AttentionPlan:
+    """Plan one batch of R rows.
+
+    `offsets` (R + 1,) and `starts` (R,) int64 on the CPU, since shapes follow from them: row r's queries are
+    `offsets[r]` to `offsets[r + 1] - 1`, the first of them at position `starts[r]`. `tables` (R, M) int32 or int64 on
+    the device holds at least the blocks of each row's last position.
+    """
+    counts = offsets.diff()
+    lengths = starts + counts
+    groups = []
+    for rows in _alike(counts.tolist(), (-(-lengths // block_size)).tolist()):
+        index = torch.tensor(rows)
+        whole = rows == list(range(len(counts)))
+        groups.append(
+            _group(offsets[index], starts[index], lengths[index], tables, index, whole, block_size, num_kv_heads)
+        )
+    return AttentionPlan(groups)
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`q` (T, Hq, D) of any strides, caches (block, kv_head, slot, D) contiguous; gives a new (T, Hq, D).
+
+    The keys and values of the queries themselves must be in the cache already. `window` is how many positions a
+    query sees, its own included; 0 is all.
+    """
+    out = None
+    for group in plan.groups:
+        part = _attend(
+            q if group.queries is None else q[group.queries], key_cache, value_cache, group, scale, window, softcap
+        )
+        if group.queries is None:
+            return part
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        out[group.queries] = part
+    return q.new_empty(q.shape) if out is None else out
+
+
+def _alike(counts: list[int], blocks: list[int]) -> Iterator[list[int]]:
+    """Row numbers, grouped so that padding stays under a quarter of what is read, or not worth another group."""
+    group: list[int] = []
+    held = 0
+    for row in sorted(range(len(counts)), key=lambda row: (counts[row], blocks[row])):
+        padding = blocks[row] * len(group) - held
+        if group and (counts[row] != counts[group[0]] or padding > 16 + held // 4):
+            yield sorted(group)
+            group, held = [], 0
+        group.append(row)
+        held += blocks[row]
+    if group:
+        yield sorted(group)
+
+
+def _group(
+    firsts: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    whole: bool,
+    block_size: int,
+    heads: int,
+) -> Group:
+    count = int(lengths[0] - starts[0])
+    width = -(-int(lengths.max()) // block_size)
+    device = tables.device
+    steps = torch.arange(count)
+    pieces = tables[rows.to(device), :width].long()[:, None, :] * heads + torch.arange(heads, device=device)[:, None]
+    behind = torch.arange(width * block_size) >= lengths[:, None]
+    return Group(
+        queries=None if whole else (firsts[:, None] + steps).flatten().to(device),
+        count=count,
+        length=width * block_size,
+        blocks=pieces.flatten(),
+        beyond=behind[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0].to(device),
+        positions=(starts[:, None] + steps)[..., None].to(device),
+    )
+
+
+def _attend(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, group: Group, scale: float, window: int, softcap: float
+) -> Tensor:
+    """Attention of one group: `q` (N C, Hq, D)."""
+    num_heads, dim = q.shape[1:]
+    kv_heads, shared = key_cache.shape[1], num_heads // key_cache.shape[1]
+    count, length = group.count, group.length
+    keys = _gather(key_cache, group).view(-1, kv_heads, length, dim)
+    values = _gather(value_cache, group).view(-1, kv_heads, length, dim)
+    q = q.reshape(-1, count, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * count, dim)
+    mask = _mask(group, window, shared, q.dtype)
+    if softcap:
+        out = _softcapped(q, keys, values, mask, scale, softcap)
+    else:
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
+    return out.view(-1, kv_heads, shared, count, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
+
+
+def _gather(cache: Tensor, group: Group) -> Tensor:
+    """The group's vectors (N Hkv L, D). What lies behind a row's end is zeroed: a NaN there would not mind the mask."""
+    pieces = cache.flatten(0, 1).flatten(1).index_select(0, group.blocks)
+    return pieces.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
+
+
+def _mask(group: Group, window: int, shared: int, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a position and -inf where not: (N, 1, shared C, L)."""
+    if window not in group.masks:
+        keys = torch.arange(group.length, device=group.positions.device)
+        seen = keys <= group.positions
+        if window:
+            seen &= keys > group.positions - window
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        group.masks[window] = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
+    return group.masks[window]
+
+
+def _softcapped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    scores = (q @ keys.transpose(-1, -2)).float() * (scale / softcap)
+    return torch.softmax(scores.tanh_() * softcap + mask, -1).to(values.dtype) @ values

@@ -1,0 +1,58 @@
+"""The ragged batch of a step: from a plan's rows to index tensors.
+
+Everything here is a function of the rows' numbers. A row of a thousand tokens and a row of one are the same to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.layout import KVLayout, flat_slots
+from kernels.load import Ops
+from services.worker.models.decoder import Inputs
+from services.worker.slots import Slots
+from shared.protocol import Row
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """R rows with T tokens in all. The arrays are (R,), on the host."""
+
+    inputs: Inputs
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    samples: Ints
+    offsets: Ints  # (R + 1,): row r's tokens are those from offsets[r] to offsets[r + 1] - 1
+
+
+def build(rows: Sequence[Row], state: Slots, layout: KVLayout, ops: Ops) -> Batch:
+    """The batch of `rows`, of which there is at least one."""
+    numbers = np.array([(row.slot, row.start, row.count, row.samples) for row in rows], np.int64)
+    slots, starts, counts, samples = np.ascontiguousarray(numbers.T)
+    offsets = np.concatenate((np.zeros(1, np.int64), counts.cumsum()))
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(offsets[-1]) - offsets[row_of] + starts[row_of]
+
+    device = state.device
+    token_slots, token_positions = (torch.from_numpy(array).to(device) for array in (slots[row_of], positions))
+    width = -(-int((starts + counts).max()) // layout.block_size)
+    attention = ops.plan_attention(
+        torch.from_numpy(offsets),
+        torch.from_numpy(starts),
+        state.tables[torch.from_numpy(slots).to(device), :width],
+        block_size=layout.block_size,
+        num_kv_heads=layout.num_kv_heads,
+    )
+    inputs = Inputs(
+        tokens=state.tokens[token_slots, token_positions],
+        positions=token_positions,
+        slots=flat_slots(state.tables, token_slots, token_positions, layout.block_size),
+        attention=attention,
+    )
+    return Batch(inputs, slots, starts, counts, samples, offsets)

@@ -1,0 +1,35 @@
+"""A short name of all that makes two workers compute the same tokens.
+
+The same weights, types, kind of device, library and instruction set. Weights are known by their files' sizes and by
+samples of their content: reading gigabytes at each start would cost more than it proves.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
+
+
+def fingerprint(folder: Path, weights: Sequence[Path], dtype: torch.dtype, device: torch.device) -> str:
+    """Sixteen hexadecimal digits; nothing of the folder's place or the files' dates goes into them."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weights:
+        _add_file(digest, path)
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
+    digest.update(f"{dtype} {device.type} {machine} {torch.__version__}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _add_file(digest: "hashlib._Hash", path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(size * sample // _SAMPLES)
+            digest.update(file.read(_SAMPLE))

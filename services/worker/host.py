@@ -1,0 +1,71 @@
+"""How this process uses its machine: threads, the allocator's habits, memory that is free.
+
+Limits may come from the CPU mask, from a control group's quota or from the user; the tightest holds, and what the
+user says wins.
+"""
+
+import ctypes
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_GIB = 2**30
+
+
+def set_threads(wanted: int | None) -> int:
+    """Set how many threads torch computes with, and say how many those are.
+
+    `wanted` wins, then OMP_NUM_THREADS (which torch has read itself); otherwise one for each CPU that this process
+    may use.
+    """
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
+        wanted = allowed_cpus()
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    return torch.get_num_threads()
+
+
+def allowed_cpus() -> int:
+    """CPUs of the mask, or of the control group's quota if that is less."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _numbers(_CGROUP / "cpu.max")  # "quota period", or "max period"
+    if len(quota) == 2 and quota[1] > 0:
+        cpus = min(cpus, max(1, quota[0] // quota[1]))
+    return cpus
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc's malloc not to hand memory back to the system after each use.
+
+    A step allocates and frees the same few megabytes again and again; given back, each page would be faulted in and
+    zeroed anew, which takes longer than the arithmetic on it. Other C libraries don't have the call, and are left.
+    """
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _GIB)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _GIB - 1)
+
+
+def available_memory() -> int:
+    """Bytes that could be taken without swapping, within the control group's limit."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = _numbers(_CGROUP / "memory.max"), _numbers(_CGROUP / "memory.current")
+    if limit and used:
+        available = min(available, max(0, limit[0] - used[0]))
+    return available
+
+
+def _numbers(path: Path) -> list[int]:
+    """The integers in a control group's file; nothing if it is not there or says "max"."""
+    try:
+        return [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,67 @@
+"""From a model folder to a decoder on a device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.load import Ops
+from services.worker.config import WorkerConfig
+from services.worker.fingerprint import fingerprint
+from services.worker.loader import checkpoint_dtype, load_weights, random_weights
+from services.worker.models.config_json import read_config
+from services.worker.models.decoder import Decoder
+from services.worker.models.registry import family
+from services.worker.weight_files import WeightFiles
+from shared.errors import ModelError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model."""
+
+    decoder: Decoder
+    dtype: torch.dtype
+    fingerprint: str
+
+
+def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
+    """Read config and weights. Raises ModelError for whatever is missing, broken or not supported."""
+    read = read_config(folder)
+    if read.get("quantization_config"):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported (config.json has a quantization_config)")
+    found = family(read)
+    spec = found.spec(read)
+    if config.load_format == "dummy":
+        dtype = _dtype(config, device, torch.bfloat16)
+        weights, paths = random_weights(spec, dtype, device), []
+    else:
+        files = WeightFiles(folder, config.load_format)
+        dtype = _dtype(config, device, checkpoint_dtype(folder, files))
+        weights, paths = load_weights(files, spec, found.names, dtype, device), files.paths
+    return Model(Decoder(spec, weights, ops), dtype, fingerprint(folder, paths, dtype, device))
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device that `--device` asks for; raises ModelError if it is not there."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: torch finds no GPU here")
+    return torch.device(wanted, 0) if wanted == "cuda" else torch.device(wanted)
+
+
+def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if device.type == "cpu":
+        return torch.float32  # the CPU's fastest, and exact for any checkpoint
+    return torch.bfloat16 if stored == torch.float32 else stored

@@ -1,0 +1,118 @@
+"""The tensors of a model folder, whichever way they are stored, read one by one.
+
+Safetensors and PyTorch's own files, whole or in shards. With an index, its files are read and no others: folders
+also hold backups and other formats of the same weights. Nothing is unpickled but tensors. Whatever is absent, cut
+short or unreadable is a ModelError naming the file.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.errors import ModelError
+
+Format = Literal["auto", "safetensors", "pt"]
+
+_FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
+
+
+class Shard(Protocol):
+    """One opened file."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class WeightFiles:
+    """All tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
+
+    def __init__(self, folder: Path, wanted: Format = "auto") -> None:
+        kind, self.paths = _find(folder, wanted)
+        opener: Callable[[Path], Shard] = _open_safetensors if kind == "safetensors" else _PickledShard
+        self._shards: dict[str, Shard] = {}  # by tensor
+        for path in self.paths:
+            shard = opener(path)
+            self._shards |= dict.fromkeys(shard.keys(), shard)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._shards)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def get(self, name: str) -> Tensor:
+        """The tensor called `name`."""
+        if name not in self._shards:
+            raise ModelError(f"{self.paths[0].parent}: tensor {name} is missing")
+        try:
+            return self._shards[name].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise ModelError(f"{self.paths[0].parent}: tensor {name} cannot be read: {error}") from error
+
+
+class _PickledShard:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tensors = _load(path)
+        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _load(path: Path) -> Mapping[str, Tensor]:
+    def read(mmap: bool) -> Mapping[str, Tensor]:
+        tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return tensors
+
+    try:
+        return read(mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return read(mmap=False)  # written before torch 1.6: not a zip file, so it cannot be mapped
+
+
+def _open_safetensors(path: Path) -> Shard:
+    try:
+        shard: Shard = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return shard
+
+
+def _find(folder: Path, wanted: Format) -> tuple[str, list[Path]]:
+    """(format, files): those of an index before a single file, safetensors before pickles."""
+    kinds = _FILES if wanted == "auto" else {wanted: _FILES[wanted]}
+    for kind, name in kinds.items():
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            return kind, _of_index(index)
+        if (folder / name).exists():
+            return kind, [folder / name]
+    raise ModelError(f"{folder}: no weights; none of {', '.join(kinds.values())} or their .index.json is there")
+
+
+def _of_index(index: Path) -> list[Path]:
+    try:
+        read = msgspec.json.decode(index.read_bytes(), type=dict[str, object])
+        names = msgspec.convert(read.get("weight_map"), dict[str, str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{index}: {error}") from error
+    paths = [index.parent / name for name in dict.fromkeys(names.values())]
+    for path in paths:
+        if not path.exists():
+            raise ModelError(f"{path} is missing; {index.name} lists it")
+    return paths
