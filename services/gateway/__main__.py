@@ -1,0 +1,93 @@
+"""`python -m services.gateway --engines ADDRESS`: one gateway process, until SIGTERM or Ctrl-C.
+
+The first signal drains: new requests get 503, running ones have `--drain-timeout` to finish. The second ends those
+too; their clients are told. Exits with 0 then, and with 1 and one line on stderr if it cannot start.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+import uvloop
+from aiohttp import web
+
+from services.gateway.app import make_app
+from services.gateway.backend import Backend
+from services.gateway.config import GatewayConfig
+from services.gateway.lifecycle import Lifecycle
+from services.gateway.metrics import Metrics
+from services.gateway.model import ServedModel
+from services.gateway.serving import Gateway
+from shared.config import load
+from shared.errors import ConfigError, QuireError
+
+logger = logging.getLogger("services.gateway")
+
+PARTING = 5.0  # seconds for the last answers to reach their clients
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs a gateway; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
+    try:
+        config = load(GatewayConfig, argv, environment, prog="services.gateway", description="A gateway of Quire.")
+        uvloop.run(serve(config, ServedModel.load(config)))
+    except QuireError as error:
+        print(f"quire gateway: {error}", file=sys.stderr)  # noqa: T201 - the one line for whoever started it
+        return 1
+    return 0
+
+
+async def serve(config: GatewayConfig, model: ServedModel) -> None:
+    """Listens until a signal comes and the requests have ended. Raises `ConfigError` if it cannot listen."""
+    lifecycle, stop = Lifecycle(), asyncio.Event()
+    _on_signals(lifecycle, stop)
+    async with Backend(config.engines) as backend:
+        metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
+        app = make_app(Gateway(config, model, backend, metrics, lifecycle))
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,  # or a client that leaves would never be noticed
+            access_log=None,
+            keepalive_timeout=config.keep_alive_timeout,
+            shutdown_timeout=PARTING,
+        )
+        await runner.setup()
+        try:
+            await _listen(runner, config)
+            await stop.wait()
+            if not await lifecycle.finished(config.drain_timeout):
+                lifecycle.cut()
+                await lifecycle.finished(PARTING)
+        finally:
+            await runner.cleanup()
+
+
+def _on_signals(lifecycle: Lifecycle, stop: asyncio.Event) -> None:
+    def on_signal() -> None:
+        if lifecycle.draining:
+            lifecycle.cut()
+        lifecycle.drain()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
+    site = web.TCPSite(runner, config.host, config.port, reuse_port=config.reuse_port or None)
+    try:
+        await site.start()
+    except OSError as error:
+        what = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror or error}"
+        raise ConfigError(f"port {config.port} of {config.host} {what}") from error
+    for address in runner.addresses:
+        logger.info("listening on http://%s:%d", *address[:2])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

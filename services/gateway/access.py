@@ -1,0 +1,85 @@
+"""Middlewares around every handler: request ids, errors in one shape, API keys, counts and the log.
+
+The order is that of `MIDDLEWARES`: the outermost gives the id and turns whatever is raised into an answer, so that
+refusals of the others pass through it too, as do paths that do not exist.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from services.gateway import faults
+from services.gateway.serving import GATEWAY, REQUEST_ID
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""Routes that need no key, as they were declared; whatever does not resolve to one of them does."""
+
+LONGEST_ID = 128
+CLIENT_LEFT = 499  # in the counts only: there is nobody to send it to
+
+
+@web.middleware
+async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives the request its id, and answers for whatever is raised."""
+    request[REQUEST_ID] = _id(request.headers.get("X-Request-Id", ""))
+    started = time.monotonic()
+    try:
+        response = await handler(request)
+    except asyncio.CancelledError:
+        request.app[GATEWAY].metrics.answered(_route(request), CLIENT_LEFT)
+        raise
+    except Exception as error:
+        response = faults.respond(faults.fault_of(error))
+    gateway = request.app[GATEWAY]
+    gateway.metrics.answered(_route(request), response.status)
+    if gateway.lifecycle.draining:
+        response.force_close()
+    if gateway.config.enable_log_requests:
+        took = time.monotonic() - started
+        logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, request.path, response.status, took)
+    return response
+
+
+@web.middleware
+async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Lets through what carries a key, or needs none."""
+    keys = request.app[GATEWAY].config.api_key
+    if keys and _route(request) not in OPEN_PATHS and not _carries(request.headers.get("Authorization", ""), keys):
+        raise faults.Unauthorized
+    return await handler(request)
+
+
+async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Writes the id on every answer, streams included."""
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _id("")
+
+
+MIDDLEWARES = (answer, authorize)
+
+
+def _id(given: str) -> str:
+    usable = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
+    return given if usable else uuid.uuid4().hex
+
+
+def _route(request: web.Request) -> str:
+    """The declared path that the request resolved to; '' if to none."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
+
+
+def _carries(header: str, keys: Sequence[str]) -> bool:
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() != "bearer":  # its case does not matter, by RFC 9110
+        return False
+    sent = given.strip().encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(sent, key.encode()) for key in keys]  # all of them, so that time tells nothing
+    return any(matches)

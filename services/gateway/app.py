@@ -1,0 +1,88 @@
+"""The routes of a gateway, and the small handlers."""
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from aiohttp import web
+
+from services.gateway import access, faults
+from services.gateway.chat import chat_completions
+from services.gateway.completions import completions
+from services.gateway.serving import GATEWAY, Gateway
+from shared.errors import Unavailable
+
+MIB = 1024 * 1024
+STARTED = int(time.time())
+
+
+def make_app(gateway: Gateway) -> web.Application:
+    """The HTTP application of a gateway. Its backend is the caller's to start and stop."""
+    app = web.Application(middlewares=access.MIDDLEWARES, client_max_size=gateway.config.max_body_size * MIB)
+    app[GATEWAY] = gateway
+    app.on_response_prepare.append(access.sign)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.get("/v1/models", models),
+            web.get("/v1/models/{model:.+}", model),
+            web.get("/health", health),
+            web.get("/ping", health),
+            web.post("/ping", health),
+            web.get("/version", show_version),
+            web.get("/metrics", metrics),
+        ]
+    )
+    return app
+
+
+async def models(request: web.Request) -> web.Response:
+    """The served names."""
+    gateway = request.app[GATEWAY]
+    return web.json_response({"object": "list", "data": [_card(gateway, name) for name in gateway.model.names]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """One served name."""
+    gateway, name = request.app[GATEWAY], request.match_info["model"]
+    gateway.model.check(name)
+    return web.json_response(_card(gateway, name))
+
+
+async def health(request: web.Request) -> web.Response:
+    """Empty 200 if some engine can make progress; 503 if none can, or this gateway is draining."""
+    if not request.app[GATEWAY].ready:
+        return faults.respond(faults.fault_of(Unavailable("no engine can make progress, or the server is draining")))
+    return web.Response()
+
+
+async def show_version(request: web.Request) -> web.Response:
+    """The version of this server."""
+    return web.json_response({"version": _version()})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus' exposition."""
+    data, content_type = request.app[GATEWAY].metrics.render(request.headers.get("Accept", ""))
+    return web.Response(body=data, headers={"Content-Type": content_type})
+
+
+def _card(gateway: Gateway, name: str) -> dict[str, Any]:
+    welcome = gateway.backend.welcome
+    return {
+        "id": name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "quire",
+        "root": gateway.model.root,
+        "parent": None,
+        "max_model_len": None if welcome is None else welcome.max_model_len,
+    }
+
+
+def _version() -> str:
+    try:
+        return version("quire-server")
+    except PackageNotFoundError:
+        return "unknown"  # run from a checkout that is not installed

@@ -1,0 +1,44 @@
+"""Reading a request's body, and the head that all of one answer's objects have in common."""
+
+import time
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from services.gateway.faults import UnsupportedMediaType
+from services.gateway.openai import GenerationRequest, decode
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+async def read(request: web.Request, kind: type[R]) -> R:
+    """The body as a `kind`. A body without a declared type is taken as JSON."""
+    declared = request.content_type if "Content-Type" in request.headers else "application/json"
+    if declared != "application/json" and not declared.endswith("+json"):
+        raise UnsupportedMediaType(f"the body must be application/json, not {declared}")
+    return decode(await request.read(), kind)
+
+
+class Head(Struct, frozen=True):
+    """`id`, `object`, `created` and `model`, the same in each chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    @classmethod
+    def now(cls, id: str, object: str, model: str) -> "Head":
+        return cls(id, object, int(time.time()), model)
+
+    @property
+    def opening(self) -> bytes:
+        """A chunk's JSON up to its choices, to be made once a stream."""
+        return msgspec.json.encode(self)[:-1] + b',"choices":['
+
+    def answer(self, choices: list[Any], **rest: Any) -> web.Response:
+        """A whole answer."""
+        fields = msgspec.structs.asdict(self) | {"choices": choices} | rest
+        return web.Response(body=msgspec.json.encode(fields), content_type="application/json")

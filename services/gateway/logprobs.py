@@ -1,0 +1,58 @@
+"""Log-probabilities in the three shapes of the API: a chat's, a completion's, and vLLM's for prompts.
+
+There is one entry for each token generated, the token that ended the sample included.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shared.text.logprobs import LogprobEntry
+
+
+def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    """`{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}`"""
+    return {
+        "content": [
+            _token(entry.token, entry.bytes, entry.logprob)
+            | {"top_logprobs": [_token(other.token, other.bytes, other.logprob) for other in entry.top]}
+            for entry in entries
+        ]
+    }
+
+
+def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, Any]:
+    """Four parallel lists. An entry's alternatives are the `count` likeliest tokens and the token itself."""
+    return {
+        "text_offset": [entry.offset for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "tokens": [entry.token for entry in entries],
+        "top_logprobs": [_alternatives(entry, count) for entry in entries],
+    }
+
+
+def prompt_logprobs(entries: Sequence[LogprobEntry], count: int) -> list[dict[str, Any] | None]:
+    """For each token of a prompt what is known by token id; null for the first."""
+    return [None if entry.logprob is None else _by_id(entry, count) for entry in entries]
+
+
+def _token(token: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(raw)}
+
+
+def _alternatives(entry: LogprobEntry, count: int) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for other in entry.top[:count]:
+        found.setdefault(other.token, other.logprob)  # two tokens may read alike: the likelier one stays
+    found.setdefault(entry.token, entry.logprob)
+    return found
+
+
+def _by_id(entry: LogprobEntry, count: int) -> dict[str, Any]:
+    found = {
+        str(other.id): {"logprob": other.logprob, "rank": other.rank, "decoded_token": other.token}
+        for other in entry.top[:count]
+    }
+    own = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
+    return {str(entry.id): own} | found

@@ -1,0 +1,57 @@
+"""`ServedModel`: what a gateway knows of the model without its weights.
+
+Its names in the API, tokenizer, chat template and sampling defaults, all read from the model's folder at start. Limits
+of the context and the vocabulary come from the engine instead.
+"""
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from services.gateway.config import GatewayConfig
+from services.gateway.faults import UnknownModel
+from shared.checkpoint import EMBEDDED, locate
+from shared.text.generation import SamplingDefaults
+from shared.text.template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+
+
+class ServedModel(Struct, frozen=True):
+    """The model that requests are for."""
+
+    names: tuple[str, ...]  # the first stands in answers
+    root: str  # what it was started with
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: SamplingDefaults
+
+    @classmethod
+    def load(cls, config: GatewayConfig) -> "ServedModel":
+        """From the folder that `config` names. Raises `ModelError`."""
+        folder = locate(config.model, config.revision)
+        tokenizer = Tokenizer.load(folder)
+        file = Path(config.chat_template) if config.chat_template else None
+        root = config.model or EMBEDDED
+        return cls(
+            names=tuple(config.served_model_name) or (root,),
+            root=root,
+            tokenizer=tokenizer,
+            template=ChatTemplate.load(folder, tokenizer.special, file),
+            defaults=_defaults(config.generation_config, folder),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check(self, name: str | None) -> None:
+        """Raises `UnknownModel` unless `name` is one of ours, or left open."""
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise UnknownModel(f"the model {name!r} is not served here; there is: {known}", "model")
+
+
+def _defaults(source: str, folder: Path) -> SamplingDefaults:
+    if source == "vllm":
+        return SamplingDefaults()
+    return SamplingDefaults.load(folder if source == "auto" else Path(source).expanduser())

@@ -1,0 +1,82 @@
+"""`Gateway`: what every handler needs, and `Job`: one prompt made ready to be submitted."""
+
+from array import array
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from msgspec import Struct
+
+from services.gateway.config import GatewayConfig
+from services.gateway.lifecycle import Lifecycle
+from services.gateway.metrics import Metrics
+from services.gateway.model import ServedModel
+from services.gateway.prompt import Prompt
+from services.gateway.sampling import with_room
+from shared.errors import Unavailable
+from shared.params import SamplingParams
+from shared.protocol import Sampling, Welcome
+
+if TYPE_CHECKING:
+    from services.gateway.backend import Backend
+
+
+class Job(Struct, frozen=True):
+    """One prompt with its sampling, checked against the model's limits."""
+
+    tokens: "array[int]"
+    params: SamplingParams
+    sampling: Sampling
+    priority: int
+    arrived: float  # on the monotonic clock
+    echo: str | None = None  # text that is shown before the output
+
+
+class Gateway(Struct, frozen=True):
+    """The parts of one gateway process."""
+
+    config: GatewayConfig
+    model: ServedModel
+    backend: "Backend"
+    metrics: Metrics
+    lifecycle: Lifecycle
+
+    @property
+    def ready(self) -> bool:
+        return self.backend.ready() and not self.lifecycle.draining
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the engines said of themselves. Raises `Unavailable` before the first has answered."""
+        if self.backend.welcome is None:
+            raise Unavailable("no engine is ready yet")
+        return self.backend.welcome
+
+    def job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        default_max_tokens: int | None,
+        priority: int,
+        arrived: float,
+        echo: bool = False,
+    ) -> Job:
+        """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
+        welcome = self.welcome
+        params = with_room(params, default_max_tokens, welcome.max_model_len - len(prompt.tokens))
+        sampling = params.lower(
+            prompt_len=len(prompt.tokens),
+            max_model_len=welcome.max_model_len,
+            vocab_size=welcome.facts.vocab_size,
+            eos_token_ids=self.model.tokenizer.eos_token_ids,
+        )
+        return Job(prompt.tokens, params, sampling, priority, arrived, self._text(prompt, params) if echo else None)
+
+    def _text(self, prompt: Prompt, params: SamplingParams) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return self.model.tokenizer.decode(prompt.tokens.tolist(), params.skip_special_tokens)
+
+
+GATEWAY = web.AppKey("gateway", Gateway)
+REQUEST_ID = web.RequestKey("id", str)
