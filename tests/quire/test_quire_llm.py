@@ -1,0 +1,319 @@
+"""The offline `LLM`, on a tiny OPT with random weights and a tokenizer trained on the spot."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tokenizers
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from quire import LLM, SamplingParams
+from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
+from shared.protocol import StepPlan, StepResult
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Explain the theory of relativity in simple terms.",
+    "Write a short python code to reverse a string.",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("opt")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "<pad>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(PROMPTS, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "pad_token": "<pad>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        init_std=0.3,  # so that the likeliest token stands out
+    )
+    OPTForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, kv_cache_memory=0.05, num_threads=1) as llm:
+        yield llm
+
+
+def texts(llm: LLM, prompts: Any, params: Any, **options: Any) -> list[str]:
+    return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False, **options)]
+
+
+def alone(llm: LLM, params: SamplingParams) -> list[str]:
+    return [texts(llm, prompt, params)[0] for prompt in PROMPTS]
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=20, seed=5)
+    outputs = llm.generate(PROMPTS, sampling_params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [output.outputs[0].text for output in outputs] == alone(llm, sampling_params)
+    assert all(output.finished for output in outputs)
+
+
+def test_the_guides_first_example(folder: Path) -> None:
+    llm = LLM(model=str(folder), tensor_parallel_size=1, dtype="half", enforce_eager=True, kv_cache_memory=0.05)
+    sampling_params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop=["User:", "\n###"])
+    outputs = llm.generate(
+        ["Explain quantum computing in simple terms.", "What are the benefits of exercise?"], sampling_params
+    )
+    for output in outputs:
+        assert output.prompt
+        assert output.outputs[0].finish_reason in ("stop", "length")
+    llm.close()
+
+
+def test_it_continues_as_transformers_does(llm: LLM, folder: Path) -> None:
+    model = OPTForCausalLM.from_pretrained(folder)
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+    assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected.tolist()
+
+
+def test_prompts_come_as_text_ids_and_mappings(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    forms: list[Any] = [ids, {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, PROMPTS[0]]
+    assert len(set(texts(llm, forms, GREEDY))) == 1
+    assert texts(llm, ids, GREEDY) == texts(llm, PROMPTS[0], GREEDY)
+    assert llm.generate([], GREEDY) == []
+    (output,) = llm.generate(ids, GREEDY, use_tqdm=False)
+    assert (output.prompt, output.prompt_token_ids) == (None, ids)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (1, 5, 3)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
+    with pytest.raises(InvalidRequest, match="3 prompts, but 2 sampling_params"):
+        llm.generate(PROMPTS, params[:2])
+
+
+def test_a_stop_string_ends_the_text(llm: LLM) -> None:
+    (whole,) = texts(llm, PROMPTS[0], GREEDY)
+    stop = whole[len(whole) // 2 :][:3]
+    before = whole[: whole.index(stop)]
+    for include, expected in ((False, before), (True, before + stop)):
+        params = msgspec.structs.replace(GREEDY, stop=[stop], include_stop_str_in_output=include)
+        completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+        assert (completion.text, completion.finish_reason, completion.stop_reason) == (expected, "stop", stop)
+
+
+def test_a_stop_token_ends_it_and_is_not_shown(llm: LLM) -> None:
+    completion = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0]
+    token = completion.token_ids[4]
+    params = msgspec.structs.replace(GREEDY, stop_token_ids=[token])
+    stopped = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    end = completion.token_ids.index(token)
+    assert stopped.token_ids == completion.token_ids[: end + 1]
+    assert stopped.text == llm.get_tokenizer().decode(completion.token_ids[:end])
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", token)
+
+
+def test_logprobs_name_the_token_and_its_rivals(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.7, logprobs=5, top_logprobs=5, max_tokens=6, seed=1)
+    completion = llm.generate(["Hello, my name is"], params, use_tqdm=False)[0].outputs[0]
+    assert completion.logprobs is not None
+    for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert 5 <= len(entry) <= 6
+        best = max(entry.values(), key=lambda found: found.logprob)
+        assert best.rank == 1
+        assert entry[token].decoded_token == llm.get_tokenizer().token_text(token)
+        assert sum(math.exp(found.logprob) for found in entry.values()) <= 1.0 + 1e-6
+    chosen = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+    plain = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0]
+    assert (plain.logprobs, plain.cumulative_logprob) == (None, None)
+
+
+def test_prompt_logprobs_score_the_prompt(llm: LLM, folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    ids = output.prompt_token_ids
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    logits = OPTForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    found = [entry[id].logprob for id, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if entry]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_samples_differ_and_a_seed_repeats_them(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, max_tokens=16)
+    first, second = (llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs for _ in range(2))
+    assert [sample.index for sample in first] == [0, 1, 2]
+    assert len({sample.text for sample in first}) == 3
+    assert first == second
+
+
+def test_unseeded_requests_follow_the_seed_of_the_llm(folder: Path) -> None:
+    params = SamplingParams(max_tokens=16)
+    runs = []
+    for seed in (0, 0, 1):
+        with LLM(folder, seed=seed, kv_cache_memory=0.05, num_threads=1) as llm:
+            runs.append(texts(llm, [PROMPTS[0]] * 2, params))
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello!"}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert output.prompt == "[user] Hello!\n> "
+    assert output.outputs[0].text == texts(llm, output.prompt, GREEDY)[0]
+    two = llm.chat([messages, [*messages, {"role": "assistant", "content": "Hi."}]], GREEDY, use_tqdm=False)
+    assert [output.prompt for output in two] == ["[user] Hello!\n> ", "[user] Hello!\n[assistant] Hi.\n> "]
+    own = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}")
+    assert own[0].prompt == "Hello!"
+
+
+def test_one_bad_prompt_stops_the_call_before_anything_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert llm._engine is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "step", lambda: pytest.fail("something ran"))
+        bad: list[Any] = [[], [10**6], {"text": "x"}, {}, "x" * 1000, ["a"]]
+        for prompt in bad:
+            with pytest.raises(InvalidRequest):
+                llm.generate([PROMPTS[0], prompt], GREEDY)
+    assert texts(llm, PROMPTS, GREEDY) == alone(llm, GREEDY)
+
+
+def test_an_interrupt_leaves_it_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = alone(llm, GREEDY)
+    assert llm._engine is not None
+    runner, steps = llm._engine.runner, 0
+
+    class Interrupted:
+        """The runner, until the user has seen enough."""
+
+        def execute(self, plan: StepPlan) -> StepResult:
+            nonlocal steps
+            steps += 1
+            if steps == 4:
+                raise KeyboardInterrupt
+            return runner.execute(plan)
+
+        configure = runner.configure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "runner", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert llm._engine.core.idle
+    assert texts(llm, PROMPTS, GREEDY) == expected
+
+
+def test_a_pool_too_small_for_all_gives_the_same(llm: LLM, folder: Path) -> None:
+    params = msgspec.structs.replace(GREEDY, max_tokens=40, ignore_eos=True)
+    with LLM(folder, num_gpu_blocks_override=12, block_size=8, max_num_seqs=8, num_threads=1) as small:
+        assert texts(small, PROMPTS, params) == alone(llm, params)
+        assert small._engine is not None
+        assert small._engine.core.snapshot().preemptions > 0
+
+
+def test_a_repeated_prompt_is_found_in_the_cache_unless_that_is_off(folder: Path) -> None:
+    prompt = " ".join(PROMPTS)
+    for caching in (True, False):
+        with LLM(folder, kv_cache_memory=0.05, enable_prefix_caching=caching, num_threads=1) as llm:
+            cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+        assert cached[0] == 0
+        assert (cached[1] > 0) is caching
+
+
+def test_without_max_tokens_it_runs_to_the_end_of_the_context(folder: Path) -> None:
+    with LLM(folder, max_model_len=40, kv_cache_memory=0.05, num_threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 40
+        assert output.outputs[0].finish_reason == "length"
+        with pytest.raises(InvalidRequest, match="40 tokens"):
+            llm.generate(PROMPTS[0], SamplingParams(max_tokens=40))
+
+
+def test_the_models_own_defaults_are_used(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7, "max_new_tokens": 3}')
+    with LLM(tmp_path, kv_cache_memory=0.05, num_threads=1) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=7, max_tokens=3)
+        assert len(llm.generate(PROMPTS[0], use_tqdm=False)[0].outputs[0].token_ids) <= 3
+
+
+def test_progress_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, GREEDY)
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown
+    assert "toks/s" in shown
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("tensor_parallel_size", 8),
+        ("pipeline_parallel_size", 2),
+        ("quantization", "gptq"),
+        ("enable_lora", True),
+        ("trust_remote_code", True),
+        ("swap_space", 4),
+        ("no_such_argument", 1),
+        ("block_size", 17),
+        ("gpu_memory_utilization", 1.5),
+        ("dtype", "int3"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(folder: Path, argument: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=argument.replace("_", "[_-]")):
+        LLM(folder, **{argument: value})
+
+
+def test_a_missing_model_is_a_clear_error() -> None:
+    with pytest.raises(ModelError, match="there is no folder /no/such/model"):
+        LLM("/no/such/model")
+
+
+def test_a_closed_llm_says_so(folder: Path) -> None:
+    llm = LLM(folder, kv_cache_memory=0.05, num_threads=1)
+    llm.close()
+    with pytest.raises(QuireError, match="closed"):
+        llm.generate("x")
+
+
+def test_importing_quire_loads_neither_torch_nor_transformers() -> None:
+    script = "import sys, quire, quire.cli; quire.SamplingParams; print({'torch', 'transformers'} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == "set()"
