@@ -1,8 +1,8 @@
 """One child process of the supervisor: started, kept running, its output labelled, and stopped.
 
 A child that ends is started again after a pause that grows while it keeps dying and is short again once it has lived
-for a while. Only a child that says the fault lies in its settings (`EXIT_REFUSED`), or that dies again and again
-before the server was ever ready, is given up.
+for a while. Before the server was ever ready it is stricter: a child that ended itself has said why and would do so
+again, and one that was killed gets a few tries only. Once the server was ready, no death is final.
 """
 
 import asyncio
@@ -16,9 +16,6 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from shared.errors import QuireError
-
-EXIT_REFUSED = 2
-"""Exit status of a service whose settings or model are wrong; its one line on stderr has said what."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 LIVED_A_WHILE = 10.0  # seconds after which a death does not count as one more in a row
@@ -138,11 +135,9 @@ class Child:
 
     def pause(self, status: int, deaths: int) -> float:
         """Seconds until the next start, after `deaths` in a row. Raises `StartFailed` if there is to be none."""
-        if not self.established:
-            if status == EXIT_REFUSED:
-                raise StartFailed(f"the {self.name} cannot run with these settings")
-            if deaths >= DEATHS_BEFORE_READY:
-                raise StartFailed(f"the {self.name} ended {deaths} times ({describe(status)})")
+        if not self.established and (status >= 0 or deaths >= DEATHS_BEFORE_READY):
+            often = f" {deaths} times" if deaths > 1 else ""
+            raise StartFailed(f"the {self.name} ended{often} before it was ready ({describe(status)})")
         pause: float = min(FIRST_PAUSE * 2.0 ** min(deaths - 1, 16), LONGEST_PAUSE)
         self.log.write(self.name, f"ended ({describe(status)}); starts again in {pause:.1f} s\n".encode())
         return pause

@@ -1,4 +1,4 @@
-"""The supervisor over real processes: small fake services that obey its rules (SIGTERM ends, status 2 refuses)."""
+"""The supervisor over real processes: small fake services that obey its rules (SIGTERM ends them)."""
 
 import asyncio
 import io
@@ -14,20 +14,20 @@ import psutil
 import pytest
 
 from quire import children
-from quire.children import EXIT_REFUSED, Child, Log, StartFailed
+from quire.children import Child, Log, StartFailed
 from quire.supervisor import INTERRUPTED, Supervisor
 
 SERVICE = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 folder, name, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with (folder / f"{name}.starts").open("a") as starts:
     starts.write("x")
 if mode == "refuse":
     print("no such model", file=sys.stderr)
-    sys.exit(2)
-if mode == "crash":
     sys.exit(1)
+if mode == "crash":
+    os.kill(os.getpid(), signal.SIGKILL)
 def stop(number, frame):
     with (folder / "stopped").open("a") as stopped:
         stopped.write(name + "\\n")
@@ -151,17 +151,19 @@ async def test_the_start_fails_when_readiness_takes_too_long(tmp_path: Path) -> 
 async def test_a_refusal_ends_the_start_and_nothing_is_tried_again(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "refuse"})
     async with fakes.running(fakes.supervisor()) as run:
-        with pytest.raises(StartFailed, match="worker cannot run"):
+        with pytest.raises(StartFailed, match=r"the worker ended before it was ready \(exit status 1\)"):
             await run
     assert fakes.starts("worker") == 1
     assert b"worker    | no such model\n" in fakes.out.getvalue()
 
 
-async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_is_killed_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(children, "FIRST_PAUSE", 0.01)
     fakes = Fakes(tmp_path, {"worker": "crash"})
     async with fakes.running(fakes.supervisor()) as run:
-        with pytest.raises(StartFailed, match=r"ended 3 times \(exit status 1\)"):
+        with pytest.raises(StartFailed, match=r"ended 3 times before it was ready \(signal SIGKILL\)"):
             await run
     assert fakes.starts("worker") == 3
 
@@ -193,7 +195,7 @@ async def test_a_child_is_not_brought_back_while_draining(tmp_path: Path) -> Non
 def test_pauses_grow_up_to_a_bound_and_deaths_after_readiness_are_never_final() -> None:
     child = Child("worker", [], Log(io.BytesIO()), {})
     child.established = True
-    pauses = [child.pause(EXIT_REFUSED, deaths) for deaths in range(1, 9)]
+    pauses = [child.pause(1, deaths) for deaths in range(1, 9)]
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert child.pause(1, 10_000) == 10.0
 
