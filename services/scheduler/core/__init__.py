@@ -1,0 +1,9 @@
+"""The scheduler's core: queues, block tables, preemption and recovery, as pure functions of what comes in.
+
+It imports the standard library, msgspec and the shared protocol; its rules stand at the head of scheduler.py.
+"""
+
+from services.scheduler.core.limits import Limits, fit_model_len
+from services.scheduler.core.scheduler import Scheduler
+
+__all__ = ["Limits", "Scheduler", "fit_model_len"]

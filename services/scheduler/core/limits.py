@@ -1,0 +1,63 @@
+"""`Limits`: the sizes that a core keeps to, checked where they are made, and how a context is fitted to a pool.
+
+It knows nothing of flags or files; its errors name the flags, since that is where a user can put a wrong size right.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from shared.errors import ConfigError
+
+MAX_DEPTH = 2
+"""More steps in flight would hide nothing more: the device has always one to run while another is settled."""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Sizes of one engine. Raises `ConfigError`, naming the flag, for those that cannot work together."""
+
+    num_blocks: int  # of the pool
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int  # positions in one plan
+    max_model_len: int  # prompt and output of one sequence together, in tokens
+    block_size: int = 16  # tokens
+    max_queued_requests: int = 1024  # waiting ones, before new ones are refused
+    max_queued_tokens: int = 0  # the same in tokens; 0: no such bound
+    prefix_caching: bool = True
+    depth: int = MAX_DEPTH  # plans in flight at once
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    priority_ageing: float = 0.0  # seconds of waiting that one unit of priority is worth; 0: priority is strict
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_num_seqs", "max_model_len", "block_size", "max_queued_requests"):
+            _check(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
+        _check(1 <= self.depth <= MAX_DEPTH, "depth", f"must be from 1 to {MAX_DEPTH}", self.depth)
+        _check(self.max_queued_tokens >= 0, "max_queued_tokens", "must be at least 0", self.max_queued_tokens)
+        _check(self.priority_ageing >= 0, "priority_ageing", "must be at least 0", self.priority_ageing)
+        if self.policy == "fcfs":  # it would do nothing
+            _check(not self.priority_ageing, "priority_ageing", "needs --scheduling-policy priority", "fcfs")
+        room = self.max_num_seqs + 1  # all sequences may take a step, and still some prompt is read: nothing starves
+        chunk = self.max_num_batched_tokens
+        _check(chunk >= room, "max_num_batched_tokens", "must be more than --max-num-seqs", chunk)
+        check_pool(self.max_model_len, self.num_blocks, self.block_size)
+
+
+def check_pool(max_model_len: int, num_blocks: int, block_size: int) -> None:
+    """Raises `ConfigError` unless one sequence of `max_model_len` tokens fits the pool when it is alone."""
+    fits = num_blocks * block_size
+    _check(max_model_len <= fits, "max_model_len", f"must be at most the {fits} tokens of the pool", max_model_len)
+
+
+def fit_model_len(wanted: int, num_blocks: int, block_size: int) -> int:
+    """`wanted` tokens of context, or as many as the pool holds if that is less; ConfigError if that is no context."""
+    fitting = min(wanted, num_blocks * block_size)
+    if fitting < 2:  # one token of prompt and one of output
+        raise ConfigError(
+            f"{num_blocks} blocks of {block_size} tokens are too small for any request: give KV more memory"
+        )
+    return fitting
+
+
+def _check(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"--{name.replace('_', '-')} {rule}, got {value!r}")

@@ -1,0 +1,73 @@
+"""`PrefixIndex`: finds the block that holds given tokens behind a given prefix.
+
+It is a trie written as a dict. The key of a block is (serial of the block before it, bytes of its own tokens): content
+itself, with no hash that could collide, so a hit is a proof. A serial names one publication and is never used
+again; when a block is forgotten, whatever was published behind it can no longer be reached, and goes when its own
+block is taken. The index knows nothing of holders.
+"""
+
+from array import array
+from typing import NamedTuple
+
+ROOT = 0
+"""The serial that stands before every first block."""
+
+
+class Entry(NamedTuple):
+    """A published block."""
+
+    block: int
+    serial: int
+
+
+class PrefixIndex:
+    """Published blocks of `block_size` tokens each."""
+
+    __slots__ = ("_block_size", "_entries", "_keys", "_serial")
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entries: dict[tuple[int, bytes], Entry] = {}
+        self._keys: dict[int, tuple[int, bytes]] = {}  # of the published blocks
+        self._serial = ROOT
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._keys
+
+    def walk(self, tokens: "array[int]") -> list[Entry]:
+        """The published blocks that hold the beginning of `tokens`, in order, up to the first that is missing."""
+        found: list[Entry] = []
+        size, serial = self._block_size, ROOT
+        for start in range(0, len(tokens) - size + 1, size):
+            entry = self._entries.get((serial, tokens[start : start + size].tobytes()))
+            if entry is None:
+                break
+            found.append(entry)
+            serial = entry.serial
+        return found
+
+    def publish(self, parent: int, tokens: "array[int]", block: int) -> int:
+        """Make `block` findable behind `parent`. Returns the serial to publish the next one behind.
+
+        If the same content is there already, that one stays, and `block` remains private to its holder. So does the
+        key of a block that another of its holders has published, behind a serial that this one did not see.
+        """
+        key = self._keys.get(block) or (parent, tokens.tobytes())
+        entry = self._entries.get(key)
+        if entry is None:
+            self._serial += 1
+            entry = self._entries[key] = Entry(block, self._serial)
+            self._keys[block] = key
+        return entry.serial
+
+    def forget(self, block: int) -> None:
+        """The block is about to hold something else. Nothing happens if it was not published."""
+        key = self._keys.pop(block, None)
+        if key is not None:
+            del self._entries[key]
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self._entries)} blocks>"
