@@ -1,0 +1,148 @@
+"""The command line: settings from every source, one line and a status for what is wrong, and the announcement."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire import settings
+from quire.banner import banner, base_url, has_chat_template
+from quire.children import Log
+from quire.serve import bind_together, children, free_port
+from services.gateway.config import GatewayConfig
+from shared.config import load
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def quire(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "quire", *argv], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "/no/such/model"], "quire: there is no folder /no/such/model"),
+        (["serve", "--model=/no/such/model"], "quire: there is no folder /no/such/model"),
+        (["serve", "--no-such-flag"], "quire: unrecognized arguments: --no-such-flag"),
+        (["serve", "--port", "70000"], "quire: --port '70000': Expected `int` <= 65535"),
+        (["serve", "--max-num-seqs", "many"], "quire: --max-num-seqs 'many': Expected `int`, got `str`"),
+        (["serve", "a", "--model", "b"], "quire: two models are named: a and --model b"),
+        (["serve", "--scheduler=ipc:///x"], "quire: unrecognized arguments: --scheduler=ipc:///x"),
+        (["serve", "--config", "/no/such.yaml"], "quire: --config /no/such.yaml: [Errno 2]"),
+        (["serve", "--host", "not an address"], "quire: --host not an address: "),
+        (["pull", "/no/such/model"], "quire: there is no folder /no/such/model"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(argv: list[str], message: str) -> None:
+    result = quire(*argv)
+    assert result.returncode == 2
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_port_in_use_is_told_before_any_model_is_looked_at() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = quire("serve", "/no/such/model", "--host=127.0.0.1", "--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr == f"quire: port {port} is in use; choose another one with --port\n"
+
+
+def test_a_port_may_be_left_open_or_shared() -> None:
+    port = free_port(GatewayConfig(host="127.0.0.1", port=0))
+    assert port > 0
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert free_port(GatewayConfig(host="127.0.0.1", port=port, reuse_port=True)) == port
+        with pytest.raises(ConfigError, match="in use"):
+            free_port(GatewayConfig(host="127.0.0.1", port=port))
+
+
+def test_help_usage_and_version_work() -> None:
+    assert "--gpu-memory-utilization" in quire("serve", "--help").stdout
+    assert quire("--help").stdout.startswith("usage: quire COMMAND")
+    assert quire().returncode == 2
+    assert quire("fly").returncode == 2
+    assert quire("version").returncode == 0
+
+
+def test_pull_prints_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert quire("pull", str(tmp_path)).stdout == f"{tmp_path}\n"
+    assert quire("pull", QUIRE_MODEL=str(tmp_path)).stdout == f"{tmp_path}\n"
+
+
+def test_ctrl_c_in_the_first_moments_leaves_no_traceback(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUIRE_CACHE": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "quire", "pull"], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        assert "conver" in process.stderr.read(10)  # the progress bar: it is in the middle of it
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait() == 130
+    assert "Traceback" not in rest
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [".SmolLM2-135M-Instruct.lock"]
+
+
+def test_flags_win_over_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 2\nready-timeout: 3\n")
+    found = settings.read({"config": str(file), "port": "11"}, {"QUIRE_PORT": "12", "QUIRE_MAX_NUM_SEQS": "13"})
+    assert (found.gateway.port, found.scheduler.max_num_seqs, found.serve.ready_timeout) == (11, 13, 3.0)
+
+
+def test_a_setting_that_nobody_has_is_refused_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    for name in ("max-num-seq", "scheduler"):
+        file.write_text(f"{name}: x\n")
+        with pytest.raises(ConfigError, match="there is no setting"):
+            settings.read({"config": str(file)}, {})
+
+
+def test_services_get_all_settings_and_no_secret_on_their_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "99")  # which a flag has overruled
+    flags = {"max_num_seqs": "128", "api_key": ["one", "two"], "dtype": "bfloat16", "port": "8123"}
+    wanted = bind_together(settings.read(flags, os.environ), 8123, tmp_path)
+    for child, config in zip(children(wanted, Log(sys.stderr.buffer)), wanted[1:], strict=True):
+        argv = child.argv[child.argv.index(f"services.{child.name}") + 1 :]
+        assert load(type(config), argv, child.environment, prog=child.name) == config
+        assert "one" not in " ".join(child.argv)
+        assert child.environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_announcement_names_an_address_and_a_command(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    config = GatewayConfig(model="owner/name", served_model_name=["it's"], port=8123)
+    text = banner(config, tmp_path, 4.24)
+    assert "Quire serves it's at http://localhost:8123 (ready in 4.2 s)" in text
+    command = shlex.split(next(line for line in text.splitlines() if "curl" in line))
+    assert command[:2] == ["curl", "http://localhost:8123/v1/completions"]
+    assert '"model": "it\'s"' in command[-1]
+    (tmp_path / "chat_template.jinja").write_text("")
+    assert has_chat_template(config, tmp_path)
+    assert "/v1/chat/completions" in banner(config, tmp_path, 4.24)
+    assert "Bearer $QUIRE_API_KEY" in banner(GatewayConfig(api_key=["secret"]), tmp_path, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("0.0.0.0", "http://localhost:1"), ("::1", "http://[::1]:1"), ("a", "http://a:1")]
+)
+def test_urls(host: str, url: str) -> None:
+    assert base_url(host, 1) == url
