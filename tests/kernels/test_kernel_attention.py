@@ -1,0 +1,183 @@
+"""Paged attention against loops over single numbers, on shapes that are odd on purpose."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.layout import KVLayout, flat_slots, layer_views
+from kernels.load import ops
+from tests.kernels.tolerance import assert_near
+
+OPS = ops(torch.device("cpu"))
+
+
+@dataclass
+class Case:
+    """A cache with sequences in scattered blocks, and a batch of rows over them."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    offsets: Tensor
+    starts: Tensor
+    tables: Tensor
+    block_size: int
+
+    def run(self, **options: float) -> Tensor:
+        heads = self.keys.shape[1]
+        plan = OPS.plan_attention(
+            self.offsets, self.starts, self.tables, block_size=self.block_size, num_kv_heads=heads
+        )
+        return OPS.paged_attention(self.q, self.keys, self.values, plan, scale=0.3, **options)
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    dim: int = 10,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """`rows` are (start, count). What no row may see is NaN."""
+    torch.manual_seed(seed)
+    width = max(-(-(start + count) // block_size) for start, count in rows) + 1
+    pool = torch.randperm(len(rows) * width).view(len(rows), width)
+    storage = KVLayout(1, kv_heads, dim, block_size, dtype).allocate(pool.numel(), torch.device("cpu"))
+    keys, values = layer_views(storage)[0]
+    keys.fill_(math.nan)
+    values.fill_(math.nan)
+    for row, (start, count) in enumerate(rows):
+        for position in range(start + count):
+            block, offset = pool[row, position // block_size], position % block_size
+            keys[block, :, offset], values[block, :, offset] = torch.randn(2, kv_heads, dim).to(dtype)
+    counts = torch.tensor([count for _, count in rows])
+    return Case(
+        torch.randn(int(counts.sum()), heads, dim).to(dtype),
+        keys,
+        values,
+        torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
+        torch.tensor([start for start, _ in rows]),
+        pool.int(),
+        block_size,
+    )
+
+
+def by_hand(case: Case, *, window: int = 0, softcap: float = 0.0) -> Tensor:
+    out = torch.zeros(case.q.shape, dtype=torch.float64)
+    shared = case.q.shape[1] // case.keys.shape[1]
+    for row in range(len(case.starts)):
+        for token in range(case.offsets[row], case.offsets[row + 1]):
+            position = int(case.starts[row] + token - case.offsets[row])
+            first = max(0, position - window + 1) if window else 0
+            places = [(case.tables[row, j // case.block_size], j % case.block_size) for j in range(first, position + 1)]
+            for head in range(case.q.shape[1]):
+                kv = head // shared
+                scores = [0.3 * case.q[token, head].double() @ case.keys[b, kv, o].double() for b, o in places]
+                if softcap:
+                    scores = [softcap * torch.tanh(score / softcap) for score in scores]
+                weights = torch.softmax(torch.stack(scores), 0)
+                for weight, (block, offset) in zip(weights, places, strict=True):
+                    out[token, head] += weight * case.values[block, kv, offset].double()
+    return out
+
+
+RAGGED = {
+    "one token": [(0, 1)],
+    "one prompt": [(0, 11)],
+    "decodes of many lengths": [(0, 1), (16, 1), (3, 1), (40, 1), (7, 1), (15, 1)],
+    "prompts, pieces of prompts and decodes": [(5, 1), (0, 7), (9, 1), (4, 7), (13, 3), (0, 1)],
+    "same counts, whole batch": [(3, 2), (8, 2), (1, 2)],
+}
+
+
+@pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 1.5}, {"window": 5, "softcap": 2.0}], ids=str)
+def test_agrees_with_loops(rows: list[tuple[int, int]], options: dict[str, float]) -> None:
+    case = make_case(rows)
+    assert_near(case.run(**options), by_hand(case, **options), torch.float32, 40)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(1, 1, 7, 1), (5, 5, 8, 3), (9, 3, 16, 16)])
+def test_shapes(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    case = make_case([(2, 1), (0, 5)], heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+    assert_near(case.run(), by_hand(case), torch.float32, 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    case = make_case([(2, 1), (0, 5), (30, 1)], dtype=dtype)
+    out = case.run()
+    assert out.dtype == dtype
+    assert_near(out, by_hand(case), dtype)
+    assert_near(case.run(softcap=2.0), by_hand(case, softcap=2.0), dtype)
+
+
+def test_queries_of_any_strides() -> None:
+    case = make_case([(2, 1), (0, 5)])
+    expected = case.run()
+    wide = torch.zeros(case.q.shape[0], case.q.shape[1] + 3, case.q.shape[2])
+    wide[:, 1:-2] = case.q
+    case.q = wide[:, 1:-2]
+    assert not case.q.is_contiguous()
+    assert torch.equal(case.run(), expected)
+
+
+def test_inputs_are_left_alone() -> None:
+    case = make_case([(2, 1), (0, 5), (9, 1)])
+    before = case.q.clone(), case.keys.clone(), case.values.clone()
+    case.run(window=2, softcap=3.0)
+    for was, now in zip(before, (case.q, case.keys, case.values), strict=True):
+        assert torch.equal(was.nan_to_num(7.0), now.nan_to_num(7.0))
+
+
+def test_a_plan_serves_layers_with_different_windows() -> None:
+    case = make_case([(6, 1), (0, 5)])
+    plan = OPS.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
+    for window in (0, 2, 0, 3):
+        out = OPS.paged_attention(case.q, case.keys, case.values, plan, scale=0.3, window=window)
+        assert_near(out, by_hand(case, window=window), torch.float32, 10)
+
+
+def test_rows_of_similar_length_are_gathered_together() -> None:
+    starts = [0, 1, 2, 400, 410, 420]
+    case = make_case([(start, 1) for start in starts])
+    plan = OPS.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
+    assert [group.length for group in plan.groups] == [4, 424]
+
+
+def test_write_then_read() -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
+    storage = layout.allocate(6, torch.device("cpu"))
+    tables = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
+    rows, positions = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([3, 4, 0, 7, 11])
+    slots = flat_slots(tables, rows, positions, layout.block_size)
+    assert slots.tolist() == [4 * 4 + 3, 1 * 4, 2 * 4, 5 * 4 + 3, 3 * 4 + 3]
+    fused = torch.randn(5, 6, 5)
+    keys, values = layer_views(storage)[1]
+    OPS.write_kv(fused[:, 3:], fused[:, :3], keys, values, slots)
+    for token, slot in enumerate(slots.tolist()):
+        assert torch.equal(keys[slot // 4, :, slot % 4], fused[token, 3:])
+        assert torch.equal(values[slot // 4, :, slot % 4], fused[token, :3])
+    assert storage[0].count_nonzero() == 0
+    assert storage[1].count_nonzero() == fused.numel()
+
+
+def test_copies_reach_all_layers_and_nothing_else() -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype=torch.float32)
+    storage = layout.allocate(5, torch.device("cpu")).normal_()
+    before = storage.clone()
+    OPS.copy_blocks(storage, torch.tensor([0, 3]), torch.tensor([4, 1]))
+    assert torch.equal(storage[:, :, [4, 1]], before[:, :, [0, 3]])
+    assert torch.equal(storage[:, :, [0, 2, 3]], before[:, :, [0, 2, 3]])
+
+
+def test_sizes_of_the_layout() -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype=torch.bfloat16)
+    storage = layout.allocate(7, torch.device("cpu"))
+    assert storage.nbytes == 7 * layout.bytes_per_block == 7 * 16 * layout.bytes_per_token

@@ -1,0 +1,94 @@
+"""Norms, rotary, activation, matrix product and lookup against float64 loops."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.load import ops
+from tests.kernels.tolerance import assert_near
+
+OPS = ops(torch.device("cpu"))
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def rows(count: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A view that is not contiguous."""
+    torch.manual_seed(count * width)
+    return torch.randn(count, width + 3).to(dtype)[:, 1:-2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 7), (5, 130)])
+def test_rms_norm(count: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = rows(count, width, dtype), torch.randn(width).to(dtype)
+    expected = torch.stack([row.double() / (row.double().square().mean() + 1e-5).sqrt() * weight.double() for row in x])
+    assert_near(OPS.rms_norm(x, weight, 1e-5), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(dtype: torch.dtype) -> None:
+    x, weight, bias = rows(4, 33, dtype), torch.randn(33).to(dtype), torch.randn(33).to(dtype)
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
+    assert_near(OPS.layer_norm(x, weight, bias, 1e-5), expected, dtype)
+
+
+def test_norms_of_sums_give_the_sum_too() -> None:
+    x, residual, weight = rows(4, 33), rows(4, 33).flip(0), torch.randn(33)
+    before = residual.clone()
+    normed, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, OPS.rms_norm(x + residual, weight, 1e-5))
+    normed, total = OPS.add_layer_norm(x, residual, weight, None, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, OPS.layer_norm(x + residual, weight, None, 1e-5))
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (10, 6), (4, 2)])
+def test_rotary(dim: int, rotated: int, dtype: torch.dtype) -> None:
+    x = rows(5 * 3, dim, dtype).view(5, 3, dim)
+    half = torch.randn(5, rotated // 2)
+    angles = torch.cat((half, half), -1)
+    expected = x.double().clone()
+    for token in range(5):
+        for head in range(3):
+            for i in range(rotated // 2):
+                a, b = x[token, head, i].double(), x[token, head, i + rotated // 2].double()
+                cos, sin = half[token, i].double().cos(), half[token, i].double().sin()
+                expected[token, head, i] = a * cos - b * sin
+                expected[token, head, i + rotated // 2] = b * cos + a * sin
+    before = x.clone()
+    out = OPS.rotary(x, angles.cos(), angles.sin())
+    assert_near(out, expected, dtype)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    x = rows(5, 14, dtype)
+    gate, up = x[:, :7].double(), x[:, 7:].double()
+    assert_near(OPS.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear(dtype: torch.dtype) -> None:
+    x, weight, bias = rows(5, 37, dtype), rows(11, 37, dtype), torch.randn(11).to(dtype)
+    product = x.double() @ weight.double().T
+    assert_near(OPS.linear(x, weight, None), product, dtype, 37)
+    assert_near(OPS.linear(x, weight, bias), product + bias.double(), dtype, 37)
+
+
+def test_embedding() -> None:
+    table, ids = rows(9, 5), torch.tensor([8, 0, 3, 3], dtype=torch.int32)
+    assert torch.equal(OPS.embedding(ids, table), torch.stack([table[int(i)] for i in ids]))
+    assert OPS.embedding(torch.zeros(0, dtype=torch.int64), table).shape == (0, 5)
+
+
+def test_only_devices_with_kernels_are_served() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        ops(torch.device("meta"))
