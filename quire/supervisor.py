@@ -15,6 +15,7 @@ from quire.children import Child, StartFailed
 PROBE_PAUSE = 0.05
 PROBE_PATIENCE = 2.0
 QUICK_STOP = 3.0  # seconds between SIGTERM and SIGKILL when there is nothing to drain
+PARTING = 15.0  # seconds beyond the drain for the first child to send its last answers
 INTERRUPTED = 128  # plus the signal's number: the exit status that shells know
 
 
@@ -94,7 +95,7 @@ class Supervisor:
 
     async def _stop_in_order(self) -> int:
         first, *rest = self.children
-        await first.stop(self.drain_timeout + QUICK_STOP)
+        await first.stop(self.drain_timeout + PARTING)
         for child in rest:
             await child.stop(QUICK_STOP)
         return 0
