@@ -63,7 +63,8 @@ class _PickledShard:
         try:
             self._tensors = _load(path)
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+            reason = str(error).partition("\n")[0] or type(error).__name__  # torch adds a page of advice
+            raise ModelError(f"{path} cannot be read: {reason}") from error
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -102,6 +103,9 @@ def _find(folder: Path, wanted: Format) -> tuple[str, list[Path]]:
             return kind, _of_index(index)
         if (folder / name).exists():
             return kind, [folder / name]
+    lone = list(folder.glob("*.safetensors")) if "safetensors" in kinds else []
+    if len(lone) == 1:  # under a name of its own, but there is no mistaking it
+        return "safetensors", lone
     raise ModelError(f"{folder}: no weights; none of {', '.join(kinds.values())} or their .index.json is there")
 
 

@@ -53,7 +53,10 @@ def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
-    return field(scaling, "rope_type", str, field(scaling, "type", str, "default"))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str):
+        raise ModelError(f"config.json: rope_type must be a string, got {kind!r}")
+    return kind
 
 
 def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int) -> Rope:

@@ -1,0 +1,117 @@
+"""Each family against transformers, in float32, and against itself in other batches, chunks and block tables."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.models.tiny import Forward, llama, opt, reference_logits, save
+
+VARIANTS: dict[str, PreTrainedModel] = {}
+
+
+def variant(name: str) -> PreTrainedModel:
+    make: dict[str, Any] = {
+        "llama": lambda: llama(),
+        "llama, tied": lambda: llama(tie_word_embeddings=True),
+        "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True),
+        "llama, wide heads": lambda: llama(head_dim=14, num_attention_heads=3, num_key_value_heads=1),
+        "llama, no groups": lambda: llama(num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1),
+        "opt": lambda: opt(),
+        "opt, 350m's shape": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=24),
+        "opt, projected": lambda: opt(word_embed_proj_dim=24),
+        "opt, no biases": lambda: opt(enable_bias=False),
+        "opt, untied": lambda: opt(tie_word_embeddings=False),
+    }
+    if name not in VARIANTS:
+        VARIANTS[name] = make[name]()
+    return VARIANTS[name]
+
+
+NAMES = [
+    "llama", "llama, tied", "llama, biases", "llama, wide heads", "llama, no groups",
+    "opt", "opt, 350m's shape", "opt, projected", "opt, no biases", "opt, untied",
+]  # fmt: skip
+TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
+SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    model = variant(request.param)
+    return model, save(model, tmp_path_factory.mktemp("model"))
+
+
+def test_logits_equal_those_of_transformers(pair: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = pair
+    forward = Forward(folder)
+    forward.enter(2, TOKENS, SCATTERED)
+    (ours,) = forward.step((2, 0, len(TOKENS)))
+    theirs = reference_logits(model, TOKENS)
+    assert theirs.std() > 0.3  # the comparison is of something
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_chunks_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> None:
+    _, folder = pair
+    forward = Forward(folder)
+    forward.enter(0, TOKENS, SCATTERED)
+    (whole,) = forward.step((0, 0, 41))
+    for counts in ([1] * 41, [17, 1, 22, 1], [40, 1]):
+        forward.storage.zero_()
+        parts, start = [], 0
+        for count in counts:
+            parts += forward.step((0, start, count))
+            start += count
+        assert (torch.cat(parts) - whole).abs().max() < 1e-5 * whole.abs().max()
+
+
+def test_neighbours_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = pair
+    forward = Forward(folder)
+    texts = [TOKENS[:30], TOKENS[5:], TOKENS[::-1], TOKENS[7:8]]
+    for slot, tokens in enumerate(texts):
+        forward.enter(slot, tokens, range(slot * 16, slot * 16 + 12))
+    forward.step((0, 0, 29), (1, 0, 10), (2, 0, 3))
+    first, second, third, fourth = forward.step((2, 3, 38), (0, 29, 1), (3, 0, 1), (1, 10, 26))
+    for ours, tokens in ((first, texts[2]), (second, texts[0]), (third, texts[3]), (fourth, texts[1])):
+        assert (ours - reference_logits(model, tokens)[-len(ours) :]).abs().max() < 1e-4
+
+
+def test_a_shared_prefix_is_read_from_the_same_blocks(tmp_path: Path) -> None:
+    model = variant("llama")
+    forward = Forward(save(model, tmp_path))
+    prefix, tails = TOKENS[:16], ([9, 8, 7], [4, 5, 6, 7, 8])
+    forward.enter(0, prefix + tails[0], [30, 31, 32, 33, 7])
+    forward.enter(1, prefix + tails[1], [30, 31, 32, 33, 9, 10])
+    forward.step((0, 0, 19))
+    (ours,) = forward.step((1, 16, 5))
+    assert (ours - reference_logits(model, prefix + tails[1])[16:]).abs().max() < 1e-4
+
+
+def test_a_copied_block_is_as_good(tmp_path: Path) -> None:
+    model = variant("llama")
+    forward = Forward(save(model, tmp_path))
+    forward.enter(0, TOKENS[:10], [3, 4, 5])
+    forward.step((0, 0, 10))
+    forward.ops.copy_blocks(forward.storage, torch.tensor([5]), torch.tensor([20]))
+    forward.enter(1, [*TOKENS[:10], 77], [3, 4, 20])
+    forward.enter(0, [*TOKENS[:10], 55], [3, 4, 5])
+    ours = forward.step((1, 10, 1), (0, 10, 1))
+    for logits, last in zip(ours, (77, 55), strict=True):
+        assert (logits - reference_logits(model, [*TOKENS[:10], last])[10:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "opt, 350m's shape"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near(name: str, dtype: str, tmp_path: Path) -> None:
+    model = variant(name)
+    forward = Forward(save(model, tmp_path), dtype=dtype)
+    forward.enter(0, TOKENS, SCATTERED)
+    (ours,) = forward.step((0, 0, 41))
+    theirs = reference_logits(model, TOKENS)
+    assert ours.dtype == torch.float32
+    bound = 0.15 if dtype == "bfloat16" else 0.02
+    assert ((ours - theirs).norm() / theirs.norm()) < bound

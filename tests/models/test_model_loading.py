@@ -1,0 +1,343 @@
+"""Weight files: every storage form, and every way in which a folder can be wrong."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from services.worker.config import WorkerConfig
+from services.worker.fingerprint import fingerprint
+from services.worker.kv import kv_memory
+from services.worker.model import load_model
+from shared.errors import ModelError
+from tests.models.tiny import Forward, llama, opt, reference_logits, save
+
+TOKENS = [5, 9, 100, 3, 77, 12]
+
+
+def logits(folder: Path, **config: Any) -> Tensor:
+    forward = Forward(folder, **config)
+    forward.enter(0, TOKENS, [1, 0])
+    return forward.step((0, 0, len(TOKENS)))[0]
+
+
+def assert_same(folder: Path, model: PreTrainedModel, **config: Any) -> None:
+    assert (logits(folder, **config) - reference_logits(model, TOKENS)).abs().max() < 1e-4
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def as_bin(folder: Path, **options: Any) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **options)
+    (folder / "model.safetensors").unlink()
+
+
+# every form
+
+
+def test_shards(tmp_path: Path) -> None:
+    model = llama()
+    save(model, tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(tmp_path, model)
+
+
+def test_only_files_of_the_index_are_read(tmp_path: Path) -> None:
+    model = llama()
+    save(model, tmp_path, max_shard_size="60KB")
+    others = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    for name in ("consolidated.safetensors", "model.safetensors", "model-00001-of-00001.safetensors"):
+        save_file(others, tmp_path / name)
+    torch.save(others, tmp_path / "pytorch_model.bin")
+    assert_same(tmp_path, model)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older than torch 1.6"])
+def test_pytorch_file(tmp_path: Path, zipped: bool) -> None:
+    model = opt()
+    save(model, tmp_path)
+    as_bin(tmp_path, _use_new_zipfile_serialization=zipped)
+    assert_same(tmp_path, model)
+
+
+def test_pytorch_shards(tmp_path: Path) -> None:
+    model = llama()
+    save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    where = {name: f"pytorch_model-{number % 3}.bin" for number, name in enumerate(tensors)}
+    for shard in set(where.values()):
+        torch.save({name: tensors[name] for name in tensors if where[name] == shard}, tmp_path / shard)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert_same(tmp_path, model)
+
+
+def test_format_by_wish(tmp_path: Path) -> None:
+    model = llama()
+    save(model, tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert_same(tmp_path, model, load_format="safetensors")
+    with pytest.raises(ModelError, match="hold no tensors"):
+        logits(tmp_path, load_format="pt")
+
+
+def test_older_names_of_opt(tmp_path: Path) -> None:
+    model = opt()
+    save(model, tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    assert_same(tmp_path, model)
+
+
+def test_a_lone_file_under_another_name(tmp_path: Path) -> None:
+    model = llama()
+    save(model, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    assert_same(tmp_path, model)
+    shutil.copy(tmp_path / "weights.safetensors", tmp_path / "others.safetensors")
+    with pytest.raises(ModelError, match="no weights"):
+        logits(tmp_path)
+
+
+def test_a_model_without_its_prefix(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    save(model, tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    assert_same(tmp_path, model)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_conversion_while_loading(tmp_path: Path, stored: torch.dtype) -> None:
+    save(llama().to(stored), tmp_path)
+    assert_same(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval())
+    assert Forward(tmp_path).dtype == torch.float32
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    first, second = logits(tmp_path, load_format="dummy"), logits(tmp_path, load_format="dummy")
+    assert first.isfinite().all()
+    assert torch.equal(first, second)
+
+
+# tied embeddings: the config decides
+
+
+@pytest.mark.parametrize("head", ["absent", "equal", "different"])
+def test_tied(tmp_path: Path, head: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(tie_word_embeddings=True)
+    save(model, tmp_path)
+    embedding = model.get_input_embeddings().weight.detach()
+    if head != "absent":
+        extra = embedding.clone() if head == "equal" else torch.randn_like(embedding)
+        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": extra}))
+    assert_same(tmp_path, model)
+    assert not caplog.records
+
+
+def test_untied_without_a_head_is_refused(tmp_path: Path) -> None:
+    save(llama(tie_word_embeddings=True), tmp_path)
+    set_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"tensor lm_head\.weight is missing$"):
+        logits(tmp_path)
+
+
+# broken folders
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        logits(tmp_path)
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[59\], and config\.json says \[60\]"):
+        logits(tmp_path)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(60, dtype=torch.int8)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is of torch\.int8"):
+        logits(tmp_path)
+    set_config(tmp_path, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(ModelError, match="quantization_config"):
+        logits(tmp_path)
+
+
+def test_extra_tensors_give_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    save(model, tmp_path)
+    extra = {f"extra.{number}": torch.ones(1) for number in range(7)}
+    rewrite(tmp_path, lambda t: t.update(extra | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}))
+    with caplog.at_level(logging.WARNING):
+        assert_same(tmp_path, model)
+    assert len(caplog.records) == 1
+    assert "extra.0" in caplog.text
+    assert "and 2 more" in caplog.text
+    assert "inv_freq" not in caplog.text
+
+
+def test_an_absent_shard_is_named(tmp_path: Path) -> None:
+    save(llama(), tmp_path, max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        logits(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.99])
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
+def test_a_truncated_file_is_named(tmp_path: Path, form: str, keep: float) -> None:
+    save(llama(), tmp_path)
+    if form == "pt":
+        as_bin(tmp_path)
+    path = tmp_path / ("model.safetensors" if form == "safetensors" else "pytorch_model.bin")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
+    with pytest.raises(ModelError, match=path.name):
+        logits(tmp_path)
+
+
+class Sneaky:
+    """Pickles as a call."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (shutil.rmtree, ("/nonexistent-quire-test",))
+
+
+def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Sneaky()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read"):
+        logits(tmp_path)
+
+
+def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        logits(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        logits(tmp_path)
+    save(llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no weights.*model\.safetensors"):
+        logits(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": 5}')
+    with pytest.raises(ModelError, match=r"index\.json"):
+        logits(tmp_path)
+
+
+# configs
+
+
+def test_an_unknown_architecture_is_named_with_the_known(tmp_path: Path) -> None:
+    save(llama(), tmp_path)
+    set_config(tmp_path, architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelError, match=r"MambaForCausalLM is not supported.*LlamaForCausalLM, OPTForCausalLM"):
+        logits(tmp_path)
+    set_config(tmp_path, architectures=None)
+    with pytest.raises(ModelError, match="model_type 'llama'"):
+        logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    save(llama(), tmp_path)
+    set_config(tmp_path, **changes)
+    with pytest.raises(ModelError, match=named):
+        logits(tmp_path)
+
+
+def test_opt_refuses_what_it_lacks(tmp_path: Path) -> None:
+    save(opt(), tmp_path)
+    set_config(tmp_path, activation_function="gelu")
+    with pytest.raises(ModelError, match="activation_function 'gelu'"):
+        logits(tmp_path)
+
+
+def test_old_opt_without_a_final_norm(tmp_path: Path) -> None:
+    model = opt(_remove_final_layer_norm=True)
+    save(model, tmp_path)
+    assert_same(tmp_path, model)
+
+
+# what a worker says of its model
+
+
+def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+    first, second = save(llama(), tmp_path / "a"), save(llama(seed=1), tmp_path / "b")
+    copy = shutil.copytree(first, tmp_path / "c")
+    cpu = torch.device("cpu")
+
+    def of(folder: Path, dtype: torch.dtype = torch.float32) -> str:
+        return fingerprint(folder, [folder / "model.safetensors"], dtype, cpu)
+
+    assert of(first) == of(copy)
+    assert len({of(first), of(second), of(first, torch.bfloat16)}) == 3
+
+
+def test_memory_for_kv() -> None:
+    cpu = torch.device("cpu")
+    assert kv_memory(WorkerConfig(kv_cache_memory=0.25), cpu, 0) == 2**28
+    assert 0 < kv_memory(WorkerConfig(), cpu, 0) <= 4 * 2**30
+
+
+def test_a_missing_gpu_is_said(tmp_path: Path) -> None:
+    from services.worker.model import choose_device
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ModelError, match="no GPU"):
+        choose_device("cuda")
+
+
+def test_types_are_by_wish(tmp_path: Path) -> None:
+    from kernels.load import ops
+
+    save(llama(), tmp_path)
+    cpu = torch.device("cpu")
+    for name, dtype in (("half", torch.float16), ("float", torch.float32), ("bfloat16", torch.bfloat16)):
+        config = WorkerConfig(dtype=name)  # type: ignore[arg-type]
+        assert load_model(tmp_path, config, cpu, ops(cpu)).dtype == dtype

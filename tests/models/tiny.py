@@ -1,0 +1,115 @@
+"""Tiny random models made by transformers, and a way to get logits of ours through a paged cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from kernels.layout import KVLayout, layer_views
+from kernels.load import ops
+from services.worker.batch import build
+from services.worker.config import WorkerConfig
+from services.worker.model import load_model
+from services.worker.slots import Slots
+from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
+
+EPOCH = Epoch(boot="test", count=1)
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 60,
+    "intermediate_size": 77,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # as drawn by default, tiny models hardly look at their context
+}
+
+OPT: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 60,
+    "ffn_dim": 77,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 60,
+    "init_std": 0.3,
+    "dropout": 0.0,
+}
+
+
+def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return _settle(LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))))
+
+
+def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return _settle(OPTForCausalLM(OPTConfig(**(OPT | changes))))
+
+
+def _settle(model: PreTrainedModel) -> PreTrainedModel:
+    """Biases and norms are drawn too: at 0 and 1 a forgotten one would not show."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.normal_(1, 0.2)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """(T, V) by transformers."""
+    with torch.inference_mode():
+        return model(torch.tensor([list(tokens)])).logits[0].float()
+
+
+class Forward:
+    """Our decoder of a model folder, over slots whose blocks lie wherever the test says."""
+
+    def __init__(self, folder: Path, *, slots: int = 4, blocks: int = 64, block_size: int = 4, **config: Any) -> None:
+        device = torch.device("cpu")
+        self.ops = ops(device)
+        model = load_model(folder, WorkerConfig(**{"device": "cpu"} | config), device, self.ops)
+        self.decoder, self.dtype = model.decoder, model.dtype
+        spec = self.decoder.spec
+        self.layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, model.dtype)
+        self.storage = self.layout.allocate(blocks, device)
+        sizes = Configure(
+            epoch=EPOCH,
+            block_size=block_size,
+            num_blocks=blocks,
+            max_num_seqs=slots,
+            max_model_len=128,
+            max_num_batched_tokens=512,
+        )
+        self.state = Slots(sizes, spec.vocab_size, device)
+        self.decoder.reach(129)
+
+    def enter(self, slot: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        sequence = NewSequence(
+            slot=slot,
+            tokens=pack_tokens(tokens),
+            prompt_len=len(tokens),
+            blocks=list(blocks),
+            sampling=Sampling(max_tokens=1, seed=0),
+            sample=0,
+        )
+        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new=[sequence]))
+
+    def step(self, *rows: tuple[int, int, int]) -> list[Tensor]:
+        """Logits (count, V) of each row (slot, start, count)."""
+        with torch.inference_mode():
+            batch = build([Row(*row, samples=0) for row in rows], self.state, self.layout, self.ops)
+            logits = self.decoder.logits(self.decoder.forward(batch.inputs, layer_views(self.storage)))
+        return list(logits.split([count for _, _, count in rows]))
