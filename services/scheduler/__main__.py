@@ -1,0 +1,66 @@
+"""`python -m services.scheduler`: one engine's scheduler as a process."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from wsgiref.simple_server import WSGIServer
+
+import zmq
+from prometheus_client import start_http_server
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.service import Service
+from shared.config import load
+from shared.errors import ConfigError, QuireError
+from shared.metrics import EngineCollector, registry
+from shared.process import EXIT_REFUSED, follow, start_logging
+from shared.transport import listen
+
+LINGER_MS = 1_000
+"""For the last messages to leave when the process ends."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run until SIGTERM or SIGINT; the exit status."""
+    start_logging()
+    try:
+        config = load(SchedulerConfig, argv, os.environ, prog="python -m services.scheduler")
+        follow(config.supervisor)
+        run(config)
+    except QuireError as error:
+        print(f"scheduler: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        return EXIT_REFUSED
+    return 0
+
+
+def run(config: SchedulerConfig) -> None:
+    """Bind, serve, drain. Raises `QuireError` for what is wrong with the settings."""
+    with (
+        zmq.Context() as context,
+        listen(context, config.gateways, insecure=config.insecure, linger_ms=LINGER_MS) as gateways,
+        listen(context, config.workers, insecure=config.insecure, linger_ms=LINGER_MS) as workers,
+    ):
+        service = Service(config, gateways, workers)
+        signals = [signal.SIGTERM] if config.supervisor else [signal.SIGTERM, signal.SIGINT]
+        for number in signals:
+            signal.signal(number, lambda *_: service.stop())
+        server = _export(config, service) if config.metrics_port else None
+        try:
+            service.run()
+        finally:
+            if server is not None:
+                server.shutdown()
+
+
+def _export(config: SchedulerConfig, service: Service) -> WSGIServer:
+    collector = EngineCollector(lambda: service.engine.model, lambda: {config.engine: service.snapshot})
+    try:
+        server, _ = start_http_server(config.metrics_port, registry=registry(collector))
+    except OSError as error:
+        raise ConfigError(f"--metrics-port {config.metrics_port}: {error.strerror}") from error
+    return server
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""Gateways: who they are, whose requests are whose, and what is on its way to them. No queue of requests.
+
+A gateway names its requests by ids of its own; the core knows them by numbers that are unique over the scheduler's
+life. `_owners` maps the latter to the former, holds what is unfinished and nothing else, and is empty at idle.
+
+What a gateway cannot take at the moment waits here: news of later steps are merged into the same message, so that
+a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
+`PATIENCE` seconds, has its requests aborted.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ProtocolError
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Hello,
+    Ping,
+    Progress,
+    ProgressRow,
+    Refusal,
+    Refused,
+    Status,
+    Submit,
+    Welcome,
+    decode_from_gateway,
+    encode,
+)
+from shared.transport import Listener, Message, PeerGone, PeerSlow, show
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 10.0
+"""Seconds after which a gateway that sends nothing, or takes nothing, is given up."""
+
+ROWS = 4096
+"""Rows in one message at most: far below the limit of a frame, whatever log-probabilities they carry."""
+
+
+class Gateway:
+    """One gateway on its connection."""
+
+    def __init__(self, name: bytes, fd: int, now: float) -> None:
+        self.name = name
+        self.fd = fd
+        self.heard = now
+        self.stuck_since: float | None = None
+        self.ids: dict[int, int] = {}  # its ids to the core's
+        self.outbox: deque[bytes] = deque()
+        self.rows: list[ProgressRow] = []  # to be sent behind the outbox
+
+    def __repr__(self) -> str:
+        return f"{show(self.name)} with {len(self.ids)} requests"
+
+
+class Owner(Struct):
+    """To whom a request of the core belongs."""
+
+    gateway: Gateway
+    id: int  # the gateway's
+    unfinished: int  # samples
+
+
+class Gateways:
+    """The gateways' side of the scheduler."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._peers: dict[bytes, Gateway] = {}
+        self._owners: dict[int, Owner] = {}  # by the core's ids
+        self._next_id = itertools.count()
+        self._welcome: bytes | None = None
+        self._orphans: list[Abort] = []
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The core's ids of all requests that have not ended."""
+        return list(self._owners)
+
+    @property
+    def flushed(self) -> bool:
+        """Nothing waits to be sent."""
+        return not any(gateway.outbox or gateway.rows for gateway in self._peers.values())
+
+    def receive(self, most: int, now: float) -> list[Submit | Abort]:
+        """What gateways want of the core, under the core's ids; at most so many messages are read."""
+        self._notice_gone()
+        wanted: list[Submit | Abort] = []
+        for _ in range(most):
+            message = self._listener.receive()
+            if message is None:
+                break
+            request = self._handle(message, now)
+            if request is not None:
+                wanted.append(request)
+        return wanted
+
+    def orphans(self) -> list[Abort]:
+        """Aborts of what belonged to gateways that were given up since the last call."""
+        orphans, self._orphans = self._orphans, []
+        return orphans
+
+    def refuse(self, refused: Refused) -> None:
+        """Pass a refusal of the core on."""
+        owner = self._owners.pop(refused.id, None)
+        if owner is not None:
+            del owner.gateway.ids[owner.id]
+            owner.gateway.outbox.append(encode(msgspec.structs.replace(refused, id=owner.id)))
+
+    def deliver(self, rows: Iterable[ProgressRow]) -> None:
+        """Note news of the core for those whom they concern; they leave with the next `flush`."""
+        for row in rows:
+            owner = self._owners.get(row.id)
+            if owner is None:
+                continue
+            owner.gateway.rows.append(msgspec.structs.replace(row, id=owner.id))
+            if row.finish is not None:
+                owner.unfinished -= 1
+                if not owner.unfinished:
+                    del self._owners[row.id], owner.gateway.ids[owner.id]
+
+    def welcome(self, welcome: Welcome) -> None:
+        """Answer all gateways, those that have come and those that will."""
+        self._welcome = encode(welcome)
+        for gateway in self._peers.values():
+            gateway.outbox.append(self._welcome)
+
+    def status(self, status: Status) -> None:
+        """Send a sign of life, which is of no use to those who have older things to read first."""
+        body = encode(status)
+        for gateway in self._peers.values():
+            if not gateway.outbox and not gateway.rows:
+                gateway.outbox.append(body)
+
+    def flush(self, now: float) -> None:
+        """Send what gateways can take."""
+        for gateway in list(self._peers.values()):
+            if gateway.rows or gateway.outbox:
+                self._flush(gateway, now)
+
+    def expire(self, now: float) -> None:
+        """Give up who has been silent or stuck for too long."""
+        for gateway in list(self._peers.values()):
+            if now - gateway.heard > PATIENCE:
+                self._give_up(gateway, f"silent for {PATIENCE:.0f} s")
+            elif gateway.stuck_since is not None and now - gateway.stuck_since > PATIENCE:
+                self._give_up(gateway, f"has read nothing for {PATIENCE:.0f} s")
+
+    def forgive(self, seconds: float) -> None:
+        """The scheduler itself stood still for so long."""
+        for gateway in self._peers.values():
+            gateway.heard += seconds
+
+    def _handle(self, message: Message, now: float) -> Submit | Abort | None:
+        gateway = self._peers.get(message.peer)
+        try:
+            content = decode_from_gateway(message.body)
+        except ProtocolError as error:
+            log.warning("gateway %s: %s", show(message.peer), error)
+            if gateway is not None:
+                self._give_up(gateway, "it sent something that is not a message")
+            return None
+        if isinstance(content, Hello):
+            self._greet(message, content, now)
+            return None
+        if gateway is None:
+            log.debug("a message of %s, who is not known (any more)", show(message.peer))
+            return None
+        gateway.heard = now
+        match content:
+            case Submit():
+                return self._submit(gateway, content)
+            case Abort():
+                id = gateway.ids.get(content.id)
+                return None if id is None else Abort(id, content.sample)
+            case Ping():
+                return None
+
+    def _greet(self, message: Message, hello: Hello, now: float) -> None:
+        self._notice_gone()  # from here on, a descriptor that is used again means the newcomer
+        if message.fd not in self._listener.monitor.connected:
+            return  # gone already
+        if hello.version != VERSION:
+            reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
+            log.error(reason, show(message.peer), hello.version, VERSION)
+            return
+        for former in [one for one in self._peers.values() if message.fd == one.fd or message.peer == one.name]:
+            self._give_up(former, "its connection ended")
+        gateway = self._peers[message.peer] = Gateway(message.peer, message.fd, now)
+        if self._welcome is not None:
+            gateway.outbox.append(self._welcome)
+        log.info("gateway %s connected", show(message.peer))
+
+    def _submit(self, gateway: Gateway, submit: Submit) -> Submit | None:
+        if submit.id in gateway.ids:
+            refused = Refused(submit.id, Refusal.INVALID, f"request {submit.id} is still running")
+            gateway.outbox.append(encode(refused))
+            return None
+        id = next(self._next_id)
+        gateway.ids[submit.id] = id
+        self._owners[id] = Owner(gateway, submit.id, submit.n)
+        return msgspec.structs.replace(submit, id=id, arrival=submit.arrival or time.time())
+
+    def _flush(self, gateway: Gateway, now: float) -> None:
+        while gateway.outbox or gateway.rows:
+            if not gateway.outbox:
+                gateway.outbox.append(encode(Progress(gateway.rows[:ROWS])))
+                del gateway.rows[:ROWS]
+            try:
+                self._listener.send(gateway.name, gateway.outbox[0])
+            except PeerSlow:
+                gateway.stuck_since = gateway.stuck_since or now
+                return
+            except PeerGone:
+                self._give_up(gateway, "it cannot be reached")
+                return
+            gateway.outbox.popleft()
+            gateway.stuck_since = None
+
+    def _notice_gone(self) -> None:
+        gone = set(self._listener.monitor.drain())
+        for gateway in [gateway for gateway in self._peers.values() if gateway.fd in gone]:
+            self._give_up(gateway, "its connection ended")
+
+    def _give_up(self, gateway: Gateway, reason: str) -> None:
+        log.log(logging.WARNING if gateway.ids else logging.INFO, "gateway %r has left: %s", gateway, reason)
+        del self._peers[gateway.name]
+        for id in gateway.ids.values():
+            del self._owners[id]
+            self._orphans.append(Abort(id))

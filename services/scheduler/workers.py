@@ -1,0 +1,184 @@
+"""Workers: who registered, which one computes, and whether it is alive. Sockets and processes; no queue of requests.
+
+One worker computes; others that registered wait in line to replace it. A worker is configured at most once on a
+connection: after a loss it comes back as a newcomer, so that nothing it had in flight can be taken for something else.
+It is seen to be lost by its connection (milliseconds), by a `Fault` that it sends, or by being late or sending
+nonsense; in the last cases its process lives but is of no use: it is killed if it runs on this host, else told to stop.
+"""
+
+import logging
+
+from msgspec import Struct
+
+from services.scheduler.liveness import Liveness
+from services.scheduler.registration import Registration, unfit
+from shared.errors import ProtocolError
+from shared.protocol import (
+    Beat,
+    Configure,
+    Epoch,
+    Fault,
+    Register,
+    StepPlan,
+    StepResult,
+    Stop,
+    decode_from_worker,
+    encode,
+)
+from shared.transport import Listener, Message, PeerGone, PeerSlow, show
+
+log = logging.getLogger(__name__)
+
+
+class Lost(Struct, frozen=True):
+    """The active worker computes no more; what it had in flight is lost."""
+
+
+class Ready(Struct, frozen=True):
+    """The active worker has answered `Configure`."""
+
+
+class Active(Struct):
+    """The worker that computes."""
+
+    worker: Registration
+    epoch: Epoch
+    liveness: Liveness
+
+
+class Workers:
+    """The workers' side of the scheduler. `timeout`: seconds of silence that end a worker's service."""
+
+    def __init__(self, listener: Listener, timeout: float) -> None:
+        self._listener = listener
+        self._timeout = timeout
+        self._registered: dict[bytes, Registration] = {}  # in order of arrival, the active one included
+        self._active: Active | None = None
+        self._news: list[StepResult | Ready | Lost] = []
+
+    @property
+    def ready(self) -> bool:
+        """Plans can be sent."""
+        return self._active is not None and self._active.liveness.ready
+
+    @property
+    def candidate(self) -> Register | None:
+        """The worker to be configured next, if one is needed and there."""
+        if self._active is not None or not self._registered:
+            return None
+        return next(iter(self._registered.values())).register
+
+    def receive(self, now: float) -> list[StepResult | Ready | Lost]:
+        """What has come since the last call, in order: results of the active worker, and its loss."""
+        self._notice_gone()
+        while (message := self._listener.receive()) is not None:
+            self._handle(message, now)
+        if self._active is not None and (fault := self._active.liveness.fault(now)):
+            self._end(self._active.worker, fault)
+        news, self._news = self._news, []
+        return news
+
+    def configure(self, message: Configure, now: float) -> None:
+        """Make the candidate the active worker. If it cannot be reached, `receive` will tell that it is lost."""
+        worker = next(iter(self._registered.values()))
+        self._active = Active(worker, message.epoch, Liveness(worker.register, self._timeout, now))
+        self._send(worker, message)
+
+    def send(self, plan: StepPlan, now: float) -> None:
+        """Hand a plan to the active worker. If it cannot be reached, `receive` will tell that it is lost."""
+        if self._active is not None:
+            self._active.liveness.sent(plan.step, sum(row.count for row in plan.rows), now)
+            self._send(self._active.worker, plan)
+
+    def give_up(self, fault: str) -> None:
+        """The active worker is of no use: end its process. `receive` will tell that it is lost."""
+        if self._active is not None:
+            self._end(self._active.worker, fault)
+
+    def dismiss(self, reason: str) -> None:
+        """Send the candidate away."""
+        worker = next(iter(self._registered.values()))
+        self._lose(worker, reason)
+        self._send(worker, Stop())
+
+    def forgive(self, seconds: float) -> None:
+        """The scheduler itself stood still for so long."""
+        if self._active is not None:
+            self._active.liveness.forgive(seconds)
+
+    def stop(self) -> None:
+        """Tell all workers to end their processes."""
+        for worker in self._registered.values():
+            self._send(worker, Stop())
+            worker.close()
+        self._registered.clear()
+        self._active = None
+
+    def _handle(self, message: Message, now: float) -> None:
+        worker = self._registered.get(message.peer)
+        try:
+            content = decode_from_worker(message.body)
+        except ProtocolError as error:
+            log.error("worker %s: %s", show(message.peer), error)
+            if worker is not None:
+                self._end(worker, "it sent something that is not a message")
+            return
+        if isinstance(content, Register):
+            self._admit(message, content)
+        elif self._active is None or worker is not self._active.worker:
+            log.debug("a message of %s came too late", show(message.peer))
+        elif isinstance(content, Fault):
+            log.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
+            self._lose(worker, "it failed")  # and ends by itself
+        else:
+            self._hear(self._active, content, now)
+
+    def _hear(self, active: Active, content: Beat | StepResult, now: float) -> None:
+        if not active.liveness.ready:
+            active.liveness.beat(now)
+            self._news.append(Ready())
+        if isinstance(content, Beat):
+            active.liveness.beat(now)
+        elif content.epoch != active.epoch or content.step != active.liveness.awaited:
+            log.warning("dropped a result of step %d in epoch %s", content.step, content.epoch)
+        else:
+            active.liveness.returned(content.seconds, now)
+            self._news.append(content)
+
+    def _admit(self, message: Message, register: Register) -> None:
+        self._notice_gone()  # from here on, a descriptor that is used again means the newcomer
+        if message.fd not in self._listener.monitor.connected:
+            return  # gone already
+        newcomer = Registration(message, register)
+        for former in [one for one in self._registered.values() if one.replaced_by(newcomer)]:
+            self._lose(former, "it came again")
+        self._registered[newcomer.name] = newcomer
+        if fault := unfit(register):
+            self._send(newcomer, Stop())
+            self._lose(newcomer, fault)
+        else:
+            log.info("worker %r registered", newcomer)
+
+    def _notice_gone(self) -> None:
+        gone = set(self._listener.monitor.drain())
+        for worker in [worker for worker in self._registered.values() if worker.fd in gone]:
+            self._lose(worker, "its connection ended")
+
+    def _end(self, worker: Registration, fault: str) -> None:
+        if not worker.kill():
+            self._send(worker, Stop())
+        self._lose(worker, fault)
+
+    def _lose(self, worker: Registration, reason: str) -> None:
+        log.warning("worker %r is given up: %s", worker, reason)
+        del self._registered[worker.name]
+        worker.close()
+        if self._active is not None and worker is self._active.worker:
+            self._active = None
+            self._news.append(Lost())
+
+    def _send(self, worker: Registration, content: Configure | StepPlan | Stop) -> None:
+        try:
+            self._listener.send(worker.name, encode(content))
+        except (PeerGone, PeerSlow):  # seen by the monitor, or by being late
+            log.debug("worker %r cannot be reached", worker)

@@ -1,0 +1,31 @@
+"""`python -m services.worker`: one worker rank as a process."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from services.worker.config import WorkerConfig
+from services.worker.service import serve
+from shared.config import load
+from shared.errors import QuireError
+from shared.process import EXIT_REFUSED, follow, start_logging
+from shared.transport import check_address
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load the model and serve until told to stop; the exit status."""
+    start_logging()
+    try:
+        config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
+        follow(config.supervisor)
+        check_address(config.scheduler)  # before seconds are spent on a model
+        from services.worker.runner import Runner  # torch takes seconds to import
+
+        return serve(config, Runner(config))
+    except QuireError as error:
+        print(f"worker: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
