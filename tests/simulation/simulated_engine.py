@@ -1,0 +1,272 @@
+"""A core, a worker and a clock, driven by hand or by chance, with every promise checked at each move.
+
+Results come back late: a plan is executed when it is made (a device runs plans in order, whenever the answer
+arrives), and its result is held until `deliver`.
+"""
+
+from collections import Counter, deque
+from random import Random
+
+from core_invariants import check, check_writes
+from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core.sequence import State
+from shared.protocol import (
+    Configure,
+    Epoch,
+    Finish,
+    ProgressRow,
+    Refused,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Submit,
+    TokenLogprobs,
+    pack_tokens,
+)
+from simulated_worker import SimulatedWorker, Stream, alone
+
+
+class Told:
+    """What a client heard of one sample."""
+
+    def __init__(self, oracle: Stream, output: list[int], prompt_len: int) -> None:
+        self.oracle = oracle
+        self.output = list(output)
+        self.scores: list[TokenLogprobs] = []
+        self.finish: Finish | None = None
+        self.cached_tokens = -1
+        self.first_step: int | None = None  # committed steps when its first token came
+        self.prompt_len = prompt_len
+        self._may_hit = prompt_len if output else prompt_len - 1
+
+    def hear(self, row: ProgressRow, steps: int) -> None:
+        """AssertionError for news that do not continue the stream, or that the undisturbed run would not give."""
+        assert self.finish is None, "nothing comes after the end"
+        assert row.position == len(self.output), "output positions are contiguous"
+        if row.tokens and self.first_step is None:
+            self.first_step = steps
+        self.output += row.tokens
+        self.scores += row.prompt_logprobs or []
+        assert self.output == self.oracle.tokens[: len(self.output)], "tokens are those of the undisturbed run"
+        assert self.scores == self.oracle.scores[: len(self.scores)], "each score is told once, in order"
+        assert 0 <= row.cached_tokens <= self._may_hit, "at least one known token is always run"
+        self.cached_tokens = row.cached_tokens
+        self.finish = row.finish
+        if row.finish in (Finish.STOP, Finish.LENGTH):
+            assert (self.output, row.finish) == (self.oracle.tokens, self.oracle.finish), "it ends where it should"
+            assert self.scores == self.oracle.scores, "the whole prompt was scored"
+
+
+class Order:
+    """Whether a plan keeps to the one order; made before the plan is."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        self._trial = core._quarantine.active
+        self._waiting = list(core._roster.waiting.items)
+        self._first = next(iter(core._roster.running.items), None)
+
+    def check(self, plan: StepPlan | None) -> None:
+        """AssertionError if a sequence was passed by one behind it, or the first was pushed out for those behind."""
+        if self._core._quarantine.active and plan is not None:
+            assert set(self._core._flights[-1].sequences) <= set(self._core._quarantine.trial), "a trial has no company"
+        if self._trial:
+            return
+        first, stay = self._first, [sequence for sequence in self._waiting if sequence.state is State.WAITING]
+        if first is not None and first.state is not State.RUNNING:
+            urgent = [one for one in self._waiting if one.key < first.key]
+            assert any(one.request.priority < first.request.priority for one in urgent), "the first is no victim"
+        if plan is not None and plan.new and stay:
+            slots = {new.slot for new in plan.new}
+            admitted = [one for one in self._core._roster.running.items if one.slot in slots]
+            assert max(one.key for one in admitted) < min(one.key for one in stay), "nobody is passed by another"
+
+
+class SimulatedEngine:
+    """Keeps what was asked and told, and checks the core after each move."""
+
+    def __init__(self, limits: Limits, *, checked: bool = True) -> None:
+        self.core = Scheduler(limits)
+        self.limits = limits
+        self.told: dict[tuple[int, int], Told] = {}
+        self.results: deque[StepResult] = deque()
+        self.stale: list[StepResult] = []
+        self.plans: list[StepPlan] = []  # of the epoch
+        self.now = 1000.0
+        self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
+        self._checked = checked
+        self.seen: Counter[str] = Counter()  # what happened, to see that a workload is worth its name
+        self._ids = 0
+        self._epochs = 0
+        self.worker: SimulatedWorker | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A new worker is there."""
+        self._epochs += 1
+        limits, epoch = self.limits, Epoch("boot", self._epochs)
+        self.core.begin_epoch(epoch, limits.num_blocks)
+        self.worker = SimulatedWorker(
+            Configure(
+                epoch,
+                limits.block_size,
+                limits.num_blocks,
+                limits.max_num_seqs,
+                limits.max_model_len,
+                limits.max_num_batched_tokens,
+            )
+        )
+        self.plans = []
+        self.check()
+
+    def lose(self) -> None:
+        """The worker dies, with the results that are not back."""
+        self.stale += self.results
+        self.results.clear()
+        self.worker = None
+        self._hear(self.core.lose_worker(self.now))
+        assert self.core.plan(self.now) is None, "no plan without a worker"
+        self.check()
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        seed: int | None = None,
+        output: list[int] = [],  # noqa: B006 - read only
+        n: int = 1,
+        sample: int = 0,
+        priority: int = 0,
+        arrival: float = 0.0,
+        stops: list[int] = [],  # noqa: B006 - read only
+        min_tokens: int = 0,
+        prompt_logprobs: int = -1,
+    ) -> Refused | int:
+        """The refusal, or the id."""
+        self._ids += 1
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            seed=self._ids if seed is None else seed,
+            stop_token_ids=stops,
+            min_tokens=min_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+        request = Submit(
+            self._ids, pack_tokens(prompt + output), len(prompt), sampling, n, sample, priority, arrival or self.now
+        )
+        refused = self.core.submit(request, self.now)
+        if refused is not None:
+            assert refused.id == self._ids
+            return refused
+        for index in range(sample, sample + n):
+            scored = sampling if index == 0 else Sampling(**{**_fields(sampling), "prompt_logprobs": -1})
+            oracle = alone(prompt + output, len(prompt), scored, index)
+            self.told[self._ids, index] = Told(oracle, output, len(prompt))
+        self.check()
+        return self._ids
+
+    def abort(self, id: int, sample: int = -1) -> None:
+        """Whatever of it was unfinished has ended then."""
+        self._hear(self.core.abort(id, sample))
+        for (other, index), told in self.told.items():
+            assert other != id or sample not in (-1, index) or told.finish is not None
+        self.check()
+
+    def plan(self) -> StepPlan | None:
+        """Make a plan and execute it; a worker may die of it."""
+        order = Order(self.core)
+        plan = self.core.plan(self.now)
+        if self._checked:
+            order.check(plan)
+        if plan is None:
+            assert self.core.idle or self.core.in_flight or self.worker is None, "it never stands still"
+            self.check()
+            return None
+        assert self.worker is not None
+        if self._checked:
+            check_writes(self.core)
+        self.plans.append(plan)
+        self._see(plan)
+        self.results.append(self.worker.execute(plan))
+        self.check()
+        if self._deadly(plan):
+            self.lose()
+        return plan
+
+    def deliver(self) -> list[ProgressRow]:
+        """The oldest result comes back."""
+        self.stale.append(self.results.popleft())
+        news = self.core.commit(self.stale[-1])
+        self._hear(news)
+        self.check()
+        return news
+
+    def deliver_stale(self, chance: Random) -> None:
+        """A result of another epoch, one that was there before, or one that is early changes nothing."""
+        wrong = [*self.stale[-3:], *list(self.results)[1:]]
+        if self.results:
+            wrong += [result for result in self.stale if result.step == self.results[0].step]
+        if not wrong:
+            return
+        result = chance.choice(wrong)
+        before = self.core.snapshot()
+        assert self.core.commit(result) == []
+        assert self.core.snapshot() == before
+
+    def step(self) -> None:
+        """Plan as far as may be, then take one result."""
+        while self.plan() is not None:
+            pass
+        if self.worker is None:
+            self.begin()
+        elif self.results:
+            self.deliver()
+        self.now += 0.01
+
+    def run(self, bound: int) -> None:
+        """Until all is done; AssertionError if that takes more than `bound` steps."""
+        while not (self.core.idle and not self.results):
+            self.step()
+            bound -= 1
+            assert bound >= 0, f"no end: {self.core!r}"
+
+    def check(self) -> None:
+        """The invariants."""
+        if self._checked:
+            check(self.core, self.worker)
+
+    def finished(self) -> None:
+        """All is done: each sample has had its end, and nothing is held."""
+        state = self.core.snapshot()
+        assert all(told.finish is not None for told in self.told.values()), "every sample ends"
+        assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
+        assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
+        for finish in Finish:
+            ends = sum(told.finish is finish for told in self.told.values())
+            assert getattr(state, f"finished_{finish.value}") == ends
+
+    def _see(self, plan: StepPlan) -> None:
+        self.seen["plans"] += 1
+        self.seen["forks"] += len(plan.forks)
+        self.seen["copies"] += len(plan.copies)
+        self.seen["two in flight"] += self.core.in_flight == 2
+        self.seen["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
+        ended = [sequence for sequence in self.core._roster.draining if sequence.finish is not None]
+        self.seen["stray rows"] += len(ended)
+
+    def _hear(self, news: list[ProgressRow]) -> None:
+        for row in news:
+            self.told[row.id, row.sample].hear(row, self.core.snapshot().steps)
+
+    def _deadly(self, plan: StepPlan) -> bool:
+        assert self.worker is not None
+        for row in plan.rows:
+            position = self.poison.get(self.worker.slots[row.slot].sampling.seed)
+            if position is not None and row.start <= position < row.start + row.count:
+                return True
+        return False
+
+
+def _fields(sampling: Sampling) -> dict[str, object]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}

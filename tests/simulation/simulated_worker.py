@@ -1,0 +1,183 @@
+"""A worker whose KV memory shows every paging error: the page-memory oracle of the simulation.
+
+A cell of memory is a digest of all tokens up to its position, made from the previous cell, read through the block
+table, and the token. The next token is a digest of all cells read back, the output so far, and the noise of its seed,
+sample and output position. So a wrong table, a block reused too early, a bad share or a lost token changes what is
+sampled. `alone` computes what one sequence gives, with no blocks and no scheduler at all.
+
+The worker applies plans in the order that the protocol documents and refuses those that break its rules.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from shared.protocol import (
+    Configure,
+    Finish,
+    Fork,
+    NewSequence,
+    Row,
+    SampledRow,
+    Sampling,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    unpack_tokens,
+)
+
+VOCABULARY = 7  # small, so that unlike sequences have like blocks
+EMPTY = 1
+UNWRITTEN = -1
+
+
+def cell(previous: int, token: int) -> int:
+    """The digest of all tokens up to here. (Hashes of numbers are the same in every process.)"""
+    return hash((previous, token))
+
+
+def sample_token(cells: Iterable[int], output: list[int], sampling: Sampling, sample: int) -> int:
+    """The next token, given all cells of the context."""
+    key = hash((tuple(cells), tuple(output), sampling.seed, sample))
+    draw = 0
+    while True:
+        token = hash((key, draw)) % VOCABULARY
+        if len(output) >= sampling.min_tokens or token not in sampling.stop_token_ids:
+            return token
+        draw += 1
+
+
+def score(previous: int, token: int) -> TokenLogprobs:
+    """The log-probability of a token behind a context, which the cell before it stands for."""
+    return TokenLogprobs(-float(hash((previous, token, 1)) % 1000), token, [], [])
+
+
+class Stream(NamedTuple):
+    """What a sequence gives when nothing disturbs it."""
+
+    tokens: list[int]
+    finish: Finish
+    scores: list[TokenLogprobs]  # of the prompt, from position 1
+
+
+def alone(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -> Stream:
+    """The oracle: one sequence on its own, by the definition."""
+    cells: list[int] = []
+    for token in tokens:
+        cells.append(cell(cells[-1] if cells else EMPTY, token))
+    scores = [score(cells[i - 1], tokens[i]) for i in range(1, prompt_len)] if sampling.prompt_logprobs >= 0 else []
+    output = tokens[prompt_len:]
+    while len(output) < sampling.max_tokens:
+        output.append(sample_token(cells, output, sampling, sample))
+        if output[-1] in sampling.stop_token_ids:
+            return Stream(output, Finish.STOP, scores)
+        cells.append(cell(cells[-1], output[-1]))
+    return Stream(output, Finish.LENGTH, scores)
+
+
+class Slot:
+    """A running sequence, as the worker keeps it."""
+
+    def __init__(self, tokens: list[int], prompt_len: int, table: list[int], sampling: Sampling, sample: int) -> None:
+        self.tokens = tokens
+        self.prompt_len = prompt_len
+        self.table = table
+        self.sampling = sampling
+        self.sample = sample
+
+
+class SimulatedWorker:
+    """Executes plans over `configure`d memory; AssertionError for a plan that breaks the rules."""
+
+    def __init__(self, configure: Configure) -> None:
+        self.configure = configure
+        self.pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_blocks)]
+        self.slots: dict[int, Slot] = {}
+        self._step = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step, in the documented order."""
+        assert (plan.epoch, plan.step) == (self.configure.epoch, self._step), "plans come in order"
+        self._step += 1
+        for slot in plan.released:
+            del self.slots[slot]
+        for new in plan.new:
+            self._enter(new)
+        for fork in plan.forks:
+            self._fork(fork)
+        for write in plan.writes:
+            table = self.slots[write.slot].table
+            assert write.index <= len(table), "tables have no holes"
+            table[write.index : write.index + len(write.blocks)] = write.blocks
+        self._copy(plan.copies)
+        self._check(plan.rows)
+        children = {fork.parent: [slot for slot, _ in fork.children] for fork in plan.forks}
+        for row in plan.rows:  # all of them write before any of them samples
+            self._feed(row)
+        answers = [answer for row in plan.rows for answer in self._answer(row, children)]
+        return StepResult(plan.epoch, plan.step, answers)
+
+    def _enter(self, new: NewSequence) -> None:
+        assert new.slot not in self.slots, "a slot has one sequence"
+        assert 0 <= new.slot < self.configure.max_num_seqs
+        tokens = unpack_tokens(new.tokens).tolist()
+        self.slots[new.slot] = Slot(tokens, new.prompt_len, list(new.blocks), new.sampling, new.sample)
+
+    def _fork(self, fork: Fork) -> None:
+        parent = self.slots[fork.parent]
+        for slot, sample in fork.children:
+            assert slot not in self.slots, "a slot has one sequence"
+            self.slots[slot] = Slot(list(parent.tokens), parent.prompt_len, list(parent.table), parent.sampling, sample)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        sources, destinations = {source for source, _ in copies}, [destination for _, destination in copies]
+        assert not sources & set(destinations), "no block is on both sides"
+        assert len(set(destinations)) == len(destinations), "a block is written once"
+        for source, destination in copies:
+            self.pages[destination] = list(self.pages[source])
+
+    def _check(self, rows: list[Row]) -> None:
+        assert rows, "a step has rows"
+        assert len({row.slot for row in rows}) == len(rows), "one row a slot"
+        assert sum(row.count for row in rows) <= self.configure.max_num_batched_tokens
+        for row in rows:
+            slot = self.slots[row.slot]
+            end = row.start + row.count
+            assert row.count > 0
+            assert 0 <= row.start < end <= len(slot.tokens), "a row's tokens are in its slot"
+            assert end <= len(slot.table) * self.configure.block_size, "a row's positions have blocks"
+            assert end <= self.configure.max_model_len
+            assert row.samples in (0, 1)
+            assert not row.samples or end == len(slot.tokens), "only the end of what is known is sampled"
+
+    def _feed(self, row: Row) -> None:
+        slot, size = self.slots[row.slot], self.configure.block_size
+        for position in range(row.start, row.start + row.count):
+            last = position - 1
+            before = self.pages[slot.table[last // size]][last % size] if position else EMPTY
+            self.pages[slot.table[position // size]][position % size] = cell(before, slot.tokens[position])
+
+    def _answer(self, row: Row, children: dict[int, list[int]]) -> list[SampledRow]:
+        slot, end = self.slots[row.slot], row.start + row.count
+        scores = self._scores(slot, row) if slot.sampling.prompt_logprobs >= 0 else None
+        if not row.samples:
+            assert row.slot not in children, "a fork's parent samples"
+            return [SampledRow(row.slot, [], None, scores)] if scores else []
+        cells = self._read(slot, end)
+        answers = []
+        for index in [row.slot, *children.get(row.slot, [])]:
+            one = self.slots[index]
+            token = sample_token(cells, one.tokens[one.prompt_len :], one.sampling, one.sample)
+            answers.append(SampledRow(index, [token], None, scores if one is slot else None))
+            one.tokens.append(token)
+        return answers
+
+    def _read(self, slot: Slot, end: int) -> list[int]:
+        size = self.configure.block_size
+        cells = [value for block in slot.table[: -(-end // size)] for value in self.pages[block]]
+        return cells[:end]
+
+    def _scores(self, slot: Slot, row: Row) -> list[TokenLogprobs]:
+        """Of positions start + 1 to min(start + count, prompt_len - 1)."""
+        cells = self._read(slot, row.start + row.count)
+        last = min(row.start + row.count, slot.prompt_len - 1)
+        return [score(cells[i - 1], slot.tokens[i]) for i in range(row.start + 1, last + 1)]

@@ -1,0 +1,49 @@
+"""Thousands of random workloads against the real core: each request gives what it gives alone, whatever happens.
+
+A failure names its seed; `workloads.run(seed)` runs it again.
+"""
+
+from collections import Counter
+
+import pytest
+import workloads
+
+WORKLOADS = 2400
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_request_gives_what_it_gives_alone(part: int) -> None:
+    for seed in range(part, WORKLOADS, PARTS):
+        try:
+            workloads.run(seed)
+        except Exception as error:
+            raise AssertionError(f"workload {seed}: {error}") from error
+
+
+def test_workloads_reach_what_they_are_to_prove() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(5000, 5300):
+        engine = workloads.run(seed)
+        state = engine.core.snapshot()
+        seen += engine.seen
+        seen += Counter(
+            {
+                "preemptions": state.preemptions,
+                "hits": state.prefix_hits,
+                "stopped": state.finished_stop,
+                "aborted": state.finished_abort,
+                "condemned": state.finished_error,
+                "losses": state.worker_losses,
+                "refused": state.refused,
+                "scored": sum(bool(told.scores) for told in engine.told.values()),
+            }
+        )
+    rare = {name: count for name, count in seen.items() if count < 20}
+    assert len(seen) == 14
+    assert not rare
+
+
+def test_the_same_inputs_lead_to_the_same_plans() -> None:
+    for seed in range(6000, 6050):
+        assert workloads.run(seed).plans == workloads.run(seed).plans

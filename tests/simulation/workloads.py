@@ -1,0 +1,145 @@
+"""Random workloads: everything is drawn from one seed, so a failing one can be run again by its number."""
+
+from random import Random
+
+from services.scheduler.core import Limits
+from shared.protocol import Finish, Refused
+from simulated_engine import SimulatedEngine
+from simulated_worker import VOCABULARY
+
+
+def run(seed: int) -> SimulatedEngine:
+    """One workload from beginning to end; AssertionError if any promise is broken."""
+    chance = Random(seed)
+    engine = SimulatedEngine(_limits(chance))
+    script = _Script(chance, engine)
+    for _ in range(chance.randint(4, 40)):
+        script.act()
+    script.settle()
+    engine.finished()
+    script.judge()
+    return engine
+
+
+def _limits(chance: Random) -> Limits:
+    size = chance.choice([1, 2, 3, 4, 4, 8])
+    seqs = chance.randint(1, 6)
+    longest = chance.randint(12, 48)
+    blocks = -(-longest // size) + chance.choice([0, 0, 1, 2, 5, 20, 60])
+    policy = chance.choice(["fcfs", "fcfs", "priority"])
+    return Limits(
+        block_size=size,
+        num_blocks=blocks,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + chance.choice([1, 2, 5, 16, 64]),
+        max_model_len=longest,
+        prefix_caching=chance.random() < 0.9,
+        depth=chance.choice([1, 2, 2]),
+        policy=policy,
+        priority_ageing=chance.choice([0.0, 0.05]) if policy == "priority" else 0.0,
+        max_queued_requests=chance.choice([4, 1000]),
+    )
+
+
+class _Script:
+    """Moves, and what they may lead to."""
+
+    def __init__(self, chance: Random, engine: SimulatedEngine) -> None:
+        self.chance = chance
+        self.engine = engine
+        self.prefixes = [self._tokens(chance.randint(1, 24)) for _ in range(2)]
+        self.losses = 0
+        self.aborts = chance.random() < 0.5
+        self.deaths = chance.random() < 0.25
+        self.poisonous = chance.random() < 0.1
+        self.work = 0  # positions, were nothing shared or done twice
+        self.poisoned: set[int] = set()
+
+    def act(self) -> None:
+        """One move."""
+        chance, engine = self.chance, self.engine
+        engine.now += chance.choice([0.0, 0.001, 0.01])
+        roll = chance.random()
+        if roll < 0.3:
+            self._submit()
+        elif roll < 0.36 and self.aborts and engine.told:
+            id, sample = chance.choice(list(engine.told))
+            engine.abort(id, chance.choice([-1, sample]))
+        elif roll < 0.39 and self.deaths and engine.worker is not None and not self.poisonous:
+            self.losses += 1
+            engine.lose()
+        elif roll < 0.45:
+            engine.deliver_stale(chance)
+        elif engine.worker is None:
+            engine.begin()
+        elif engine.results and roll < 0.7:
+            engine.deliver()
+        else:
+            engine.plan()
+
+    def settle(self) -> None:
+        """Run to the end within a bound on steps."""
+        engine = self.engine
+        if engine.worker is None:
+            engine.begin()
+        if self.chance.random() < 0.2:
+            engine.core.drain()
+        # each step moves the first in order on by a position at least, and a preempted one is computed again
+        engine.run(100 + 8 * self.work * (1 + len(self.poisoned)))
+
+    def judge(self) -> None:
+        """What holds of the whole story."""
+        caching = self.engine.limits.prefix_caching  # a hit spares computing the deadly position
+        for (id, _), told in self.engine.told.items():
+            if told.finish is Finish.ERROR:  # killed twice while alone, by itself or by chance
+                assert id in self.poisoned or self.losses > 1, "an innocent request was condemned"
+            elif id in self.poisoned and told.finish in (Finish.STOP, Finish.LENGTH) and not caching:
+                assert len(told.oracle.tokens) + told.prompt_len - 1 <= self.engine.poison[id], "it went past its death"
+        state = self.engine.core.snapshot()
+        assert state.prefix_hits <= state.prefix_queries
+        assert state.prompt_tokens <= sum(t.prompt_len for (_, _), t in self.engine.told.items())
+
+    def _submit(self) -> None:
+        chance, engine, longest = self.chance, self.engine, self.engine.limits.max_model_len
+        prompt = chance.choice(self.prefixes)[: chance.choice([4, 8, 12, 24])]
+        prompt = (prompt + self._tokens(chance.choice([0, 0, 1, 3, 8])))[:longest]
+        room = longest - len(prompt)
+        wanted = min(chance.choice([0, 1, 2, 5, 9, 20]), room)
+        stops = self._tokens(1) if chance.random() < 0.3 else []
+        least = chance.randint(0, wanted) if chance.random() < 0.2 else 0
+        scores = chance.choice([-1, -1, -1, -1, 0])
+        seed = engine._ids + 1
+        output = self._output(prompt, wanted, stops, least, seed)
+        n = 1 if output else chance.choice([1, 1, 1, 2, 3, 5])
+        priority = chance.randint(-2, 2) if engine.limits.policy == "priority" else 0
+        poisonous = self.poisonous and chance.random() < 0.3 and len(prompt) > 1
+        if poisonous:
+            engine.poison[seed] = chance.randint(1, len(prompt) + wanted)
+            self.poisoned.add(seed)
+        given = engine.submit(
+            prompt,
+            wanted,
+            output=output,
+            n=n,
+            sample=chance.choice([0, 0, 3]),
+            priority=priority,
+            arrival=engine.now - chance.choice([0.0, 0.0, 0.02, 5.0]),
+            stops=stops,
+            min_tokens=least,
+            prompt_logprobs=scores,
+        )
+        if isinstance(given, Refused):
+            assert not output
+        else:
+            self.work += n * (len(prompt) + wanted + 1)
+
+    def _output(self, prompt: list[int], wanted: int, stops: list[int], least: int, seed: int) -> list[int]:
+        """Some of what came out of it earlier, as with a resubmission after a scheduler's death."""
+        chance = self.chance
+        if chance.random() > 0.15 or wanted < 2:
+            return []
+        output = [chance.choice([token for token in range(VOCABULARY) if token not in stops]) for _ in range(wanted)]
+        return output[: chance.randint(1, wanted - 1)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.chance.randrange(VOCABULARY) for _ in range(count)]
