@@ -71,9 +71,9 @@ def _id(given: str) -> str:
 
 
 def _route(request: web.Request) -> str:
-    """The declared path that the request resolved to; '' if to none."""
+    """The declared path that the request resolved to; 'none' if to no path of ours."""
     resource = request.match_info.route.resource
-    return "" if resource is None else resource.canonical
+    return "none" if resource is None else resource.canonical
 
 
 def _carries(header: str, keys: Sequence[str]) -> bool:

@@ -26,7 +26,10 @@ def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingPar
     """Parameters of a chat, `max_tokens` None if the request leaves it open. Raises `InvalidRequest`."""
     top = whole("top_logprobs", request.top_logprobs) or 0
     asked = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    fields = _fields(request, defaults) | {"max_tokens": whole(asked, getattr(request, asked))}
+    tokens = whole(asked, getattr(request, asked))
+    if tokens is not None and tokens < 0:
+        raise InvalidRequest(f"{asked} must be at least 0, got {tokens}", asked)
+    fields = _fields(request, defaults) | {"max_tokens": tokens}
     return SamplingParams(**fields, top_logprobs=top if request.logprobs else None)
 
 

@@ -8,9 +8,8 @@ All rows that wait for one prompt are written together, one chunk a sample.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Protocol
 
 import msgspec
@@ -21,8 +20,6 @@ from services.gateway.generation import Generation, Update, submit
 from services.gateway.openai import StreamOptions
 from services.gateway.serving import Gateway, Job
 from services.gateway.usage import usage
-
-logger = logging.getLogger(__name__)
 
 GRACE = 0.25  # seconds
 DONE = b"data: [DONE]\n\n"
@@ -70,6 +67,13 @@ async def stream(
     except Exception as error:
         await writer.fail(error)
     return writer.response
+
+
+def _gone(error: BaseException) -> bool:
+    """Whether `error` says that the client left."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_gone(one) for one in error.exceptions)
+    return isinstance(error, ConnectionError)
 
 
 class _Writer:
@@ -132,14 +136,14 @@ class _Writer:
         await self.response.write_eof()
 
     async def fail(self, error: Exception) -> None:
-        """Tells the client, if the status is sent already; otherwise raises `error`."""
+        """Tells the client, if the status is sent already and it is still there; otherwise raises `error`."""
+        if _gone(error):
+            return
         if not self.response.prepared:
             raise error
-        try:
+        with suppress(ConnectionError):
             await self.response.write(b"data: " + faults.body(faults.fault_of(error)) + b"\n\n" + DONE)
             await self.response.write_eof()
-        except ConnectionError:
-            logger.debug("a client left its stream")
 
     def _chunk(self, choice: bytes) -> bytes:
         if not choice:

@@ -1,0 +1,212 @@
+"""`Link`: a gateway's connection to one engine, and the attempts that run there.
+
+One task a link, `run`, which owns the socket: it reads a bounded number of messages a turn, so that the event loop
+stays with the clients, and hands them to the attempts. When the engine is gone (its connection ended, it has been
+silent for `PATIENCE`, or it takes no more messages), all open attempts fail, the socket is closed with whatever is
+still queued in it, and a new one is opened under a new identity.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from array import array
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from msgspec import Struct
+
+from services.gateway.attempt import Attempt
+from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Hello,
+    Ping,
+    Progress,
+    Refusal,
+    Refused,
+    Sampling,
+    Status,
+    Submit,
+    Welcome,
+    decode_to_gateway,
+    encode,
+    pack_tokens,
+)
+from shared.transport import Monitor, dial, identity, show
+
+log = logging.getLogger(__name__)
+
+PING = 1.0
+"""Seconds between two signs of life."""
+
+FRESH = 2.0
+"""Seconds for which a `Status` counts."""
+
+PATIENCE = 10.0
+"""Seconds of silence after which an engine is taken for dead, connected or not."""
+
+PAUSE = 0.05
+"""Seconds before a new connection is tried."""
+
+MESSAGES = 64
+"""Messages read before other tasks get their turn."""
+
+
+class Link:
+    """One engine as its gateway sees it."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        self.address = address
+        self.welcome: Welcome | None = None  # of the present connection
+        self.status: Status | None = None
+        self._context = context
+        self._heard = 0.0  # when the engine last said anything
+        self._told = 0.0  # when `status` came
+        self._since = 0  # submitted since then
+        self._ids = itertools.count()
+        self._attempts: dict[int, Attempt] = {}
+        self._socket: zmq.asyncio.Socket | None = None
+        self._stuck = False
+
+    @property
+    def ready(self) -> bool:
+        """The engine makes steps and takes requests, by its own recent word."""
+        status = self.status
+        if self.welcome is None or status is None or time.monotonic() - self._told > FRESH:
+            return False
+        return status.ready and not status.draining
+
+    @property
+    def draining(self) -> bool:
+        return self.status is not None and self.status.draining
+
+    @property
+    def load(self) -> int:
+        """Sequences there, as far as is known."""
+        snapshot = self.status.snapshot if self.status else None
+        return self._since + (snapshot.running + snapshot.waiting if snapshot else 0)
+
+    @property
+    def name(self) -> str:
+        return self.welcome.engine if self.welcome else self.address
+
+    def submit(self, tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> Attempt:
+        """Start a request."""
+        attempt = Attempt(next(self._ids), n, self.name, self._send)
+        self._attempts[attempt.id] = attempt
+        self._since += n
+        self._send(
+            Submit(
+                id=attempt.id,
+                tokens=pack_tokens(tokens),
+                prompt_len=len(tokens),
+                sampling=sampling,
+                n=n,
+                priority=priority,
+                arrival=time.time(),
+            )
+        )
+        return attempt
+
+    def leave(self, attempt: Attempt) -> None:
+        """Nobody waits for it any more: end what is unfinished."""
+        if self._attempts.pop(attempt.id, None) is not None and not attempt.done:
+            self._send(Abort(attempt.id))
+
+    async def run(self) -> None:
+        """Keep a connection until cancelled."""
+        while True:
+            name = identity("gateway")
+            with dial(self._context, self.address, name) as socket:
+                monitor = Monitor(socket)
+                self._socket, self._stuck, self._heard = socket, False, time.monotonic()
+                try:
+                    self._send(Hello(VERSION, show(name)))
+                    reason = await self._pump(socket, monitor)
+                finally:
+                    self._socket = self.welcome = self.status = None
+                    monitor.close()
+            log.warning("engine at %s is lost: %s (%d requests)", self.address, reason, len(self._attempts))
+            self._fail_all(f"the engine was lost: {reason}")
+            await asyncio.sleep(PAUSE)
+
+    async def _pump(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
+        """Read until the engine is gone; says why."""
+        reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)  # reads at once, between two polls
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor.socket, zmq.POLLIN)
+        pinged = time.monotonic()
+        while True:
+            await poller.poll(int(PING * 1000))
+            more = self._read(reader)
+            if more:
+                await asyncio.sleep(0)  # a poll that finds something does not wait
+            elif monitor.drain():
+                return "its connection ended"
+            now = time.monotonic()
+            if not monitor.connected:
+                self._heard = now  # it cannot be silent yet
+            elif now - self._heard > PATIENCE:
+                return f"it has been silent for {PATIENCE:.0f} s"
+            elif now - pinged >= PING:
+                pinged = now
+                self._send(Ping())
+            if self._stuck:
+                return "it does not read"
+
+    def _read(self, reader: "zmq.Socket[bytes]") -> bool:
+        """Take what has come, up to a bound; whether there may be more."""
+        for _ in range(MESSAGES):
+            try:
+                frames = reader.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._heard = time.monotonic()
+            try:
+                self._take(decode_to_gateway(b"".join(frames)))
+            except ProtocolError as error:
+                log.error("engine at %s: %s", self.address, error)
+        return True
+
+    def _take(self, message: Welcome | Progress | Refused | Status) -> None:
+        match message:
+            case Progress():
+                for row in message.rows:
+                    if (attempt := self._attempts.get(row.id)) is not None:
+                        attempt.take(row)
+            case Refused():
+                if (attempt := self._attempts.get(message.id)) is not None:
+                    attempt.fail(_error(message))
+            case Status():
+                self.status, self._told, self._since = message, self._heard, 0
+            case Welcome():
+                self.welcome = message
+                log.info("engine %s at %s serves %s", message.engine, self.address, message.facts.model)
+
+    def _send(self, message: Struct) -> None:
+        if self._socket is None:
+            return
+        sent: Any = self._socket.send(encode(message), zmq.NOBLOCK)  # done at once, for better or worse
+        if isinstance(sent.exception(), zmq.Again):
+            self._stuck = True  # seen by the pump, which gives up the engine and all that runs there
+
+    def _fail_all(self, reason: str) -> None:
+        attempts, self._attempts = self._attempts, {}
+        for attempt in attempts.values():
+            attempt.fail(EngineFailure(reason))
+
+
+def _error(refused: Refused) -> QuireError:
+    match refused.reason:
+        case Refusal.QUEUE_FULL:
+            return Overloaded(refused.detail, refused.retry_after)
+        case Refusal.DRAINING:
+            return Unavailable(refused.detail)
+        case Refusal.TOO_LONG:
+            return InvalidRequest(refused.detail, "prompt")
+        case Refusal.INVALID:
+            return InvalidRequest(refused.detail)

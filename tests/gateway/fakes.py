@@ -1,0 +1,276 @@
+"""A backend that obeys the real one's interface, with an engine of a few lines behind it, and a gateway on top.
+
+The engine gives each sample the tokens that its script says, one a step, and keeps the rules of the wire: stop tokens,
+max_tokens, min_tokens, log-probabilities. Behind the script's end comes the end-of-sequence token.
+"""
+
+import asyncio
+import itertools
+import json
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from aiohttp import ClientResponse
+from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.web import Application, Request
+
+from services.gateway.app import make_app
+from services.gateway.config import GatewayConfig
+from services.gateway.lifecycle import Lifecycle
+from services.gateway.metrics import Metrics
+from services.gateway.model import ServedModel
+from services.gateway.serving import Gateway
+from shared.protocol import (
+    VERSION,
+    Finish,
+    ModelFacts,
+    ProgressRow,
+    Sampling,
+    Snapshot,
+    Status,
+    TokenLogprobs,
+    Welcome,
+)
+from shared.text.generation import SamplingDefaults
+from shared.text.template import ChatTemplate
+from tests.text.vocabulary import CHATML, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+VOCAB = TOKENIZER.vocab_size + 10  # padded, as models' vocabularies are
+EOS = TOKENIZER.eos_token_ids[0]
+END_TURN = cast(int, TOKENIZER.token_id("<|im_end|>"))
+MODEL = "tiny"
+
+Script = Callable[[Sequence[int], int], Iterable[int]]  # (prompt, sample) -> output
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+def says(*texts: str | Sequence[int]) -> Script:
+    """A script: sample i of any prompt says the i-th text."""
+    outputs = [ids(text) if isinstance(text, str) else list(text) for text in texts]
+    return lambda _, sample: outputs[sample % len(outputs)]
+
+
+DEFAULT = says("one two three")
+
+
+def endless(_: Sequence[int], __: int) -> Iterable[int]:
+    return itertools.cycle(ids(" two"))
+
+
+class FakeAttempt:
+    """One submit. `left` is set once its region was left; `aborted` are the samples that were aborted one by one."""
+
+    engine = "0"
+
+    def __init__(self, backend: "FakeBackend", tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> None:
+        self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
+        self.aborted: list[int] = []
+        self.left = asyncio.Event()
+        self._backend = backend
+        self._outputs = [self._output(sample) for sample in range(n)]
+        self._positions = [0] * n
+        self._live = list(range(n))
+        self._steps = 0
+
+    async def rows(self) -> list[ProgressRow]:
+        if self._backend.refusal is not None and self._steps == 0:
+            raise self._backend.refusal
+        rows: list[ProgressRow] = []
+        for _ in range(self._backend.burst):
+            if self._steps == self._backend.pause_at:
+                await self._backend.go_on.wait()
+            if self._steps == self._backend.fail_at and self._backend.failure is not None:
+                raise self._backend.failure
+            rows += [self._row(sample) for sample in list(self._live)]
+            self._steps += 1
+        await asyncio.sleep(0)
+        return rows
+
+    def abort(self, sample: int) -> None:
+        self.aborted.append(sample)
+        if sample in self._live:
+            self._live.remove(sample)
+
+    def _output(self, sample: int) -> Iterable[int]:
+        return itertools.chain(self._backend.script(self.tokens, sample), itertools.repeat(EOS))
+
+    def _row(self, sample: int) -> ProgressRow:
+        sampling, position = self.sampling, self._positions[sample]
+        scores = None
+        if sampling.prompt_logprobs >= 0 and sample == 0 and position == 0:
+            scores = [logprobs_of(token, sampling.prompt_logprobs) for token in self.tokens[1:]]
+        cached = self._backend.cached_tokens
+        if sampling.max_tokens == 0:
+            self._live.remove(sample)
+            return ProgressRow(1, sample, 0, [], None, scores, Finish.LENGTH, cached)
+        self._outputs[sample] = iter(self._outputs[sample])
+        token = next(cast(Any, self._outputs[sample]))
+        self._positions[sample] += 1
+        finish = self._finish(token, self._positions[sample])
+        if finish is not None:
+            self._live.remove(sample)
+        known = [logprobs_of(token, sampling.logprobs)] if sampling.logprobs >= 0 else None
+        return ProgressRow(1, sample, position, [token], known, scores, finish, cached)
+
+    def _finish(self, token: int, count: int) -> Finish | None:
+        if token in self.sampling.stop_token_ids and count > self.sampling.min_tokens:
+            return Finish.STOP
+        return Finish.LENGTH if count == self.sampling.max_tokens else None
+
+
+def logprobs_of(token: int, count: int) -> TokenLogprobs:
+    """Something that tells tokens apart: -token/1000, and the next ids as alternatives; the last is impossible."""
+    top = [(token + at) % VOCAB for at in range(count)]
+    values = [-token / 1000 - at for at in range(count)]
+    if count > 1:
+        values[-1] = float("-inf")
+    return TokenLogprobs(-token / 1000, 1, top, values)
+
+
+class FakeBackend:
+    """What a gateway sees of its engines. The knobs are for tests to set."""
+
+    def __init__(self, script: Script = DEFAULT, *, max_model_len: int = 256) -> None:
+        facts = ModelFacts(MODEL, "TinyForCausalLM", "float32", max_model_len, VOCAB, "f")
+        self.welcome: Welcome | None = Welcome(VERSION, "0", "boot", facts, max_model_len, 8)
+        self.script = script
+        self.attempts: list[FakeAttempt] = []
+        self.is_ready = True
+        self.cached_tokens = 0
+        self.burst = 1  # steps whose rows come together
+        self.refusal: Exception | None = None  # raised instead of the first rows
+        self.failure: Exception | None = None  # raised at step `fail_at`
+        self.fail_at = -1
+        self.pause_at = -1  # step that waits for `go_on`
+        self.go_on = asyncio.Event()
+        self.submitted = asyncio.Event()
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def statuses(self) -> Mapping[str, Status]:
+        return {"0": Status(True, False, Snapshot(running=3, blocks=10, blocks_free=5, prompt_tokens=7))}
+
+    @asynccontextmanager
+    async def submit(
+        self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int
+    ) -> AsyncIterator[FakeAttempt]:
+        assert isinstance(tokens, array)
+        assert tokens.typecode == "i"
+        attempt = FakeAttempt(self, tokens, sampling, n, priority)
+        self.attempts.append(attempt)
+        self.submitted.set()
+        try:
+            yield attempt
+        finally:
+            attempt.left.set()
+
+
+class Client(TestClient[Request, Application]):
+    """A client of a gateway in this process."""
+
+    gateway: Gateway
+
+    async def complete(self, **fields: Any) -> Any:
+        return await self._ask("/v1/completions", fields)
+
+    async def chat(self, **fields: Any) -> Any:
+        return await self._ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]} | fields)
+
+    async def stream_completion(self, **fields: Any) -> list[dict[str, Any]]:
+        return await self._stream("/v1/completions", fields)
+
+    async def stream_chat(self, **fields: Any) -> list[dict[str, Any]]:
+        messages = [{"role": "user", "content": "hi"}]
+        return await self._stream("/v1/chat/completions", {"messages": messages} | fields)
+
+    async def refused(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and error of a body that is to be refused."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
+            return response.status, await error_of(response)
+
+    async def _ask(self, path: str, fields: dict[str, Any]) -> Any:
+        async with self.post(path, json=fields) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def _stream(self, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+        async with self.post(path, json=fields | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            return events(await response.text())
+
+
+async def error_of(response: ClientResponse) -> dict[str, Any]:
+    """The error in a response, whose shape is checked."""
+    body = await response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == response.status
+    assert body["error"]["message"]
+    return cast(dict[str, Any], body["error"])
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The objects of a stream, which must end in [DONE]."""
+    parts = [part for part in text.split("\n\n") if part and not part.startswith(":")]
+    assert parts.pop() == "data: [DONE]"
+    assert all(part.startswith("data: ") for part in parts)
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def texts(chunks: Iterable[dict[str, Any]]) -> dict[int, str]:
+    """The joined text of each choice of a stream, of either endpoint."""
+    joined: dict[int, str] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        joined[choice["index"]] = joined.get(choice["index"], "") + piece
+    return joined
+
+
+def ends(chunks: Iterable[dict[str, Any]]) -> dict[int, list[str]]:
+    """The finish reasons of each choice of a stream."""
+    found: dict[int, list[str]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        if choice["finish_reason"] is not None:
+            found.setdefault(choice["index"], []).append(choice["finish_reason"])
+    return found
+
+
+def make_gateway(
+    backend: FakeBackend,
+    *,
+    template: str | None = CHATML,
+    defaults: SamplingDefaults | None = None,
+    **settings: Any,
+) -> Gateway:
+    tokenizer = settings.pop("tokenizer", TOKENIZER)
+    names = tuple(settings.get("served_model_name", [MODEL]))
+    model = ServedModel(
+        names, MODEL, tokenizer, ChatTemplate(template, tokenizer.special), defaults or SamplingDefaults()
+    )
+    metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
+    return Gateway(GatewayConfig(**settings), model, cast(Any, backend), metrics, Lifecycle())
+
+
+@asynccontextmanager
+async def serve(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[Client]:
+    """A client of a gateway with these settings (of `make_gateway`)."""
+    gateway = make_gateway(backend or FakeBackend(), **settings)
+    async with Client(TestServer(make_app(gateway))) as client:
+        client.gateway = gateway
+        yield client
+
+
+def write_template(folder: Path, source: str) -> str:
+    path = folder / "template.jinja"
+    path.write_text(source)
+    return str(path)

@@ -1,0 +1,155 @@
+"""Chats: what of the messages reaches the model, and how templates refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.config import GatewayConfig
+from services.gateway.model import ServedModel
+from tests.gateway.fakes import TOKENIZER, FakeBackend, serve, write_template
+from tests.text.vocabulary import CHATML, make_tokenizer, write_model_folder
+
+USER = {"role": "user", "content": "hi"}
+STRICT = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{{ message.content }}{% endfor %}"
+)
+
+
+async def prompt_of(**fields: Any) -> str:
+    """The text that the engine was given for a chat."""
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        await client.chat(**fields)
+    return TOKENIZER.decode(backend.attempts[0].tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
+async def test_tpl01_and_tpl02_missing_contents(content: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [USER, {"role": "assistant", "tool_calls": [call], **content}, {"role": "tool", "content": ""}, USER]
+    prompt = await prompt_of(messages=history)
+    assert "None" not in prompt
+    assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n<|im_end|>\n" in prompt
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+async def test_tpl03_parts_give_the_same_tokens_as_a_string(role: str) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    first = await prompt_of(messages=[{"role": role, "content": parts}, USER])
+    assert first == await prompt_of(messages=[{"role": role, "content": "a\nb"}, USER])
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "nonsense"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tpl03_other_parts_are_refused(kind: str, stream: bool) -> None:
+    async with serve() as client:
+        messages = [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}]
+        status, error = await client.refused("/v1/chat/completions", {"messages": messages, "stream": stream})
+        assert status == 400
+        assert kind in error["message"]
+
+
+@pytest.mark.parametrize("content", ["ends in space ", "in a line\n", "\t", "hi", ""])
+async def test_tpl05_a_message_is_continued(content: str) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    prompt = await prompt_of(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    assert prompt.endswith("<|im_start|>assistant\n" + content)
+    assert prompt.count("<|im_end|>") == 1
+
+
+async def test_tpl05_without_a_generation_prompt_the_message_is_closed() -> None:
+    prompt = await prompt_of(messages=[USER, {"role": "assistant", "content": "x"}], add_generation_prompt=False)
+    assert prompt.endswith("x<|im_end|>\n")
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_generation_prompt": True}])
+async def test_tpl05_both_flags_are_refused(extra: dict[str, Any]) -> None:
+    async with serve() as client:
+        fields = {"messages": [USER], "continue_final_message": True} | extra
+        status, error = await client.refused("/v1/chat/completions", fields)
+        assert (status, error["param"]) == (400, "continue_final_message")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "system", "content": "x"}, USER], "System role not supported"),
+        ([USER, USER], "Roles must alternate"),
+        ([{"role": "assistant", "content": "x"}], "Roles must alternate"),
+        ([{"role": "wizard", "content": "x"}], "Roles must alternate"),
+        ([], "must not be empty"),
+    ],
+)
+async def test_tpl06_a_templates_refusal_is_a_400(messages: list[Any], words: str, stream: bool) -> None:
+    async with serve(template=STRICT) as client:
+        status, error = await client.refused("/v1/chat/completions", {"messages": messages, "stream": stream})
+        assert status == 400
+        assert words in error["message"]
+
+
+async def test_a_model_without_a_template_refuses_chats() -> None:
+    async with serve(template=None) as client:
+        status, error = await client.refused("/v1/chat/completions", {"messages": [USER]})
+        assert (status, "no chat template" in error["message"]) == (400, True)
+        await client.complete(prompt="x")
+
+
+async def test_a_template_that_prints_bos_gives_one_only() -> None:
+    tokenizer = make_tokenizer(bos=True)
+    backend = FakeBackend()
+    async with serve(backend, tokenizer=tokenizer, template="{{ bos_token }}" + CHATML) as client:
+        await client.chat()
+        await client.chat(add_special_tokens=True)
+        await client.complete(prompt="hi")
+        await client.complete(prompt="hi", add_special_tokens=False)
+    bos = tokenizer.token_id("<s>")
+    assert [attempt.tokens.count(bos) for attempt in backend.attempts] == [1, 2, 1, 0]
+
+
+async def test_template_variables_reach_the_template() -> None:
+    backend = FakeBackend()
+    async with serve(backend, template="{{ mood }}{{ messages[0].name }}") as client:
+        messages = [USER | {"name": "ann"}]
+        await client.chat(messages=messages, chat_template_kwargs={"mood": "good"})
+    assert TOKENIZER.decode(backend.attempts[0].tokens) == "goodann"
+
+
+async def test_an_answer_has_a_message() -> None:
+    async with serve() as client:
+        answer = await client.chat()
+        assert answer["object"] == "chat.completion"
+        assert answer["id"].startswith("chatcmpl-")
+        choice = answer["choices"][0]
+        assert choice["message"] == {"role": "assistant", "content": "one two three", "refusal": None}
+        assert (choice["finish_reason"], choice["stop_reason"], choice["index"]) == ("stop", None, 0)
+
+
+async def test_cached_tokens_are_in_the_usage() -> None:
+    backend = FakeBackend()
+    backend.cached_tokens = 16
+    async with serve(backend) as client:
+        assert (await client.chat())["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_a_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.5})
+    model = ServedModel.load(GatewayConfig(model=str(folder)))
+    assert (model.name, model.root, model.defaults.temperature) == (str(folder), str(folder), 0.5)
+    assert model.template.render([USER]).startswith("<|im_start|>user")
+
+
+def test_a_users_template_defaults_and_names_win(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.5})
+    other = write_model_folder(tmp_path / "other", generation={"temperature": 0.7})
+    settings: dict[str, Any] = {"model": str(folder), "served_model_name": ["a", "b"]}
+    template = write_template(tmp_path, "mine")
+    model = ServedModel.load(GatewayConfig(**settings, chat_template=template, generation_config=str(other)))
+    assert model.template.render([USER]) == "mine"
+    assert (model.names, model.defaults.temperature) == (("a", "b"), 0.7)
+    assert ServedModel.load(GatewayConfig(**settings, generation_config="vllm")).defaults.temperature is None

@@ -1,0 +1,279 @@
+"""Paths, methods, keys, ids, bodies: whatever is wrong is answered in one shape, and never by 500."""
+
+import gzip
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from services.gateway.access import OPEN_PATHS
+from services.gateway.openai import ChatRequest, CompletionRequest
+from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+KEY = {"Authorization": "Bearer secret"}
+
+
+def routes(client: Client) -> list[tuple[str, str]]:
+    """Method and path of everything that the application answers."""
+    app = client.server.app  # type: ignore[attr-defined]
+    return [
+        (route.method, route.resource.canonical.replace("{model:.+}", MODEL).replace("{model}", MODEL))
+        for route in app.router.routes()
+        if route.resource is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "bearer wrong"}, {"Authorization": "Bearer"},
+                {"Authorization": "Bearer Secret"}, {"Authorization": "Basic secret"}, {"Authorization": "secret"},
+                {"Authorization": "Bearer secretsecret"}, {"X-Api-Key": "secret"}]
+)  # fmt: skip
+async def test_gtw01_every_route_needs_the_key_but_for_a_written_list(headers: dict[str, str]) -> None:
+    async with serve(api_key=["other", "secret"]) as client:
+        assert len(routes(client)) >= 9
+        for method, path in routes(client):
+            async with client.request(method, path, headers=headers) as response:
+                assert (response.status == 401) == (path not in OPEN_PATHS)
+                if response.status == 401:
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    if method != "HEAD":
+                        assert (await error_of(response))["type"] == "AuthenticationError"
+
+
+@pytest.mark.parametrize(
+    "path", ["//v1/models", "/V1/models", "/v1/models/", "/v1//models", "/%76%31/models", "/v1%2Fmodels", "/nowhere",
+             "/", "/health/../v1/models", "/health%2f..%2fv1%2fmodels", "/health/", "//health", "/metrics?x=/v1/models",
+             "/v1/models#/health"]
+)  # fmt: skip
+async def test_gtw01_no_spelling_of_a_path_goes_round_the_key(path: str) -> None:
+    async with serve(api_key=["secret"]) as client:
+        url = URL(f"http://{client.host}:{client.port}{path}", encoded=True)
+        async with client.session.get(url) as response:
+            assert response.status == (200 if path.startswith("/metrics?") else 401)
+
+
+async def test_gtw01_a_key_opens_every_route() -> None:
+    async with serve(api_key=["other", "secret"]) as client:
+        for headers in (KEY, {"Authorization": "bearer other"}):
+            assert (await client.get("/v1/models", headers=headers)).status == 200
+        fields = {"prompt": "x"}
+        assert (await client.post("/v1/completions", json=fields, headers=KEY)).status == 200
+
+
+async def test_without_keys_nothing_is_locked() -> None:
+    async with serve() as client:
+        assert (await client.get("/v1/models")).status == 200
+
+
+@pytest.mark.parametrize("given", ["my-id-7", None, "x" * 129, "bad\tid"])
+async def test_gtw06_every_answer_has_a_request_id(given: str | None) -> None:
+    async with serve() as client:
+        seen = set()
+        asked: list[tuple[str, str, Any]] = [
+            ("POST", "/v1/completions", {"prompt": "x"}),
+            ("POST", "/v1/completions", {"prompt": "x", "stream": True}),
+            ("POST", "/v1/completions", {"prompt": 1}),
+            ("GET", "/nowhere", None),
+            ("GET", "/v1/completions", None),
+            ("GET", "/health", None),
+        ]
+        for method, path, body in asked:
+            headers = {} if given is None else {"X-Request-Id": given}
+            async with client.request(method, path, json=body, headers=headers) as response:
+                seen.add(response.headers["X-Request-Id"])
+        assert seen == {given} if given == "my-id-7" else len(seen) == len(asked)
+
+
+async def test_gtw06_the_id_is_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve(enable_log_requests=True) as client:
+        response = await client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "abc"})
+        assert (await response.json())["id"] == "cmpl-abc"
+    assert any("abc POST /v1/completions: 200" in record.message for record in caplog.records)
+
+
+async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve() as client:
+        await client.complete(prompt="x")
+    assert not [record for record in caplog.records if record.name.startswith("services")]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_gtw09_long_bodies_up_to_the_limit(path: str, chunked: bool) -> None:
+    async def parts(data: bytes) -> Any:
+        for at in range(0, len(data), 65536):
+            yield data[at : at + 65536]
+
+    async with serve(FakeBackend(max_model_len=2_000_000), max_body_size=2) as client:
+        for size, status in ((900_000, 200), (1_900_000, 200), (2_200_000, 413), (8_000_000, 413)):
+            text = "x" * size
+            fields = {"prompt": text} if path == PATHS[0] else {"messages": [{"role": "user", "content": text}]}
+            data = json.dumps(fields).encode()
+            body = parts(data) if chunked else io.BytesIO(data)
+            async with client.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
+                assert response.status == status
+                if status == 413:
+                    assert (await error_of(response))["type"] == "RequestTooLargeError"
+        await client.complete(prompt="x")
+
+
+async def test_gtw09_a_small_compressed_body_that_is_long_inside_is_too_long() -> None:
+    async with serve(max_body_size=1) as client:
+        data = gzip.compress(json.dumps({"prompt": "x" * 5_000_000}).encode())
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with client.post("/v1/completions", data=data, headers=headers) as response:
+            assert response.status == 413
+            await error_of(response)
+
+
+WRONG: list[Any] = [None, "x", "", 7, -7, 1.5, [], [1], ["x"], [[1]], {}, {"a": 1}, True, False, 10**30]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_gtw10_any_type_in_any_field_is_no_failure(path: str) -> None:
+    kind = CompletionRequest if path == PATHS[0] else ChatRequest
+    good: dict[str, Any] = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
+    refused = 0
+    async with serve() as client:
+        for field in kind.__struct_fields__:
+            for value in WRONG:
+                async with client.post(path, json=good | {"max_tokens": 2, field: value}) as response:
+                    assert response.status in (200, 400, 404), (field, value)
+                    if response.status != 200 and value is not None:
+                        error = await error_of(response)
+                        assert field in f"{error['message']} {error['param']}", (field, value, error)
+                        refused += 1
+        assert refused > 10 * len(kind.__struct_fields__) // 2
+        await client.complete(prompt="x")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [b"[]", b"1", b'""', b"", b"{", b"null", b"\xff", b"[" * 5000 + b"]" * 5000, b'{"temperature": NaN}',
+     b'{"n": 1e400}',
+     b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", b'{"n": ' + b"9" * 6000 + b"}",
+     b'{"chat_template_kwargs": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", b'{"prompt": "\\ud800"}',
+     b'{"messages": [{"role": "user", "content": "\\udc00 x"}]}', b'{"prompt": "x"} trailing']
+)  # fmt: skip
+async def test_gtw10_bodies_that_are_no_request(path: str, body: bytes) -> None:
+    async with serve() as client:
+        status, error = await client.refused(path, body)
+        assert status == 400
+        assert error["type"] == "BadRequestError"
+        await client.complete(prompt="x")
+
+
+async def test_gtw10_of_duplicate_keys_the_last_counts() -> None:
+    async with serve() as client:
+        data = b'{"prompt": "x", "n": 2, "n": 1}'
+        async with client.post("/v1/completions", data=data, headers={"Content-Type": "application/json"}) as response:
+            assert len((await response.json())["choices"]) == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_missing_field_is_named(path: str) -> None:
+    async with serve() as client:
+        status, error = await client.refused(path, {})
+        assert (status, error["param"]) == (400, "prompt" if path == PATHS[0] else "messages")
+
+
+@pytest.mark.parametrize(
+    "declared", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+async def test_a_body_that_is_declared_to_be_something_else(declared: str) -> None:
+    async with (
+        serve() as client,
+        client.post("/v1/completions", data=b'{"prompt": "x"}', headers={"Content-Type": declared}) as response,
+    ):
+        assert response.status == 415
+        await error_of(response)
+
+
+@pytest.mark.parametrize("declared", ["application/json; charset=utf-8", "application/problem+json"])
+async def test_a_body_that_is_declared_to_be_json(declared: str) -> None:
+    async with (
+        serve() as client,
+        client.post("/v1/completions", data=b'{"prompt": "x"}', headers={"Content-Type": declared}) as response,
+    ):
+        assert response.status == 200
+
+
+async def test_unknown_paths_and_wrong_methods_have_the_shape_too() -> None:
+    async with serve() as client:
+        async with client.get("/v1/nowhere") as response:
+            assert (response.status, (await error_of(response))["type"]) == (404, "NotFoundError")
+        async with client.get("/v1/completions") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+            await error_of(response)
+        async with client.delete("/v1/models") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_unknown_model_is_not_found(path: str) -> None:
+    async with serve(served_model_name=["a", "b"]) as client:
+        fields = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
+        status, error = await client.refused(path, fields | {"model": "c"})
+        assert (status, error["param"], error["type"]) == (404, "model", "NotFoundError")
+        assert "a, b" in error["message"]
+        for model in ("a", "b", None):
+            async with client.post(path, json=fields | {"model": model}) as response:
+                assert (await response.json())["model"] == "a"
+
+
+async def test_models_are_listed_by_their_names() -> None:
+    async with serve(served_model_name=["org/a", "b"]) as client:
+        listed = (await (await client.get("/v1/models")).json())["data"]
+        assert [card["id"] for card in listed] == ["org/a", "b"]
+        one = await (await client.get("/v1/models/org/a")).json()
+        assert one == listed[0]
+        assert (one["root"], one["max_model_len"], one["object"], one["owned_by"]) == (MODEL, 256, "model", "quire")
+        async with client.get("/v1/models/c") as response:
+            assert response.status == 404
+            await error_of(response)
+
+
+async def test_health_is_whether_an_engine_can_go_on() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        for path in ("/health", "/ping"):
+            backend.is_ready = True
+            async with client.get(path) as response:
+                assert (response.status, await response.read()) == (200, b"")
+            backend.is_ready = False
+            async with client.get(path) as response:
+                assert (response.status, (await error_of(response))["type"]) == (503, "ServiceUnavailableError")
+
+
+async def test_before_an_engine_has_answered_requests_are_refused_for_now() -> None:
+    backend = FakeBackend()
+    backend.welcome = None
+    async with serve(backend) as client:
+        async with client.post("/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "1"
+        assert (await (await client.get("/v1/models")).json())["data"][0]["max_model_len"] is None
+
+
+async def test_version_is_a_string() -> None:
+    async with serve() as client:
+        assert isinstance((await (await client.get("/version")).json())["version"], str)
+
+
+async def test_a_bug_is_a_500_with_its_id_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeBackend):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            raise ZeroDivisionError("secret detail")
+
+    async with serve(Broken()) as client:
+        status, error = await client.refused("/v1/completions", {"prompt": "x"})
+        assert (status, error["type"]) == (500, "InternalServerError")
+        assert "secret" not in error["message"]
+    assert any(record.exc_info and "ZeroDivisionError" in str(record.exc_info) for record in caplog.records)

@@ -1,0 +1,92 @@
+"""Shutting down: running requests finish, or are told; new ones are refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway.lifecycle import Lifecycle
+from shared.errors import Unavailable
+from tests.gateway.fakes import FakeBackend, error_of, serve
+
+FIELDS: dict[str, Any] = {"prompt": "hi", "stream": True}
+
+
+async def test_draining_refuses_new_requests_and_lets_running_ones_finish() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with serve(backend) as client, client.post("/v1/completions", json=FIELDS) as running:
+        client.gateway.lifecycle.drain()
+        async with client.post("/v1/completions", json={"prompt": "hi"}) as response:
+            assert response.status == 503
+            assert response.headers["Connection"] == "close"
+            assert (await error_of(response))["type"] == "ServiceUnavailableError"
+        async with client.get("/health") as response:
+            assert response.status == 503
+        assert not await client.gateway.lifecycle.finished(0.01)
+        backend.go_on.set()
+        assert "three" in await running.text()
+        assert await client.gateway.lifecycle.finished(10)
+
+
+async def test_a_stream_that_is_cut_ends_in_an_error() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with serve(backend) as client, client.post("/v1/completions", json=FIELDS) as running:
+        assert b'"one"' in await running.content.readuntil(b"\n\n")
+        client.gateway.lifecycle.cut()
+        error, done = (await running.text()).strip().split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+        assert done == "data: [DONE]"
+        assert backend.attempts[0].left.is_set()
+        assert await client.gateway.lifecycle.finished(10)
+
+
+async def test_a_request_that_is_cut_before_its_answer_has_a_status() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"}))
+        await backend.submitted.wait()
+        client.gateway.lifecycle.cut()
+        async with await asking as response:
+            assert response.status == 503
+            await error_of(response)
+
+
+async def test_cancelling_is_not_cutting() -> None:
+    lifecycle = Lifecycle()
+
+    async def work() -> None:
+        async with lifecycle.running():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    assert not await lifecycle.finished(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await lifecycle.finished(0)
+
+
+async def test_cutting_twice_is_cutting_once() -> None:
+    lifecycle = Lifecycle()
+    seen = []
+
+    async def work() -> None:
+        try:
+            async with lifecycle.running():
+                await asyncio.Event().wait()
+        except Unavailable as error:
+            seen.append(str(error))
+            await asyncio.sleep(0)  # not cancelled again
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    lifecycle.cut()
+    lifecycle.cut()
+    await task
+    assert len(seen) == 1
+    assert lifecycle.draining

@@ -1,0 +1,294 @@
+"""What is too long, too much or out of range is refused, naming the field, and the next request is served."""
+
+from typing import Any
+
+import pytest
+
+from shared.text.generation import SamplingDefaults
+from tests.gateway.fakes import VOCAB, Client, FakeBackend, endless, ids, serve
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+USER = {"role": "user", "content": "hi"}
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    return ({"prompt": "hi"} if path == PATHS[0] else {"messages": [USER]}) | fields
+
+
+async def refuses(client: Client, path: str, fields: dict[str, Any], param: str | None = None, words: str = "") -> None:
+    """400 with these words, and a good request right after it is served."""
+    status, error = await client.refused(path, fields)
+    assert status == 400, error
+    assert error["type"] == "BadRequestError"
+    assert param is None or error["param"] == param, error
+    assert words in error["message"]
+    await client.complete(prompt="hi")
+
+
+@pytest.mark.parametrize("length", [254, 255])
+@pytest.mark.parametrize("max_tokens", [1, 2, None])
+@pytest.mark.parametrize("extra", [{}, {"prompt_logprobs": 1}])
+async def test_lim01_up_to_the_context(length: int, max_tokens: int | None, extra: dict[str, Any]) -> None:
+    async with serve(FakeBackend(endless)) as client:
+        fields = {"prompt": [20] * length, "max_tokens": max_tokens, **extra}
+        if max_tokens is not None and length + max_tokens > 256:
+            await refuses(client, PATHS[0], fields)
+            return
+        usage = (await client.complete(**fields))["usage"]
+        assert usage["prompt_tokens"] == length
+        assert usage["completion_tokens"] == (max_tokens or 256 - length)
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(256, 1), (256, None), (257, 1), (257, None), (257, 0)])
+async def test_lim01_beyond_the_context(length: int, max_tokens: int | None) -> None:
+    async with serve() as client:
+        await refuses(client, PATHS[0], {"prompt": [20] * length, "max_tokens": max_tokens}, "prompt", "256")
+
+
+async def test_lim01_a_prompt_of_the_whole_context_can_be_scored() -> None:
+    async with serve() as client:
+        whole = await client.complete(prompt=[20] * 256, max_tokens=0, prompt_logprobs=0)
+        assert len(whole["choices"][0]["prompt_logprobs"]) == 256
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_lim02_the_message_has_the_numbers(path: str) -> None:
+    async with serve(FakeBackend(max_model_len=512)) as client:
+        length = 8 if path == PATHS[0] else (await client.chat())["usage"]["prompt_tokens"]
+        fields = body(path, max_tokens=510) | ({"prompt": [20] * 8} if path == PATHS[0] else {})
+        status, error = await client.refused(path, fields)
+        assert status == 400
+        assert all(str(number) in error["message"] for number in (512, length, 510))
+        assert error["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("prompt", ["", [""], ["", "x"], [], [[]], [[], [1]]])
+async def test_lim03_a_prompt_without_tokens(prompt: Any) -> None:
+    async with serve() as client:
+        await refuses(client, PATHS[0], {"prompt": prompt}, "prompt", "empty")
+
+
+async def test_lim03_a_chat_without_tokens() -> None:
+    async with serve() as client:
+        await refuses(client, PATHS[1], {"messages": []}, "messages", "empty")
+    async with serve(template="{% if false %}x{% endif %}") as client:
+        await refuses(client, PATHS[1], {"messages": [USER]}, "messages", "empty")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [([2**62], str(2**62)), ([-1], "-1"), ([VOCAB], str(VOCAB)), ([1, "a"], "int and str"), ([1.5], "prompt[0]"),
+     ([True], "prompt[0]"), ([[1, [2]]], "prompt[0][1]"), ([1, [2]], "int and list"), (5, "prompt"), (None, "prompt")],
+)  # fmt: skip
+async def test_lim05_what_is_no_token_id(prompt: Any, name: str) -> None:
+    async with serve() as client:
+        await refuses(client, PATHS[0], {"prompt": prompt}, words=name)
+
+
+async def test_lim05_the_last_id_of_the_vocabulary_is_one() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        await client.complete(prompt=[VOCAB - 1, 0])
+    assert backend.attempts[0].tokens == [VOCAB - 1, 0]
+
+
+async def test_lim06_ten_thousand_tokens_are_refused() -> None:
+    async with serve() as client:
+        await refuses(client, PATHS[0], {"prompt": [20] * 10_000}, "prompt", "10000")
+
+
+@pytest.mark.parametrize("extra", [{}, {"max_tokens": None}, {"max_completion_tokens": None}])
+async def test_lim08_a_chat_without_max_tokens_has_the_rest_of_the_context(extra: dict[str, Any]) -> None:
+    async with serve(FakeBackend(endless, max_model_len=300)) as client:
+        answer = await client.chat(**extra)
+        assert answer["usage"]["total_tokens"] == 300
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("extra", [{}, {"max_tokens": None}])
+async def test_lim08_a_completion_without_max_tokens_has_sixteen(extra: dict[str, Any]) -> None:
+    async with serve(FakeBackend(endless)) as client:
+        assert (await client.complete(prompt="x", **extra))["usage"]["completion_tokens"] == 16
+
+
+async def test_max_completion_tokens_wins() -> None:
+    async with serve(FakeBackend(endless)) as client:
+        answer = await client.chat(max_tokens=9, max_completion_tokens=3)
+        assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_the_models_own_default_length_is_used() -> None:
+    async with serve(FakeBackend(endless), defaults=SamplingDefaults(max_tokens=5)) as client:
+        assert (await client.chat())["usage"]["completion_tokens"] == 5
+        assert (await client.complete(prompt="x"))["usage"]["completion_tokens"] == 5
+        assert (await client.complete(prompt=[20] * 253))["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("n", [0, -1, 129, 10**6, 10**9])
+async def test_lim10_n_has_a_limit(path: str, n: int) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, n=n), "n", "128")
+
+
+async def test_lim10_prompts_times_n_have_a_limit() -> None:
+    async with serve() as client:
+        await refuses(client, PATHS[0], {"prompt": [[20]] * 100, "n": 50}, "prompt", "4096")
+        await refuses(client, PATHS[0], {"prompt": [[20]] * 1025}, "prompt", "1024")
+
+
+async def test_lim12_a_long_prompt_is_never_cut() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        await refuses(client, PATHS[0], {"prompt": "x y " * 256}, "prompt")
+        history = [USER, {"role": "assistant", "content": "x y " * 200}, USER]
+        await refuses(client, PATHS[1], {"messages": history}, "prompt")
+        usage = (await client.complete(prompt="hello six"))["usage"]
+        assert usage["prompt_tokens"] == len(ids("hello six")) == len(backend.attempts[-1].tokens)
+
+
+async def test_lim12_long_texts_are_tokenized_too() -> None:
+    async with serve(FakeBackend(max_model_len=100_000)) as client:
+        text = "hello " * 5000
+        assert (await client.complete(prompt=text))["usage"]["prompt_tokens"] == len(ids(text))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, "x", 2**63])
+async def test_smp04_seeds_that_are_none(path: str, seed: Any) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, seed=seed), "seed")
+
+
+async def test_smp04_seeds_at_the_limits_and_unseeded_requests() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        for seed in (2**63 - 1, -(2**63), 5.0, 7, None, -1, None):
+            await client.complete(prompt="x", seed=seed)
+    seeds = [attempt.sampling.seed for attempt in backend.attempts]
+    assert seeds[:4] == [2**63 - 1, 2**63, 5, 7]
+    assert len(set(seeds)) == 7  # the unseeded ones have each its own
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("repetition_penalty", 0), ("repetition_penalty", -1), ("presence_penalty", 3), ("frequency_penalty", -3),
+     ("min_p", 1.5), ("top_p", 0), ("top_p", 1.1), ("temperature", -1), ("temperature", 2.1), ("top_k", -2),
+     ("top_k", 1.5), ("min_tokens", -1), ("max_tokens", -1), ("prompt_logprobs", 21), ("priority", 2**63)],
+)  # fmt: skip
+async def test_smp12_out_of_range_is_refused_by_name(path: str, field: str, value: Any) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, **{field: value}), field, field)
+
+
+async def test_smp12_infinity_is_no_json_and_tiny_penalties_are_fine() -> None:
+    async with serve() as client:
+        status, error = await client.refused(PATHS[0], b'{"prompt": "x", "repetition_penalty": Infinity}')
+        assert (status, "JSON" in error["message"]) == (400, True)
+        await client.complete(prompt="x", repetition_penalty=1e-9)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bias", [{str(VOCAB): -100}, {"-1": 5}, {"abc": 1}, {"10": 1000}, {"10": "x"}, {"9" * 30: 1}])
+async def test_smp16_a_bias_on_nothing(path: str, bias: dict[str, Any]) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, logit_bias=bias), "logit_bias", "logit_bias")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_smp16_a_valid_bias_reaches_the_engine(path: str) -> None:
+    backend = FakeBackend()
+    async with (
+        serve(backend) as client,
+        client.post(path, json=body(path, logit_bias={"10": -100, "3": 5})) as response,
+    ):
+        assert response.status == 200
+    assert backend.attempts[0].sampling.logit_bias == [(3, 5.0), (10, -100.0)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tokens", [[VOCAB + 5], [-3], [2**70], ["x"], [1.5]])
+async def test_smp18_stop_tokens_beyond_the_vocabulary(path: str, tokens: list[Any]) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, stop_token_ids=tokens, min_tokens=4), words="stop_token_ids")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
+    backend = FakeBackend()
+    fields = {
+        "top_k": 7.0, "min_p": 0.1, "top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "min_tokens": 2,
+        "presence_penalty": 0.3, "frequency_penalty": -0.3, "ignore_eos": True, "stop_token_ids": [9, 8], "n": 2,
+        "max_tokens": 4, "priority": -3, "user": "someone", "response_format": {"type": "text"},
+    }  # fmt: skip
+    async with serve(backend) as client, client.post(path, json=body(path, **fields)) as response:
+        assert response.status == 200
+    (attempt,) = backend.attempts
+    sampling = attempt.sampling
+    assert (sampling.top_k, sampling.min_p, sampling.top_p, sampling.temperature) == (7, 0.1, 0.9, 0.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, -0.3)
+    assert (sampling.repetition_penalty, sampling.min_tokens, sampling.max_tokens) == (1.1, 2, 4)
+    assert sampling.stop_token_ids == [9, 8]
+    assert (attempt.n, attempt.priority) == (2, -3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("field", ["foo", "best_off", "guided_json", "use_beam_search"])
+async def test_smp22_an_unknown_field_is_refused_by_name(path: str, field: str) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, **{field: None}), field, field)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (PATHS[0], {"suffix": "x"}, "suffix"),
+        (PATHS[0], {"best_of": 2}, "best_of"),
+        (PATHS[1], {"tools": [{"type": "function"}]}, "tools"),
+        (PATHS[1], {"tool_choice": "required"}, "tool_choice"),
+        (PATHS[1], {"tool_choice": {"type": "function"}}, "tool_choice"),
+        (PATHS[1], {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (PATHS[1], {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        (PATHS[0], {"response_format": {"type": "json_object"}}, "response_format"),
+        (PATHS[1], {"response_format": {}}, "response_format"),
+        (PATHS[0], {"stream_options": {"foo": 1}}, "stream_options.foo"),
+        (PATHS[0], {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[str, Any], param: str) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path) | fields, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS[0], {"suffix": "", "best_of": 2, "n": 2}),
+        (PATHS[0], {"best_of": 1}),
+        (PATHS[1], {"tools": [], "tool_choice": "none", "parallel_tool_calls": True}),
+        (PATHS[1], {"tool_choice": "auto"}),
+        (PATHS[0], {"temperature": 0, "n": 3}),
+    ],
+)
+async def test_what_changes_nothing_is_taken(path: str, fields: dict[str, Any]) -> None:
+    async with serve() as client, client.post(path, json=body(path) | fields) as response:
+        assert response.status == 200
+
+
+async def test_the_models_defaults_are_used_and_a_request_wins_over_them() -> None:
+    backend = FakeBackend()
+    async with serve(backend, defaults=SamplingDefaults(temperature=0.2, top_k=3, repetition_penalty=1.2)) as client:
+        await client.complete(prompt="x")
+        await client.chat(temperature=0.9, top_k=0)
+    first, second = (attempt.sampling for attempt in backend.attempts)
+    assert (first.temperature, first.top_k, first.repetition_penalty) == (0.2, 3, 1.2)
+    assert (second.temperature, second.top_k, second.repetition_penalty) == (0.9, 0, 1.2)
+
+
+async def test_without_the_models_defaults_vllms_are_used() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        await client.chat()
+    sampling = backend.attempts[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)

@@ -1,0 +1,136 @@
+"""Log-probabilities in the answers of both endpoints."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, Client, FakeBackend, ids, says, serve
+
+
+async def streamed_completion(client: Client, **fields: Any) -> dict[str, list[Any]]:
+    """The joined logprobs of a streamed completion."""
+    joined: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for chunk in await client.stream_completion(**fields):
+        for name in joined:
+            joined[name] += chunk["choices"][0]["logprobs"][name]
+    return joined
+
+
+async def streamed_chat(client: Client, **fields: Any) -> list[Any]:
+    found = []
+    for chunk in await client.stream_chat(**fields):
+        found += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    return found
+
+
+async def test_lgp09_a_stop_string_as_the_first_token() -> None:
+    async with serve(FakeBackend(says("\none two"))) as client:
+        fields: dict[str, Any] = {"prompt": "x", "stop": "\n", "logprobs": 5}
+        choice = (await client.complete(**fields))["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+        assert choice["logprobs"]["tokens"] == ["\n"]  # one entry a generated token, the stop included
+        assert choice["logprobs"] == await streamed_completion(client, **fields)
+
+
+async def test_lgp10_special_tokens_are_named_and_the_end_token_has_an_entry() -> None:
+    async with serve(FakeBackend(says([*ids("one"), END_TURN, EOS]))) as client:
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
+        content = (await client.chat(**fields))["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == ["one", "<|im_end|>", "</s>"]
+        assert content == await streamed_chat(client, **fields)
+
+
+async def test_lgp11_a_chats_entries() -> None:
+    async with serve(FakeBackend(says("one é"))) as client:
+        answer = await client.chat(logprobs=True, top_logprobs=2)
+        content = answer["choices"][0]["logprobs"]["content"]
+        assert len(content) == answer["usage"]["completion_tokens"]
+        assert [entry["token"] for entry in content[1:]] == [" ", r"bytes:\xc3", r"bytes:\xa9", "</s>"]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+        assert all(set(other) == {"token", "logprob", "bytes"} for entry in content for other in entry["top_logprobs"])
+        assert content[0]["top_logprobs"][1]["logprob"] == -9999.0
+        assert content == await streamed_chat(client, logprobs=True, top_logprobs=2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+async def test_lgp12_a_completions_entries(count: int) -> None:
+    async with serve(FakeBackend(says("one two"))) as client:
+        found = (await client.complete(prompt="x", logprobs=count))["choices"][0]["logprobs"]
+        tokens = [*ids("one two"), EOS]
+        assert found["tokens"] == [TOKENIZER.token_text(token) for token in tokens]
+        assert found["token_logprobs"] == [-token / 1000 for token in tokens]
+        assert found["text_offset"] == [0, 3, 7]
+        assert [len(top) for top in found["top_logprobs"]] == [max(count, 1)] * 3
+        assert all(name in top for name, top in zip(found["tokens"], found["top_logprobs"], strict=True))
+
+
+async def test_lgp12_logprobs_without_alternatives() -> None:
+    async with serve() as client:
+        content = (await client.chat(logprobs=True))["choices"][0]["logprobs"]["content"]
+        assert all(entry["top_logprobs"] == [] and entry["logprob"] is not None for entry in content)
+        assert (await client.chat())["choices"][0]["logprobs"] is None
+        assert (await client.chat(logprobs=False, top_logprobs=0))["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": False}, {"logprobs": None}])
+async def test_lgp12_alternatives_need_logprobs(logprobs: dict[str, Any]) -> None:
+    async with serve() as client:
+        messages = [{"role": "user", "content": "hi"}]
+        fields = {"messages": messages, "top_logprobs": 2} | logprobs
+        status, error = await client.refused("/v1/chat/completions", fields)
+        assert (status, error["param"]) == (400, "top_logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_prompts_entries_too(stream: bool) -> None:
+    async with serve(FakeBackend(says(" one two"))) as client:
+        fields: dict[str, Any] = {"prompt": "hello six", "echo": True, "logprobs": 1, "max_tokens": 2, "n": 2}
+        if stream:
+            chunks = await client.stream_completion(**fields)
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == 1]
+            found = {name: [x for choice in mine for x in choice["logprobs"][name]] for name in mine[0]["logprobs"]}
+            text = "".join(choice["text"] for choice in mine)
+        else:
+            choice = (await client.complete(**fields))["choices"][1]
+            found, text = choice["logprobs"], choice["text"]
+        assert text == "hello six" + TOKENIZER.decode(ids(" one two")[:2])
+        assert found["tokens"] == [TOKENIZER.token_text(token) for token in ids("hello six") + ids(" one two")[:2]]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1] == -ids("hello six")[1] / 1000
+        assert found["text_offset"][:3] == [0, 5, 9]
+
+
+async def test_an_echo_alone_can_score_a_prompt() -> None:
+    async with serve() as client:
+        choice = (await client.complete(prompt="hello six", echo=True, logprobs=1, max_tokens=0))["choices"][0]
+        assert choice["text"] == "hello six"
+        assert choice["logprobs"]["tokens"] == ["hello", " six"]
+        chunks = await client.stream_completion(prompt="hello six", echo=True, logprobs=1, max_tokens=0)
+        assert chunks[0]["choices"][0]["logprobs"] == choice["logprobs"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_prompt_logprobs_are_by_token_id(chat: bool) -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        if chat:
+            found = (await client.chat(prompt_logprobs=2))["prompt_logprobs"]
+        else:
+            found = (await client.complete(prompt="hello six", prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
+    tokens = backend.attempts[0].tokens
+    assert len(found) == len(tokens)
+    assert found[0] is None
+    own = found[1][str(tokens[1])]
+    assert own == {"logprob": -tokens[1] / 1000, "rank": 1, "decoded_token": TOKENIZER.token_text(tokens[1])}
+    assert len(found[1]) == 2
+    json.dumps(found, allow_nan=False)
+
+
+async def test_no_logprobs_unless_asked_for() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        choice = (await client.complete(prompt="x"))["choices"][0]
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"] is None
+    assert (backend.attempts[0].sampling.logprobs, backend.attempts[0].sampling.prompt_logprobs) == (-1, -1)

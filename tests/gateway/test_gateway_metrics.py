@@ -1,0 +1,124 @@
+"""The figures of /metrics agree with what happened."""
+
+import asyncio
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.errors import EngineFailure, Overloaded
+from tests.gateway.fakes import Client, FakeBackend, endless, says, serve
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+async def figures(client: Client) -> Any:
+    """A function from name and labels to the value of a sample, None if it is not there."""
+    async with client.get("/metrics") as response:
+        assert response.status == 200
+        text = await response.text()
+    samples = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    return lambda name, **labels: samples.get((name, frozenset(labels.items())))
+
+
+async def disconnect(client: Client, backend: FakeBackend, **fields: Any) -> int:
+    """Starts a stream and leaves it after its first bytes; how many tokens had come by then."""
+    backend.pause_at = 2
+    response = await client.post("/v1/completions", json={"prompt": "hi", "stream": True} | fields)
+    await response.content.readuntil(b"\n\n")
+    response.close()
+    await backend.attempts[-1].left.wait()
+    backend.pause_at = -1
+    return 2
+
+
+async def test_met02_requests_are_counted_by_their_ends() -> None:
+    backend = FakeBackend(says("one two three"))
+    async with serve(backend) as client:
+        for _ in range(5):
+            await client.complete(prompt="hi")
+        for _ in range(4):
+            await client.chat(max_tokens=2)
+        for _ in range(3):
+            await disconnect(client, backend)
+        for _ in range(2):
+            await client.refused("/v1/completions", {"prompt": ""})
+        backend.fail_at, backend.failure = 1, EngineFailure("gone")
+        assert (await client.refused("/v1/completions", {"prompt": "hi"}))[0] == 500
+        value = await figures(client)
+    counts = {
+        reason: value("vllm:request_success_total", finished_reason=reason, **LABELS)
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert counts == {"stop": 5, "length": 4, "abort": 3, "error": 1}
+    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == len(backend.attempts) == 13
+    assert value("quire:http_responses_total", handler="/v1/completions", code="400") == 2
+    assert value("quire:http_responses_total", handler="/v1/completions", code="500") == 1
+    assert value("quire:http_responses_total", handler="/v1/completions", code="499") == 3
+
+
+async def test_met03_sums_include_the_requests_that_were_cut() -> None:
+    backend = FakeBackend(endless)
+    async with serve(backend) as client:
+        tokens = sum([await disconnect(client, backend) for _ in range(5)])
+        tokens += (await client.complete(prompt="hi", n=3, max_tokens=4))["usage"]["completion_tokens"]
+        value = await figures(client)
+    assert value("vllm:request_generation_tokens_sum", **LABELS) == tokens == 22
+    assert value("vllm:request_generation_tokens_count", **LABELS) == 8
+    assert value("vllm:request_prompt_tokens_sum", **LABELS) == 8 * len(backend.attempts[0].tokens)
+    assert value("vllm:time_to_first_token_seconds_count", **LABELS) == 8
+    assert value("vllm:inter_token_latency_seconds_count", **LABELS) == tokens - 8
+    assert value("vllm:request_decode_time_seconds_count", **LABELS) == 8
+    assert value("vllm:request_params_n_count", **LABELS) == 6
+    assert value("vllm:request_max_num_generation_tokens_sum", **LABELS) == 5 * 2 + 4
+    assert value("vllm:request_params_max_tokens_sum", **LABELS) == 5 * 16 + 4
+
+
+async def test_refused_requests_are_in_no_figure_of_requests() -> None:
+    backend = FakeBackend()
+    backend.refusal = Overloaded("full", 1)
+    async with serve(backend) as client:
+        assert (await client.refused("/v1/completions", {"prompt": "hi"}))[0] == 429
+        value = await figures(client)
+    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) is None
+    assert value("quire:http_responses_total", handler="/v1/completions", code="429") == 1
+
+
+async def test_times_are_measured_from_arrival() -> None:
+    backend = FakeBackend(says("one two three"))
+    backend.burst = 4
+    async with serve(backend) as client:
+        await client.complete(prompt="hi")
+        value = await figures(client)
+    first = value("vllm:time_to_first_token_seconds_sum", **LABELS)
+    whole = value("vllm:e2e_request_latency_seconds_sum", **LABELS)
+    assert 0 < first <= whole
+    assert value("vllm:inter_token_latency_seconds_count", **LABELS) == 3
+    assert value("vllm:request_time_per_output_token_seconds_count", **LABELS) == 1
+
+
+async def test_engines_states_are_shown_under_vllms_names() -> None:
+    async with serve() as client:
+        value = await figures(client)
+    assert value("vllm:num_requests_running", **LABELS) == 3
+    assert value("vllm:kv_cache_usage_perc", **LABELS) == 0.5
+    assert value("vllm:prompt_tokens_total", **LABELS) == 7
+    assert value("process_start_time_seconds") is not None
+
+
+async def test_openmetrics_is_given_to_who_asks_for_it() -> None:
+    async with (
+        serve() as client,
+        client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}) as response,
+    ):
+        assert response.headers["Content-Type"].startswith("application/openmetrics-text")
+        assert (await response.text()).endswith("# EOF\n")
+
+
+async def test_paths_that_do_not_exist_are_one_label() -> None:
+    async with serve() as client:
+        await asyncio.gather(*(client.get(f"/nowhere/{at}") for at in range(3)))
+        assert (await figures(client))("quire:http_responses_total", handler="none", code="404") == 3

@@ -1,0 +1,272 @@
+"""Streams: their frames, and that they carry the same as whole answers."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
+from tests.gateway.fakes import FakeBackend, ends, error_of, ids, says, serve, texts
+
+FAMILY = "一个 😀 👨‍👩‍👧‍👦 e\u0301 é"
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    return prompt | fields
+
+
+async def streamed(client: Any, path: str, **fields: Any) -> list[dict[str, Any]]:
+    return await (client.stream_completion if path == "/v1/completions" else client.stream_chat)(**body(path, **fields))
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_str01_usage_comes_once_and_only_if_asked_for(path: str) -> None:
+    async with serve() as client:
+        chunks = await streamed(client, path, max_tokens=8, stream_options={"include_usage": True})
+        *middle, last = chunks
+        assert not any(chunk.get("usage") for chunk in middle)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 4  # with the end-of-sequence token
+        assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + 4
+        assert not any("usage" in chunk for chunk in await streamed(client, path, max_tokens=8))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}, None])
+async def test_str02_no_usage_chunk_unless_it_is_true(path: str, options: Any) -> None:
+    async with serve() as client:
+        chunks = await streamed(client, path, stream_options=options)
+        assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_str02_stream_options_need_a_stream(path: str) -> None:
+    async with serve() as client:
+        status, error = await client.refused(path, body(path, stream_options={"include_usage": True}))
+        assert (status, error["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_continuous_usage_grows_with_the_chunks(path: str) -> None:
+    async with serve() as client:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await streamed(client, path, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+        assert len(set(counts)) > 3
+
+
+async def test_str04_each_choice_of_a_chat_begins_with_its_role() -> None:
+    async with serve(FakeBackend(says("one two", "three four five"))) as client:
+        chunks = await client.stream_chat(n=2)
+        for index in (0, 1):
+            deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert not any("role" in delta for delta in deltas[1:])
+        assert texts(chunks) == {0: "one two", 1: "three four five"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_str05_no_chunk_is_half_a_character(path: str) -> None:
+    async with serve(FakeBackend(says(FAMILY))) as client:
+        chunks = await streamed(client, path, max_tokens=200)
+        assert texts(chunks) == {0: FAMILY}
+        assert not any("\ufffd" in text for chunk in chunks for text in texts([chunk]).values())
+
+
+async def test_str06_the_prompt_does_not_leak_into_a_character_it_left_open() -> None:
+    tokens = ids("Price list: 😀!")
+    async with serve(FakeBackend(says(tokens[-3:]))) as client:
+        chunks = await client.stream_completion(prompt=tokens[:-3], max_tokens=8)
+        whole = await client.complete(prompt=tokens[:-3], max_tokens=8)
+        assert texts(chunks)[0] == whole["choices"][0]["text"] == "😀!"
+
+
+async def test_str09_random_bytes_are_answered_with_json() -> None:
+    rng = random.Random(9)
+    async with serve(FakeBackend(lambda _, __: [rng.randrange(4, 260) for _ in range(20)])) as client:
+        for turn in range(100):
+            fields: dict[str, Any] = {"prompt": "x", "max_tokens": 20, "logprobs": 2 if turn % 3 == 0 else None}
+            if turn % 2:
+                await client.stream_completion(**fields)
+                continue
+            choice = (await client.complete(**fields))["choices"][0]
+            assert choice["finish_reason"] == "length"
+        assert (await client.get("/health")).status == 200
+
+
+async def test_str09_logprobs_hold_the_raw_bytes() -> None:
+    async with serve(FakeBackend(says("é"))) as client:
+        content = (await client.chat(logprobs=True))["choices"][0]["logprobs"]["content"]
+        assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], list(b"</s>")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        ({"max_tokens": 1000}, 400),
+        ({"model": "no"}, 404),
+        ({"temperature": -1}, 400),
+        ({"response_format": {"type": "json_schema"}}, 400),
+    ],
+)
+async def test_str10_refusals_of_a_stream_have_their_status(path: str, wrong: dict[str, Any], status: int) -> None:
+    async with serve() as client:
+        plain = await client.refused(path, body(path, **wrong))
+        assert plain == await client.refused(path, body(path, stream=True, **wrong))
+        assert plain[0] == status
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [(Overloaded("full", 2.3), 429), (Unavailable("draining"), 503), (InvalidRequest("too long", "prompt"), 400)],
+)
+async def test_str10_an_engines_refusal_is_a_status_too(
+    path: str, stream: bool, refusal: Exception, status: int
+) -> None:
+    backend = FakeBackend()
+    backend.refusal = refusal
+    async with serve(backend) as client, client.post(path, json=body(path, stream=stream)) as response:
+        assert response.status == status
+        await error_of(response)
+        assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
+    assert all(attempt.left.is_set() for attempt in backend.attempts)
+
+
+async def test_str13_choices_end_one_by_one() -> None:
+    outputs = [ids("one two"), ids("one two three" * 3), ids("four five six" * 5)]
+    async with serve(FakeBackend(says(*outputs))) as client:
+        chunks = await client.stream_completion(prompt="hi", n=3, max_tokens=100)
+        whole = await client.complete(prompt="hi", n=3, max_tokens=100)
+        assert ends(chunks) == {0: ["stop"], 1: ["stop"], 2: ["stop"]}
+        assert texts(chunks) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+        assert texts(chunks)[2].endswith("six")
+
+
+@pytest.mark.parametrize("prompts", [["one", "two", "three"], [ids("one"), ids("two x"), ids("three")]])
+async def test_str15_choices_are_numbered_by_prompt_then_sample(prompts: Any) -> None:
+    async with serve(FakeBackend(says(" four", " five"))) as client:
+        fields = {"prompt": prompts, "n": 2, "echo": True}
+        whole = await client.complete(**fields)
+        chunks = await client.stream_completion(**fields, stream_options={"include_usage": True})
+        shown = prompts if isinstance(prompts[0], str) else ["one", "two x", "three"]
+        expected = {
+            2 * at + sample: text + end
+            for at, text in enumerate(shown)
+            for sample, end in enumerate((" four", " five"))
+        }
+        assert {choice["index"]: choice["text"] for choice in whole["choices"]} == expected
+        assert texts(chunks) == expected
+        assert whole["usage"] == chunks[-1]["usage"]
+        assert whole["usage"]["prompt_tokens"] == sum(len(ids(text)) for text in shown)
+        assert whole["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("prompt", ["hello six", ids("hello six")])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+async def test_str18_an_echo_comes_once_and_first(prompt: Any, max_tokens: int) -> None:
+    async with serve(FakeBackend(says(" one two three four five"))) as client:
+        fields = {"prompt": prompt, "echo": True, "max_tokens": max_tokens}
+        chunks = await client.stream_completion(**fields)
+        whole = (await client.complete(**fields))["choices"][0]
+        expected = "hello six" + (" one two three" if max_tokens else "")
+        assert texts(chunks) == {0: expected}
+        assert whole["text"] == expected
+        assert chunks[0]["choices"][0]["text"] == "hello six"
+        assert ends(chunks) == {0: ["length"]}
+
+
+async def test_pieces_that_wait_together_are_sent_together() -> None:
+    backend = FakeBackend(says("one two three four five six"))
+    backend.burst = 3
+    async with serve(backend) as client:
+        chunks = await client.stream_completion(prompt="hi", max_tokens=6)
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["one two three", " four five six"]
+
+
+async def test_a_failure_after_the_first_token_is_an_event() -> None:
+    backend = FakeBackend()
+    backend.fail_at, backend.failure = 2, EngineFailure("the engine is gone")
+    async with serve(backend) as client:
+        chunks = await client.stream_completion(prompt="hi")
+        assert [texts([chunk])[0] for chunk in chunks[:-1]] == ["one", " two"]
+        error = chunks[-1]["error"]
+        assert (error["code"], error["message"], error["type"]) == (500, "the engine is gone", "InternalServerError")
+        assert (await client.refused("/v1/completions", {"prompt": "hi"}))[0] == 500
+
+
+async def test_headers_do_not_wait_for_ever_for_a_queued_request() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 0
+    fields = {"prompt": "hi", "stream": True}
+    async with serve(backend) as client, client.post("/v1/completions", json=fields) as response:
+        assert response.status == 200  # while nothing was generated
+        assert await response.content.readuntil(b"\n\n") == b": queued\n\n"
+        backend.go_on.set()
+        assert "three" in await response.text()
+
+
+async def test_one_refused_prompt_of_several_refuses_the_request() -> None:
+    backend = FakeBackend()
+    refusals = iter([None, Overloaded("full", 1)])
+
+    class Second(FakeBackend):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            self.refusal = next(refusals)
+            return super().submit(*args, **options)
+
+    backend = Second()
+    backend.pause_at = 0
+    async with serve(backend) as client:
+        status, _ = await client.refused("/v1/completions", {"prompt": ["a", "b"], "stream": True})
+        assert status == 429
+        assert [attempt.left.is_set() for attempt in backend.attempts] == [True, True]
+
+
+async def test_gtw07_headers_of_a_stream() -> None:
+    async with serve() as client:
+        headers = {"Accept-Encoding": "gzip, deflate"}
+        async with client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            assert response.headers["Cache-Control"] == "no-cache"
+            assert response.headers["X-Accel-Buffering"] == "no"
+            assert "Content-Encoding" not in response.headers
+
+
+async def test_gtw07_each_event_is_sent_at_once() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    fields = {"prompt": "hi", "stream": True}
+    async with serve(backend) as client, client.post("/v1/completions", json=fields) as response:
+        assert b'"one"' in await response.content.readuntil(b"\n\n")  # the second token is not there yet
+        backend.go_on.set()
+        assert "three" in await response.text()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_ends_its_request(path: str) -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with serve(backend) as client:
+        response = await client.post(path, json=body(path, stream=True))
+        await response.content.readany()
+        response.close()
+        await backend.attempts[0].left.wait()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_before_the_first_token_ends_its_request(path: str) -> None:
+    backend = FakeBackend()
+    backend.pause_at = 0
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.post(path, json=body(path)))
+        await backend.submitted.wait()
+        asking.cancel()
+        await backend.attempts[0].left.wait()
