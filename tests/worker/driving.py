@@ -1,0 +1,87 @@
+"""Plans written by hand, for runners under test."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.worker.runner import Runner
+from shared.protocol import (
+    Configure,
+    Epoch,
+    Fork,
+    NewSequence,
+    Row,
+    SampledRow,
+    Sampling,
+    StepPlan,
+    TableWrite,
+    pack_tokens,
+)
+
+
+class Drive:
+    """A configured runner and its step counter."""
+
+    def __init__(
+        self, runner: Runner, *, slots: int = 8, blocks: int = 64, block_size: int = 4, max_model_len: int = 128
+    ) -> None:
+        self.runner = runner
+        self.epoch = Epoch(boot="test", count=1)
+        self.step = 0
+        runner.configure(
+            Configure(
+                epoch=self.epoch,
+                block_size=block_size,
+                num_blocks=blocks,
+                max_num_seqs=slots,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=512,
+            )
+        )
+
+    def run(
+        self,
+        *rows: tuple[int, int, int, int],
+        new: Sequence[NewSequence] = (),
+        forks: Sequence[Fork] = (),
+        writes: Sequence[TableWrite] = (),
+        copies: Sequence[tuple[int, int]] = (),
+        released: Sequence[int] = (),
+    ) -> dict[int, SampledRow]:
+        """One step; its rows (slot, start, count, samples), its results by slot."""
+        plan = StepPlan(
+            epoch=self.epoch,
+            step=self.step,
+            rows=[Row(*row) for row in rows],
+            new=list(new),
+            forks=list(forks),
+            writes=list(writes),
+            copies=list(copies),
+            released=list(released),
+        )
+        result = self.runner.execute(plan)
+        assert (result.epoch, result.step) == (self.epoch, self.step)
+        assert result.seconds > 0
+        self.step += 1
+        found = {row.slot: row for row in result.rows}
+        assert len(found) == len(result.rows)
+        return found
+
+    def decode(self, slot: int, length: int, count: int) -> list[int]:
+        """`count` more tokens of a sequence of `length` known ones, whose blocks are all in its table."""
+        return [self.run((slot, length - 1 + i, 1, 1))[slot].tokens[0] for i in range(count)]
+
+
+def sequence(
+    slot: int, tokens: Sequence[int], blocks: Sequence[int], *, prompt_len: int | None = None, sample: int = 0,
+    **params: Any,
+) -> NewSequence:  # fmt: skip
+    """Greedy unless `params` say otherwise."""
+    sampling = Sampling(**({"max_tokens": 64, "seed": 0, "temperature": 0.0} | params))
+    return NewSequence(
+        slot=slot,
+        tokens=pack_tokens(tokens),
+        prompt_len=len(tokens) if prompt_len is None else prompt_len,
+        blocks=list(blocks),
+        sampling=sampling,
+        sample=sample,
+    )

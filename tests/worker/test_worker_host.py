@@ -1,0 +1,62 @@
+"""Threads and memory: who decides how many."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker import host
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def cgroup(monkeypatch: pytest.MonkeyPatch, folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    monkeypatch.setattr(host, "_CGROUP", folder)
+
+
+def test_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert host.set_threads(3) == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_omp_num_threads_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    torch.set_num_threads(2)
+    assert host.set_threads(None) == 2
+
+
+def test_by_default_one_for_each_allowed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert host.set_threads(None) == host.allowed_cpus()
+
+
+def test_the_mask_and_the_quota_bound_the_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    cgroup(monkeypatch, tmp_path)
+    assert host.allowed_cpus() == 6
+    for text, cpus in (("max 100000", 6), ("400000 100000", 4), ("50000 100000", 1), ("900000 100000", 6)):
+        cgroup(monkeypatch, tmp_path, cpu_max=text)
+        assert host.allowed_cpus() == cpus
+
+
+def test_the_control_group_bounds_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cgroup(monkeypatch, tmp_path, memory_max="max", memory_current="5")
+    assert host.available_memory() > 2**20
+    cgroup(monkeypatch, tmp_path, memory_max="1000", memory_current="400")
+    assert host.available_memory() == 600
+    cgroup(monkeypatch, tmp_path, memory_max="1000", memory_current="4000")
+    assert host.available_memory() == 0
+
+
+def test_freed_memory_is_kept_without_harm() -> None:
+    host.keep_freed_memory()
+    assert torch.ones(10_000_000).sum() == 10_000_000

@@ -1,0 +1,68 @@
+"""The embedded model's greedy continuations, beside each other in one batch, against transformers in float32."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from quire.embedded import folder
+from services.worker.config import WorkerConfig
+from services.worker.runner import Runner
+from tests.worker.driving import Drive, sequence
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):",
+    "Water boils at",
+    "List three colours of the rainbow:",
+    "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\n",
+    "To be, or not to be,",
+    "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
+    "Dear Sir or Madam,\n",
+    "Die Hauptstadt von Deutschland ist",
+]
+COUNT = 64
+MARGIN = 1e-3
+"""Where the two best logits are nearer than this, arithmetic in another order may choose the other."""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder())
+    return [tokenizer(text)["input_ids"] for text in PROMPTS]
+
+
+def ours(prompts: list[list[int]]) -> list[list[int]]:
+    """All prompts in one batch, in uneven chunks first, with their blocks dealt out in turn."""
+    drive = Drive(Runner(WorkerConfig(model=str(folder()), device="cpu")), slots=10, blocks=70, block_size=16)
+    lengths = [len(prompt) for prompt in prompts]
+    new = [sequence(slot, prompt, range(slot, 70, 10)) for slot, prompt in enumerate(prompts)]
+    drive.run(*((slot, 0, length // 2, 0) for slot, length in enumerate(lengths)), new=new)
+    rows = drive.run(*((slot, length // 2, length - length // 2, 1) for slot, length in enumerate(lengths)))
+    outputs = [rows[slot].tokens for slot in range(10)]
+    for step in range(COUNT - 1):
+        rows = drive.run(*((slot, length + step, 1, 1) for slot, length in enumerate(lengths)))
+        for slot, output in enumerate(outputs):
+            output += rows[slot].tokens
+    return outputs
+
+
+def theirs(model: PreTrainedModel, prompt: list[int], output: list[int]) -> Tensor:
+    """Transformers' logits (COUNT, V) behind the prompt and each token of our output: one pass, not one a token."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([prompt + output[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :]
+
+
+def test_greedy_as_transformers(prompts: list[list[int]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32).eval()
+    compared = 0
+    for prompt, output in zip(prompts, ours(prompts), strict=True):
+        logits = theirs(model, prompt, output)
+        best = logits.topk(2, dim=-1)
+        near = (best.values[:, 0] - best.values[:, 1] < MARGIN).nonzero()
+        end = int(near[0]) if len(near) else COUNT
+        assert output[:end] == best.indices[:end, 0].tolist()
+        compared += end
+    assert compared > 0.9 * COUNT * len(prompts)
