@@ -133,10 +133,10 @@ class Gateways:
             gateway.outbox.append(self._welcome)
 
     def status(self, status: Status) -> None:
-        """Send a sign of life, which is of no use to those who have older things to read first."""
+        """Send a sign of life, except to those who do not take what was sent before."""
         body = encode(status)
         for gateway in self._peers.values():
-            if not gateway.outbox and not gateway.rows:
+            if gateway.stuck_since is None:
                 gateway.outbox.append(body)
 
     def flush(self, now: float) -> None:

@@ -1,0 +1,223 @@
+"""A worker without a model: the real worker service on `ScriptedRunner`, whose tokens follow from the prompt and whose
+misdeeds are listed in a script. `python tests/scripted.py --scheduler ADDRESS --script FILE` starts one.
+
+The next token of a sequence is
+- what a reply of the script says, for a prompt that contains the reply's `prompt` (then end-of-sequence, for ever);
+- else, if the first token of the prompt is CHAIN, a digest of all tokens before it and of the sample's index, so that
+  any token lost, doubled or out of order changes all that follow;
+- else the last token plus one.
+"""
+
+import argparse
+import hashlib
+import struct
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from services.worker.config import WorkerConfig
+from services.worker.service import serve
+from shared.process import follow, start_logging
+from shared.protocol import (
+    Configure,
+    ModelFacts,
+    NewSequence,
+    Row,
+    SampledRow,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    unpack_tokens,
+)
+
+CHAIN = 2
+
+
+class Reply(Struct):
+    """Output of the prompts that contain `prompt`."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+class Misdeed(Struct):
+    """What a step does in which a sequence with `token` in it is computed, in the first `lives` processes."""
+
+    token: int
+    kind: str  # raise, memory, hang, garbage, missing, exit
+    lives: int = 1_000_000
+
+
+class Script(Struct):
+    """The runner's behaviour."""
+
+    vocab_size: int = 1000
+    eos: int = 0
+    max_positions: int = 2048
+    blocks: int = 256  # of 16 tokens
+    delay: float = 0.0  # seconds a step
+    start_delay: float = 0.0  # seconds to load
+    fingerprint: str = "scripted"
+    model: str = "scripted"
+    replies: list[Reply] = []
+    misdeeds: list[Misdeed] = []
+
+
+class Facts(Struct):
+    """See `services.worker.service.Facts`."""
+
+    facts: ModelFacts
+    device: str
+    kv_bytes_per_token: int
+    kv_memory: int
+    step_seconds: float
+    token_seconds: float
+
+
+class Slot(Struct):
+    """A running sequence."""
+
+    sequence: NewSequence
+    tokens: list[int]
+
+
+class ScriptedRunner:
+    """`life` counts the processes that ran this script before."""
+
+    def __init__(self, script: Script, life: int = 0) -> None:
+        self.script = script
+        self.life = life
+        self.slots: dict[int, Slot] = {}
+        time.sleep(script.start_delay)
+
+    @property
+    def facts(self) -> Facts:
+        script = self.script
+        facts = ModelFacts(
+            script.model, "Scripted", "none", script.max_positions, script.vocab_size, script.fingerprint
+        )
+        return Facts(facts, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
+
+    def configure(self, message: Configure) -> None:
+        self.slots = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for slot in plan.released:
+            del self.slots[slot]
+        for new in plan.new:
+            self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
+        for row in plan.rows:
+            self._misbehave(self.slots[row.slot])
+        time.sleep(self.script.delay)
+        rows = [answer for row in plan.rows if (answer := self._compute(row)) is not None]
+        for fork in plan.forks:
+            parent = self.slots[fork.parent]
+            for slot, sample in fork.children:
+                born = msgspec.structs.replace(parent.sequence, sample=sample)
+                self.slots[slot] = Slot(born, parent.tokens[:-1])
+                rows.append(self._sample(slot, self.slots[slot]))
+        result = StepResult(plan.epoch, plan.step, rows, max(self.script.delay, 1e-4))
+        return self._falsify(plan, result)
+
+    def _compute(self, row: Row) -> SampledRow | None:
+        slot = self.slots[row.slot]
+        known, end = len(slot.tokens), row.start + row.count
+        if end > known:
+            raise ValueError(f"slot {row.slot} has {known} tokens, but the plan computes up to {end}")
+        scores = self._prompt_logprobs(slot, row)
+        if not row.samples:
+            return SampledRow(row.slot, [], None, scores) if scores else None
+        if end != known:
+            raise ValueError(f"slot {row.slot} has {known} tokens, but the plan samples behind {end}")
+        return msgspec.structs.replace(self._sample(row.slot, slot), prompt_logprobs=scores or None)
+
+    def _sample(self, index: int, slot: Slot) -> SampledRow:
+        token = self._next(slot)
+        slot.tokens.append(token)
+        count = slot.sequence.sampling.logprobs
+        logprobs = None if count < 0 else [self._logprob(token, count)]
+        return SampledRow(index, [token], logprobs)
+
+    def _next(self, slot: Slot) -> int:
+        sequence, tokens, script = slot.sequence, slot.tokens, self.script
+        prompt, position = tokens[: sequence.prompt_len], len(tokens) - sequence.prompt_len
+        for reply in script.replies:
+            if contains(prompt, reply.prompt):
+                return reply.tokens[position] if position < len(reply.tokens) else script.eos
+        if tokens[0] == CHAIN:
+            return chain(tokens, sequence.sample, script.vocab_size)
+        return (tokens[-1] + 1) % script.vocab_size
+
+    def _prompt_logprobs(self, slot: Slot, row: Row) -> list[TokenLogprobs]:
+        count = slot.sequence.sampling.prompt_logprobs
+        last = min(row.start + row.count, slot.sequence.prompt_len - 1)
+        positions = range(row.start + 1, last + 1) if count >= 0 else range(0)
+        return [self._logprob(slot.tokens[position], count) for position in positions]
+
+    def _logprob(self, token: int, count: int) -> TokenLogprobs:
+        others = [(token + away) % self.script.vocab_size for away in range(count)]
+        return TokenLogprobs(-0.25, 1, others, [-0.25 - away for away in range(count)])
+
+    def _misdeeds(self, slot: Slot) -> list[str]:
+        known = set(slot.tokens)
+        return [one.kind for one in self.script.misdeeds if one.token in known and self.life < one.lives]
+
+    def _misbehave(self, slot: Slot) -> None:
+        for kind in self._misdeeds(slot):
+            match kind:
+                case "raise":
+                    raise RuntimeError("scripted failure")
+                case "memory":
+                    raise MemoryError("scripted lack of memory")
+                case "hang":
+                    time.sleep(3600)
+                case "exit":
+                    sys.exit(3)
+
+    def _falsify(self, plan: StepPlan, result: StepResult) -> StepResult:
+        kinds = {kind for row in plan.rows for kind in self._misdeeds(self.slots[row.slot])}
+        if "garbage" in kinds:
+            return msgspec.structs.replace(result, step="nonsense")
+        return msgspec.structs.replace(result, rows=[]) if "missing" in kinds else result
+
+
+def contains(tokens: list[int], part: list[int]) -> bool:
+    """Whether `part` stands somewhere in `tokens`."""
+    return any(tokens[at : at + len(part)] == part for at in range(len(tokens) - len(part) + 1))
+
+
+def chain(tokens: list[int], sample: int, vocab_size: int) -> int:
+    """A token from 3 on that depends on all before it, so that the special ones do not come up."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(tokens) + 1}i", sample, *tokens), digest_size=8).digest()
+    return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
+
+
+def expected_chain(prompt: list[int], count: int, sample: int = 0, vocab_size: int = 1000) -> list[int]:
+    """What an undisturbed run gives for a prompt that begins with CHAIN."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(chain(tokens, sample, vocab_size))
+    return tokens[len(prompt) :]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scheduler", required=True)
+    parser.add_argument("--script", type=Path)
+    parser.add_argument("--life", type=int, default=0)
+    parser.add_argument("--supervisor", type=int, default=0)
+    given = parser.parse_args()
+    script = msgspec.json.decode(given.script.read_bytes(), type=Script) if given.script else Script()
+    start_logging()
+    follow(given.supervisor)
+    config = WorkerConfig(scheduler=given.scheduler, supervisor=given.supervisor)
+    return serve(config, ScriptedRunner(script, given.life))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
