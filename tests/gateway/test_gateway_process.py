@@ -1,0 +1,275 @@
+"""The gateway as a process: how it starts, notices clients that leave, and stops. Its engine is a thread here."""
+
+import http.client
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Finish,
+    Hello,
+    ModelFacts,
+    Progress,
+    ProgressRow,
+    Snapshot,
+    Status,
+    Submit,
+    Welcome,
+    decode_from_gateway,
+    encode,
+)
+from tests.gateway.fakes import ids
+from tests.text.vocabulary import make_tokenizer, write_model_folder
+
+PATIENCE = 30.0
+FACTS = ModelFacts("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, "f")
+
+
+class Engine(threading.Thread):
+    """Answers each `Submit` with one token at once, and with its end once `go_on` is set."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.aborted: queue.Queue[int] = queue.Queue()
+        self.go_on = threading.Event()
+        self._over = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._waiting: list[tuple[bytes, int]] = []
+        self._gateways: set[bytes] = set()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            while self._socket.poll(20):
+                gateway, data = self._socket.recv_multipart()
+                self._take(gateway, decode_from_gateway(data))
+            for gateway in self._gateways:
+                self._send(gateway, Status(True, False, Snapshot()))
+            if self.go_on.is_set():
+                for gateway, id in self._waiting:
+                    self._row(gateway, ProgressRow(id, 0, 1, ids(" two"), finish=Finish.LENGTH))
+                self._waiting = []
+        self._context.destroy(linger=0)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+    def _take(self, gateway: bytes, message: Any) -> None:
+        match message:
+            case Hello():
+                self._gateways.add(gateway)
+                self._send(gateway, Welcome(VERSION, "0", "boot", FACTS, 256, 8))
+            case Submit():
+                self._waiting.append((gateway, message.id))
+                self._row(gateway, ProgressRow(message.id, 0, 0, ids("one")))
+            case Abort():
+                self._waiting = [one for one in self._waiting if one[1] != message.id]
+                self.aborted.put(message.id)
+
+    def _row(self, gateway: bytes, row: ProgressRow) -> None:
+        self._send(gateway, Progress([row]))
+
+    def _send(self, gateway: bytes, message: Any) -> None:
+        self._socket.send_multipart([gateway, encode(message)])
+
+
+class Server:
+    """A gateway process on a port of its own."""
+
+    def __init__(self, process: "subprocess.Popen[str]", port: int) -> None:
+        self.process, self.port = process, port
+        self.connections: list[http.client.HTTPConnection] = []
+
+    def open(self, body: dict[str, Any] | None = None, path: str = "/health") -> http.client.HTTPResponse:
+        """The response of a GET, or of a POST of `body`, with the rest of it unread."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        self.connections.append(connection)
+        if body is None:
+            connection.request("GET", path)
+        else:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def wait_until(self, status: int) -> None:
+        """Until /health has this status."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                if self.open().status == status:
+                    return
+            except ConnectionError:
+                pass
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "services.gateway", "--model", str(folder), "--host", "127.0.0.1", *flags]
+
+
+@contextmanager
+def gateway(folder: Path, *flags: str, port: int | None = None) -> Iterator[Server]:
+    port = port or free_port()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    argv = command(folder, "--port", str(port), *flags)
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        server = Server(process, port)
+        try:
+            yield server
+        finally:
+            process.kill()
+            for connection in server.connections:
+                connection.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "model")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(f"ipc://{tmp_path}/g.sock")
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path, engine: Engine) -> Iterator[Server]:
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock") as server:
+        server.wait_until(200)
+        yield server
+
+
+STREAM: dict[str, Any] = {"prompt": "hi", "stream": True}
+
+
+def read_event(response: http.client.HTTPResponse) -> str:
+    line = response.readline().decode()
+    assert response.readline() == b"\n"
+    return line
+
+
+def refusal(argv: list[str]) -> str:
+    """The one line of a gateway that does not start."""
+    found = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert found.returncode == 2
+    (line,) = found.stderr.strip().splitlines()
+    return line
+
+
+def test_a_port_in_use_is_one_line(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = refusal(command(folder, "--port", port))
+    assert "in use" in line
+    assert port in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--engines", "carrier-pigeon"], "carrier-pigeon"),
+        (["--max-body-size", "0"], "--max-body-size"),
+        (["--generation-config", "auto", "--chat-template", "/nowhere.jinja"], "/nowhere.jinja"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_settings_are_one_line(folder: Path, flags: list[str], words: str) -> None:
+    assert words in refusal(command(folder, "--port", str(free_port()), *flags))
+
+
+def test_without_an_engine_it_is_unhealthy_but_stops_well(folder: Path, tmp_path: Path) -> None:
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock") as server:
+        server.wait_until(503)
+        assert server.open({"prompt": "x"}, "/v1/completions").status == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+
+
+def test_a_client_that_leaves_is_noticed(server: Server, engine: Engine) -> None:
+    response = server.open(STREAM, "/v1/completions")
+    assert '"one"' in read_event(response)
+    server.connections[-1].sock.shutdown(socket.SHUT_RDWR)
+    assert engine.aborted.get(timeout=PATIENCE) == 0
+
+
+def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(server: Server, engine: Engine) -> None:
+    response = server.open(STREAM, "/v1/completions")
+    read_event(response)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_until(503)
+    refused = server.open({"prompt": "x"}, "/v1/completions")
+    assert (refused.status, refused.headers["Connection"]) == (503, "close")
+    engine.go_on.set()
+    assert response.read().decode().strip().endswith("data: [DONE]")
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_the_second_sigterm_tells_the_streams(server: Server, engine: Engine) -> None:
+    response = server.open(STREAM, "/v1/completions")
+    read_event(response)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_until(503)
+    server.process.send_signal(signal.SIGTERM)
+    error, done = response.read().decode().strip().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "ServiceUnavailableError"
+    assert done == "data: [DONE]"
+    assert engine.aborted.get(timeout=PATIENCE) == 0
+    assert server.process.wait(PATIENCE) == 0
+
+
+def test_a_drain_has_an_end(folder: Path, tmp_path: Path, engine: Engine) -> None:
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock", "--drain-timeout", "0.2") as server:
+        server.wait_until(200)
+        response = server.open(STREAM, "/v1/completions")
+        read_event(response)
+        server.process.send_signal(signal.SIGTERM)
+        assert "shutting down" in response.read().decode()
+        assert server.process.wait(PATIENCE) == 0
+
+
+def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engine) -> None:
+    response = server.open(STREAM, "/v1/completions")
+    read_event(response)
+    engine.stop()
+    error, done = response.read().decode().strip().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    assert done == "data: [DONE]"
+
+
+def test_two_gateways_share_a_port_if_they_are_told_to(folder: Path, tmp_path: Path, engine: Engine) -> None:
+    port, flags = free_port(), ("--engines", f"ipc://{tmp_path}/g.sock", "--reuse-port")
+    with gateway(folder, *flags, port=port) as first, gateway(folder, *flags, port=port) as second:
+        first.wait_until(200)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(PATIENCE) == 0
+        second.wait_until(200)
