@@ -1,6 +1,5 @@
-"""The offline `LLM`, on a tiny OPT with random weights and a tokenizer trained on the spot."""
+"""The offline `LLM`."""
 
-import json
 import math
 import os
 import subprocess
@@ -11,9 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import tokenizers
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OPTForCausalLM
 
 from quire import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
@@ -25,40 +23,6 @@ PROMPTS = [
     "Write a short python code to reverse a string.",
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("opt")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<s>", "<pad>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(PROMPTS, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "</s>", "pad_token": "<pad>", "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    torch.manual_seed(0)
-    config = OPTConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        init_std=0.3,  # so that the likeliest token stands out
-    )
-    OPTForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
