@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+from simulated_worker import EMPTY, SimulatedWorker, cell
+
 from services.scheduler.core import Scheduler
 from services.scheduler.core.prefix import ROOT
 from services.scheduler.core.sequence import Sequence, State
-from simulated_worker import EMPTY, SimulatedWorker, cell
 
 
 def check(core: Scheduler, worker: SimulatedWorker | None) -> None:
@@ -23,8 +24,10 @@ def check_writes(core: Scheduler) -> None:
     """The plan just made writes only blocks that one table has; a fork's parent shares its own from now on."""
     pool, size = core._memory.pool, core._memory.block_size
     flight = core._flights[-1]
-    parents = {id(sequence.request) for row, sequence in zip(flight.rows, flight.sequences) if not row.count}
-    for row, sequence in zip(flight.rows, flight.sequences):
+    parents = {
+        id(sequence.request) for row, sequence in zip(flight.rows, flight.sequences, strict=True) if not row.count
+    }
+    for row, sequence in zip(flight.rows, flight.sequences, strict=True):
         if id(sequence.request) in parents and row.start < sequence.prompt_len:
             continue
         for position in range(row.start, row.start + row.count):
@@ -35,7 +38,7 @@ def _check_places(core: Scheduler, holders: list[Sequence]) -> None:
     roster = core._roster
     slots = [sequence.slot for sequence in holders]
     assert sorted(slots + roster.slots) == list(range(core.limits.max_num_seqs)), "each slot is free or used once"
-    assert {slot for slot in roster.released} <= set(range(core.limits.max_num_seqs))
+    assert set(roster.released) <= set(range(core.limits.max_num_seqs))
     for place, state in ((roster.running, State.RUNNING), (roster.waiting, State.WAITING)):
         assert all(sequence.state is state and sequence.finish is None for sequence in place.items)
         assert [sequence.key for sequence in place.items] == sorted(sequence.key for sequence in place.items)
@@ -54,7 +57,7 @@ def _check_numbers(core: Scheduler, holders: list[Sequence]) -> None:
     named: Counter[int] = Counter()
     sampling: Counter[int] = Counter()
     for flight in core._flights:
-        for row, sequence in zip(flight.rows, flight.sequences):
+        for row, sequence in zip(flight.rows, flight.sequences, strict=True):
             named[id(sequence)] += 1
             sampling[id(sequence)] += row.samples
     for sequence in holders:

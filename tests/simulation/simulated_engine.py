@@ -8,6 +8,8 @@ from collections import Counter, deque
 from random import Random
 
 from core_invariants import check, check_writes
+from simulated_worker import SimulatedWorker, Stream, alone
+
 from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.sequence import State
 from shared.protocol import (
@@ -23,7 +25,6 @@ from shared.protocol import (
     TokenLogprobs,
     pack_tokens,
 )
-from simulated_worker import SimulatedWorker, Stream, alone
 
 
 class Told:
@@ -47,7 +48,8 @@ class Told:
             self.first_step = steps
         self.output += row.tokens
         self.scores += row.prompt_logprobs or []
-        assert self.output == self.oracle.tokens[: len(self.output)], "tokens are those of the undisturbed run"
+        given = self.oracle.tokens[row.position : row.position + len(row.tokens)]
+        assert row.tokens == given, "tokens are those of the undisturbed run"
         assert self.scores == self.oracle.scores[: len(self.scores)], "each score is told once, in order"
         assert 0 <= row.cached_tokens <= self._may_hit, "at least one known token is always run"
         self.cached_tokens = row.cached_tokens

@@ -6,10 +6,11 @@ words here.
 
 from random import Random
 
-from services.scheduler.core import Limits
-from shared.protocol import Finish, Refusal, Refused
 from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
+
+from services.scheduler.core import Limits
+from shared.protocol import Finish, Refusal, Refused
 
 
 def _limits(**changes: object) -> Limits:
@@ -87,11 +88,19 @@ def test_sch_07_an_urgent_request_starts_at_once() -> None:
         assert (before.running, before.preemptions) == (4, 0)
         urgent = engine.submit(_prompt(30), 10, priority=0)
         assert isinstance(urgent, int)
-        engine.run(20_000)
-        engine.finished()
+        while engine.told[urgent, 0].finish is None:
+            engine.step()
         assert _first_step(engine, urgent) <= before.steps + 6, "it waits for the plans in flight, not for the others"
+        for _ in range(20):
+            engine.step()
         assert engine.core.snapshot().preemptions == 1, "one was pushed out, and pushed out nobody in its turn"
-        assert _first_step(engine, low[3]) < _first_step(engine, low[29])  # type: ignore[arg-type]
+        assert engine.core.snapshot().running == 4, "it is back"
+        assert all(engine.told[id, 0].output for id in low[:4])  # type: ignore[index]
+        assert not any(engine.told[id, 0].output for id in low[4:])  # type: ignore[index]
+        for id in low:
+            engine.abort(id)  # type: ignore[arg-type]
+        engine.run(3)
+        engine.finished()
 
 
 def test_sch_07_ageing_bounds_the_wait_of_the_least_urgent() -> None:

@@ -21,6 +21,11 @@ def test_every_request_gives_what_it_gives_alone(part: int) -> None:
             raise AssertionError(f"workload {seed}: {error}") from error
 
 
+@pytest.mark.parametrize("seed", [209, 961, 1429, 24209, 25202, 25798])
+def test_workloads_that_once_went_wrong(seed: int) -> None:
+    workloads.run(seed)
+
+
 def test_workloads_reach_what_they_are_to_prove() -> None:
     seen: Counter[str] = Counter()
     for seed in range(5000, 5300):

@@ -34,7 +34,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a fork leaves the parent's room": [("memory:Memory.fork", "parent.room = child.room", "child.room")],
     "a fork shares the list itself": [("memory:Memory.fork", "list(parent.blocks)", "parent.blocks")],
     "the first is the victim": [
-        ("planner:Planner._extend", "roster.preempt(roster.running.items[-1])", "roster.preempt(roster.running.items[0])")
+        (
+            "planner:Planner._extend",
+            "roster.preempt(roster.running.items[-1])",
+            "roster.preempt(roster.running.items[0])",
+        ),
     ],
     "preemption forgets the output": [
         ("sequence:Sequence.rewind", "self.blocks = []", "self.blocks = []; del self.tokens[self.prompt_len :]"),
@@ -43,7 +47,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("settlement:settle", "if sequence.finish is None:", "if sequence.state is State.RUNNING:"),
     ],
     "a stop is seen one token late": [
-        ("settlement:_advance", "if tokens[0] in sequence.stops", "if output_len and sequence.tokens[-2] in sequence.stops"),
+        (
+            "settlement:_advance",
+            "if tokens[0] in sequence.stops",
+            "if output_len and sequence.tokens[-2] in sequence.stops",
+        ),
     ],
     "the end of the output is not seen in time": [
         ("planner:Planner._continue", "position < sequence.end and", ""),
@@ -63,7 +71,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a slot is not released": [("roster:Roster._leave", "self.released.append(sequence.slot)", "pass")],
     "a taken block stays in the index": [("memory:Memory._take", "self.index.forget(block)", "pass")],
     "hits are taken from the free list too late": [
-        ("memory:Memory.place", "pool, size = ", "fresh = list(self._take() for _ in range(claim.fresh)); pool, size = "),
+        (
+            "memory:Memory.place",
+            "pool, size = ",
+            "fresh = list(self._take() for _ in range(claim.fresh)); pool, size = ",
+        ),
         ("memory:Memory.place", "[self._take() for _ in range(claim.fresh)]", "fresh"),
     ],
     "a full hit leaves nothing to compute": [
@@ -71,7 +83,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "a full hit is written in place": [
         ("memory:Memory.survey", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
-        ("memory:Memory.place", "found = len(claim.hits) * size", "found = min(len(claim.hits) * size, sequence.known - 1)"),
+        (
+            "memory:Memory.place",
+            "found = len(claim.hits) * size",
+            "found = min(len(claim.hits) * size, sequence.known - 1)",
+        ),
     ],
     "scores are told again after a preemption": [
         ("settlement:_unsent", "scores[max(sequence.prompt_logprobs_sent - row.start, 0) :]", "scores"),
@@ -81,9 +97,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "admission takes blocks that are not there": [
         ("planner:Planner._find_blocks", "claim.need + spare <= memory.free", "claim.fresh <= memory.free"),
     ],
-    "a worker's death leaves plans in flight": [("scheduler:Scheduler._forget_worker", "self._flights.clear()", "pass")],
+    "a worker's death leaves plans in flight": [
+        ("scheduler:Scheduler._forget_worker", "self._flights.clear()", "pass")
+    ],
     "a worker's death leaves the index": [
-        ("memory:Memory.reset", "self.index = PrefixIndex(self.block_size)", "self.__dict__.setdefault('index', PrefixIndex(self.block_size))"),
+        ("memory:Memory.reset", "self.index = ", "self.index = vars(self).get('index') or "),
     ],
     "one death condemns": [("quarantine:Quarantine.accuse", ">= STRIKES", ">= 1")],
     "a trial has company": [("planner:Planner._next_in_line", "if self._quarantine.active:", "if False:")],
@@ -95,7 +113,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("roster:Roster._strike_off", "self.enqueue(heir)", "pass"),
     ],
     "an abort is told twice": [("roster:Roster._strike_off", "del request.live[sequence.sample]", "pass")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MUTANTS)

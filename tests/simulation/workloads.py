@@ -2,10 +2,11 @@
 
 from random import Random
 
-from services.scheduler.core import Limits
-from shared.protocol import Finish, Refused
 from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
+
+from services.scheduler.core import Limits
+from shared.protocol import Finish, Refused
 
 
 def run(seed: int) -> SimulatedEngine:

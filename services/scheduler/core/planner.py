@@ -5,6 +5,8 @@ memory's. A plan is drawn in this order: rows that continue an output, since str
 from the head of the queue; longer stretches, which share what is left of the budget; forks.
 """
 
+from collections import deque
+
 from services.scheduler.core.draft import Draft
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.memory import Claim, Memory
@@ -34,7 +36,9 @@ class Planner:
         budget = self._limits.max_num_batched_tokens - len(draft.rows)
         if not self._owed:
             self._admit(draft, stretches, budget)
-        stretches = [sequence for sequence in stretches if sequence.state is State.RUNNING]  # some were displaced
+        # some were displaced by what was admitted, and one of those may be back already
+        running = dict.fromkeys(sequence for sequence in stretches if sequence.state is State.RUNNING)
+        stretches = sorted(running, key=lambda sequence: sequence.key)
         wants = [sequence.left for sequence in stretches]
         for sequence, count in zip(stretches, share(budget, wants, self._memory.block_size), strict=True):
             if count:
@@ -73,9 +77,11 @@ class Planner:
     def _admit(self, draft: Draft, stretches: list[Sequence], budget: int) -> None:
         """Seat waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
         least = self._memory.block_size
-        spoken_for = sum(min(sequence.left, least) for sequence in stretches)
-        while spoken_for < budget and (sequence := self._next_in_line()) is not None:
-            if not self._find_slot(sequence) or (claim := self._find_blocks(sequence)) is None:
+        running, ahead = deque(stretches), 0  # positions that those ahead in the order are sure of
+        while (sequence := self._next_in_line()) is not None:
+            while running and running[0].key < sequence.key:
+                ahead += min(running.popleft().left, least)
+            if ahead >= budget or not self._find_slot(sequence) or (claim := self._find_blocks(sequence)) is None:
                 return
             self._roster.dequeue(sequence)
             self._roster.seat(sequence)
@@ -83,7 +89,7 @@ class Planner:
             self._count_hits(sequence, found)
             draft.admit(sequence)
             stretches.append(sequence)
-            spoken_for += min(sequence.left, least)
+            ahead += min(sequence.left, least)
 
     def _next_in_line(self) -> Sequence | None:
         if self._quarantine.active:

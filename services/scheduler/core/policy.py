@@ -6,8 +6,8 @@ which is strict and may starve. Ties go by the order of submission, then by samp
 changes, two of them cannot push each other out in turn.
 
 A step's budget goes first to sequences that continue their output, one position each. The rest is for longer stretches
-(prompts, and outputs being computed again), in order: each takes half of what is left while others want some too,
-but no less than a block, and what nobody took then goes to the first in order. So a long prompt gets the larger part
+(prompts, and outputs being computed again), in order: each takes half of what is left, but no less than a block, and
+what nobody took then goes to the first in order. So a long prompt gets the larger part
 of each step and is never stopped by later ones, while a short prompt behind it gets through within a few steps.
 """
 

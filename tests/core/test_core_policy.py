@@ -1,0 +1,97 @@
+"""The order of requests and the sharing of a step's budget."""
+
+from array import array
+from random import Random
+
+import pytest
+
+from services.scheduler.core import Limits
+from services.scheduler.core.policy import Ordered, may_displace, rank, share
+from services.scheduler.core.sequence import Request, Sequence
+from shared.protocol import Sampling
+
+
+def _limits(policy: str, ageing: float = 0.0) -> Limits:
+    return Limits(
+        num_blocks=10,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=100,
+        policy=policy,  # type: ignore[arg-type]
+        priority_ageing=ageing,
+    )
+
+
+def _sequence(limits: Limits, priority: int, arrival: float, serial: int) -> Sequence:
+    request = Request(serial, 1, Sampling(max_tokens=1, seed=0), rank(limits, priority, arrival, serial), priority)
+    return request.spawn(0, array("i", [1]))
+
+
+def test_without_priorities_the_arrival_decides_then_the_order_of_submission() -> None:
+    limits = _limits("fcfs")
+    assert rank(limits, 0, 5.0, 2) < rank(limits, 0, 6.0, 1)
+    assert rank(limits, 0, 5.0, 1) < rank(limits, 0, 5.0, 2)
+
+
+def test_strict_priority_comes_before_the_arrival() -> None:
+    limits = _limits("priority")
+    assert rank(limits, -1, 99.0, 2) < rank(limits, 0, 1.0, 1)
+
+
+def test_ageing_is_worth_seconds_of_waiting() -> None:
+    limits = _limits("priority", 10.0)
+    assert rank(limits, 1, 100.0, 1) < rank(limits, 0, 110.5, 2)
+    assert rank(limits, 1, 100.0, 1) > rank(limits, 0, 109.5, 2)
+
+
+def test_only_the_more_urgent_displaces() -> None:
+    limits = _limits("priority", 10.0)
+    running, equal, urgent, late = (
+        _sequence(limits, priority, arrival, serial)
+        for serial, (priority, arrival) in enumerate([(1, 100.0), (1, 50.0), (0, 105.0), (0, 120.0)])
+    )
+    assert not may_displace(equal, running)
+    assert may_displace(urgent, running)
+    assert not may_displace(late, running), "it is behind, urgent or not"
+
+
+def test_ordered_keeps_the_order() -> None:
+    limits, chance, ordered = _limits("priority"), Random(1), Ordered()
+    all_of_them = [_sequence(limits, chance.randint(0, 3), chance.random(), serial) for serial in range(50)]
+    for sequence in all_of_them:
+        ordered.add(sequence)
+    for sequence in all_of_them[::2]:
+        ordered.remove(sequence)
+    assert ordered.items == sorted(all_of_them[1::2], key=lambda sequence: sequence.key)
+    assert len(ordered) == 25
+    with pytest.raises(ValueError, match="not here"):
+        ordered.remove(all_of_them[0])
+
+
+@pytest.mark.parametrize(
+    ("budget", "wants", "grants"),
+    [
+        (256, [20_000], [256]),
+        (256, [20_000, 40], [216, 40]),
+        (256, [20_000, 20_000], [188, 68]),
+        (256, [10, 20], [10, 20]),
+        (20, [100, 100, 100], [16, 4, 0]),
+        (1, [5, 5], [1, 0]),
+        (64, [16, 16, 16, 16], [16, 16, 16, 16]),
+        (5, [], []),
+    ],
+)
+def test_share(budget: int, wants: list[int], grants: list[int]) -> None:
+    assert share(budget, wants, 16) == grants
+
+
+def test_share_wastes_nothing_and_leaves_nobody_out_without_need() -> None:
+    chance = Random(2)
+    for _ in range(500):
+        wants = [chance.randint(1, 200) for _ in range(chance.randint(1, 20))]
+        budget = chance.randint(1, 400)
+        grants = share(budget, wants, 16)
+        assert sum(grants) == min(budget, sum(wants))
+        assert all(0 <= grant <= want for grant, want in zip(grants, wants, strict=True))
+        if sum(min(want, 16) for want in wants) <= budget:
+            assert all(grant >= min(want, 16) for grant, want in zip(grants, wants, strict=True))

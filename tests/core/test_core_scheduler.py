@@ -1,0 +1,235 @@
+"""The verbs of the core, told by the messages that they make."""
+
+import pytest
+
+from services.scheduler.core import Limits, Scheduler
+from shared.errors import ConfigError, ProtocolError
+from shared.protocol import (
+    Epoch,
+    Finish,
+    Fork,
+    NewSequence,
+    ProgressRow,
+    Row,
+    SampledRow,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Submit,
+    TableWrite,
+    TokenLogprobs,
+    pack_tokens,
+)
+
+EPOCH = Epoch("boot", 1)
+
+
+def _core(**changes: object) -> Scheduler:
+    sizes: dict[str, object] = {
+        "num_blocks": 16,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 32,
+        "block_size": 4,
+    }
+    core = Scheduler(Limits(**{**sizes, **changes}))  # type: ignore[arg-type]
+    core.begin_epoch(EPOCH, core.limits.num_blocks)
+    return core
+
+
+def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:
+    given = Submit(id, pack_tokens(prompt), fields.pop("prompt_len", len(prompt)), sampling, **fields)
+    assert core.submit(given, 1.0) is None
+
+
+def _plan(core: Scheduler) -> StepPlan:
+    plan = core.plan(1.0)
+    assert plan is not None
+    return plan
+
+
+def _commit(core: Scheduler, plan: StepPlan, *tokens: int, **fields: object) -> list[ProgressRow]:
+    """Each sampling slot, children included, gets the next of the tokens."""
+    slots = [row.slot for row in plan.rows if row.samples] + [slot for fork in plan.forks for slot, _ in fork.children]
+    rows = [SampledRow(slot, [token]) for slot, token in zip(slots, tokens, strict=True)]
+    return core.commit(StepResult(plan.epoch, plan.step, rows))
+
+
+def test_the_way_of_a_request_at_depth_two() -> None:
+    core = _core()
+    sampling = Sampling(max_tokens=3, seed=5)
+    _submit(core, 1, [1, 2, 3, 4, 5], sampling)
+    first = _plan(core)
+    new = NewSequence(0, pack_tokens([1, 2, 3, 4, 5]), 5, [0, 1], sampling, 0)
+    assert first == StepPlan(EPOCH, 0, [Row(0, 0, 5, 1)], new=[new])
+    second = _plan(core)
+    assert second == StepPlan(EPOCH, 1, [Row(0, 5, 1, 1)]), "before the first result is there"
+    assert core.plan(1.0) is None
+    assert core.in_flight == 2
+    assert _commit(core, first, 6) == [ProgressRow(1, 0, 0, [6])]
+    third = _plan(core)
+    assert third == StepPlan(EPOCH, 2, [Row(0, 6, 1, 1)])
+    assert _commit(core, second, 7) == [ProgressRow(1, 0, 1, [7])]
+    assert core.plan(1.0) is None, "the third token is on the way, and it is the last"
+    assert _commit(core, third, 8) == [ProgressRow(1, 0, 2, [8], finish=Finish.LENGTH)]
+    assert core.idle
+    _submit(core, 2, [9], sampling)
+    assert _plan(core).released == [0]
+
+
+def test_a_new_block_is_written_when_a_sequence_grows_into_it() -> None:
+    core = _core(depth=1)
+    _submit(core, 1, [1, 2, 3, 4], Sampling(max_tokens=3, seed=5))
+    _commit(core, _plan(core), 5)
+    plan = _plan(core)
+    assert (plan.rows, plan.writes) == ([Row(0, 4, 1, 1)], [TableWrite(0, 1, [1])])
+
+
+def test_a_full_hit_copies_its_last_block_and_computes_one_token() -> None:
+    core = _core(depth=1)
+    sampling = Sampling(max_tokens=1, seed=5)
+    _submit(core, 1, [1, 2, 3, 4, 5, 6, 7, 8], sampling)
+    _commit(core, _plan(core), 9)
+    _submit(core, 2, [1, 2, 3, 4, 5, 6, 7, 8], sampling)
+    plan = _plan(core)
+    assert plan.rows == [Row(plan.new[0].slot, 7, 1, 1)]
+    assert plan.new[0].blocks[0] == 0
+    assert plan.copies == [(1, plan.new[0].blocks[1])]
+    assert core.snapshot().blocks_free == 16 - 3, "the source is pinned"
+    (row,) = _commit(core, plan, 9)
+    assert row.cached_tokens == 7
+    assert core.snapshot().blocks_free == 16
+
+
+def test_a_fork_shares_the_prompt_and_copies_the_block_that_is_written() -> None:
+    core = _core(depth=1)
+    _submit(core, 1, [1, 2, 3, 4, 5], Sampling(max_tokens=3, seed=5), n=3)
+    plan = _plan(core)
+    assert plan.forks == [Fork(0, [(1, 1), (2, 2)])]
+    assert core.snapshot().tokens_held == 5
+    news = _commit(core, plan, 6, 7, 8)
+    assert [(row.sample, row.position, row.tokens) for row in news] == [(0, 0, [6]), (1, 0, [7]), (2, 0, [8])]
+    plan = _plan(core)
+    assert [row.slot for row in plan.rows] == [0, 1, 2]
+    assert plan.copies == [(1, 2), (1, 3)], "the last holder writes in place"
+    assert plan.writes == [TableWrite(0, 1, [2]), TableWrite(1, 1, [3])]
+
+
+def test_samples_without_a_slot_wait_and_take_hits() -> None:
+    core = _core(depth=1, max_num_seqs=2)
+    _submit(core, 1, [1, 2, 3, 4, 5], Sampling(max_tokens=1, seed=5), n=3)
+    plan = _plan(core)
+    assert plan.forks == [Fork(0, [(1, 1)])]
+    assert (core.snapshot().running, core.snapshot().waiting) == (2, 1)
+    _commit(core, plan, 6, 7)
+    last = _plan(core)
+    assert (last.rows[0].start, last.new[0].sample) == (4, 2)
+    assert _commit(core, last, 8)[0].finish is Finish.LENGTH
+    assert core.snapshot().prompt_tokens == 5, "a prompt is counted once"
+
+
+def test_a_stray_row_behind_a_stop_is_dropped_and_never_published() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5, stop_token_ids=[7]))
+    first, second = _plan(core), _plan(core)
+    assert _commit(core, first, 7) == [ProgressRow(1, 0, 0, [7], finish=Finish.STOP)]
+    assert core.snapshot().blocks_free == 15, "a plan in flight writes to it"
+    assert _commit(core, second, 4) == []
+    assert (core.snapshot().blocks_free, core.snapshot().blocks_cached) == (16, 0)
+
+
+def test_min_tokens_are_the_workers_business_and_a_stop_ends() -> None:
+    core = _core(depth=1)
+    _submit(core, 1, [1, 2, 3, 7], Sampling(max_tokens=9, seed=5, stop_token_ids=[7], min_tokens=1), prompt_len=3)
+    (row,) = _commit(core, _plan(core), 7)
+    assert (row.position, row.tokens, row.finish) == (1, [7], Finish.STOP)
+
+
+def test_prompt_scores_go_on_as_they_come() -> None:
+    core = _core(depth=1, max_num_batched_tokens=5)
+    _submit(core, 1, list(range(7)), Sampling(max_tokens=0, seed=5, prompt_logprobs=0))
+    scores = [TokenLogprobs(float(position), 1, [], []) for position in range(7)]
+    first = _plan(core)
+    news = core.commit(StepResult(EPOCH, first.step, [SampledRow(0, [], None, scores[1:6])]))
+    assert news == [ProgressRow(1, 0, 0, [], None, scores[1:6])]
+    second = _plan(core)
+    assert second.rows == [Row(0, 5, 2, 0)]
+    news = core.commit(StepResult(EPOCH, second.step, [SampledRow(0, [], None, scores[6:])]))
+    assert news == [ProgressRow(1, 0, 0, [], None, scores[6:], Finish.LENGTH)]
+
+
+def test_a_result_without_its_token_is_the_workers_fault_and_changes_nothing() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5))
+    plan = _plan(core)
+    before = core.snapshot()
+    for rows in ([], [SampledRow(0, [])], [SampledRow(0, [1, 2])], [SampledRow(3, [1])]):
+        with pytest.raises(ProtocolError, match="step 0"):
+            core.commit(StepResult(EPOCH, 0, rows))
+    assert core.snapshot() == before
+    assert _commit(core, plan, 4)
+
+
+def test_a_displaced_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
+    core = _core(depth=1, policy="priority", num_blocks=8, max_num_batched_tokens=8)
+    _submit(core, 1, [1] * 12, Sampling(max_tokens=1, seed=5), priority=1)
+    _submit(core, 2, [2] * 16, Sampling(max_tokens=1, seed=5), priority=1)
+    _commit(core, _plan(core))
+    assert core.snapshot().running == 2
+    _submit(core, 3, [3] * 3, Sampling(max_tokens=1, seed=5), priority=0)
+    plan = _plan(core)
+    slots = [row.slot for row in plan.rows]
+    assert len(set(slots)) == len(slots)
+    assert sum(row.count for row in plan.rows) <= 8
+    assert core.snapshot().preemptions == 1
+
+
+def test_a_worker_lost_and_another_one() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5))
+    first, second = _plan(core), _plan(core)
+    _commit(core, first, 4)
+    assert core.lose_worker(2.0) == []
+    assert core.lose_worker(2.0) == [], "once is enough"
+    assert (core.snapshot().worker_losses, core.snapshot().running, core.in_flight) == (1, 0, 0)
+    assert core.plan(2.0) is None
+    core.begin_epoch(Epoch("boot", 2), 16)
+    again = _plan(core)
+    assert (again.epoch, again.step, again.rows) == (Epoch("boot", 2), 0, [Row(0, 0, 4, 1)])
+    assert again.new[0].tokens == pack_tokens([1, 2, 3, 4])
+    assert _commit(core, second, 5) == [], "a result of the old epoch"
+    assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5])]
+
+
+def test_a_pool_too_small_for_what_was_promised_is_refused() -> None:
+    core = _core()
+    with pytest.raises(ConfigError, match="max-model-len"):
+        core.begin_epoch(Epoch("boot", 2), 7)
+
+
+def test_aborts_end_samples_in_every_place() -> None:
+    core = _core(depth=1, max_num_seqs=1)
+    _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5), n=3)
+    _submit(core, 2, [4], Sampling(max_tokens=9, seed=5))
+    assert core.abort(1, 2) == [ProgressRow(1, 2, 0, [], finish=Finish.ABORT)], "not begun"
+    assert core.abort(2) == [ProgressRow(2, 0, 0, [], finish=Finish.ABORT)], "in the queue"
+    plan = _plan(core)
+    assert core.abort(1, 0) == [ProgressRow(1, 0, 0, [], finish=Finish.ABORT)], "running"
+    assert core.abort(1, 0) == core.abort(1, 7) == core.abort(9) == []
+    assert _commit(core, plan, 4) == []
+    plan = _plan(core)
+    assert plan.new[0].sample == 1
+    assert _commit(core, plan, 5) == [ProgressRow(1, 1, 0, [5])]
+    assert [row.position for row in core.abort(1)] == [1]
+    assert core.idle
+    assert (core.snapshot().finished_abort, core.snapshot().blocks_free) == (4, 16)
+
+
+def test_repr_is_the_state_in_one_line() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2, 3, 4, 5], Sampling(max_tokens=9, seed=5))
+    _plan(core)
+    assert repr(core) == (
+        "<Scheduler step=1 in_flight=1 <Roster 1 running, 0 draining, 0 waiting> "
+        "<Memory <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 stored>>"
+    )

@@ -1,0 +1,50 @@
+"""States move as the table allows, and the numbers of a sequence say what is left to do."""
+
+from array import array
+
+import pytest
+
+from services.scheduler.core.sequence import MOVES, Request, Sequence, State
+from shared.protocol import Sampling
+
+
+def _sequence(max_tokens: int = 5, sample: int = 0, prompt_logprobs: int = -1) -> Sequence:
+    sampling = Sampling(max_tokens=max_tokens, seed=0, prompt_logprobs=prompt_logprobs)
+    return Request(7, 3, sampling, (0.0, 1.0, 2), 0).spawn(sample, array("i", [1, 2, 3]))
+
+
+@pytest.mark.parametrize("start", State)
+@pytest.mark.parametrize("goal", State)
+def test_only_moves_of_the_table_are_legal(start: State, goal: State) -> None:
+    sequence = _sequence()
+    sequence.state = start
+    if goal in MOVES[start]:
+        sequence.move(goal)
+        assert sequence.state is goal
+    else:
+        with pytest.raises(RuntimeError, match="illegal move"):
+            sequence.move(goal)
+
+
+def test_the_last_token_of_an_output_needs_no_computing_but_that_of_a_scored_prompt_does() -> None:
+    sequence = _sequence(max_tokens=2)
+    assert (sequence.left, sequence.limit, sequence.end) == (3, 5, 4)
+    sequence.planned, sequence.known = 4, 5
+    assert sequence.left == 0
+    scored = _sequence(max_tokens=0)
+    assert (scored.left, scored.limit, scored.end, scored.samples) == (3, 3, 3, 0)
+
+
+def test_rewinding_keeps_tokens_and_nothing_that_a_worker_knew() -> None:
+    sequence = _sequence()
+    sequence.tokens.append(9)
+    sequence.slot, sequence.blocks, sequence.planned, sequence.known, sequence.in_flight = 3, [1], 4, 6, 2
+    sequence.rewind()
+    assert sequence.tokens.tolist() == [1, 2, 3, 9]
+    assert (sequence.slot, sequence.blocks, sequence.planned, sequence.known, sequence.in_flight) == (-1, [], 0, 4, 0)
+    assert repr(sequence) == "<Sequence 7.0 waiting 0/0/4/8 slot=-1>"
+
+
+def test_a_prompt_is_scored_for_the_first_sample_only() -> None:
+    assert _sequence(sample=0, prompt_logprobs=2).sampling.prompt_logprobs == 2
+    assert _sequence(sample=1, prompt_logprobs=2).sampling.prompt_logprobs == -1
