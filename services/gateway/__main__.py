@@ -1,7 +1,8 @@
 """`python -m services.gateway --engines ADDRESS`: one gateway process, until SIGTERM or Ctrl-C.
 
 The first signal drains: new requests get 503, running ones have `--drain-timeout` to finish. The second ends those
-too; their clients are told. Exits with 0 then, and with 1 and one line on stderr if it cannot start.
+too; their clients are told. Exits with 0 then; if it cannot start, with
+one line on stderr and status 2.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import uvloop
 from aiohttp import web
@@ -24,57 +25,58 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.config import load
 from shared.errors import ConfigError, QuireError
+from shared.process import EXIT_REFUSED, follow, start_logging
 
 logger = logging.getLogger("services.gateway")
 
 PARTING = 5.0  # seconds for the last answers to reach their clients
 
 
-def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs a gateway; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s gateway %(levelname)s %(message)s")
+    start_logging()
     try:
-        config = load(GatewayConfig, argv, environment, prog="services.gateway", description="A gateway of Quire.")
+        config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
+        follow(config.supervisor)
         uvloop.run(serve(config, ServedModel.load(config)))
     except QuireError as error:
-        print(f"quire gateway: {error}", file=sys.stderr)  # noqa: T201 - the one line for whoever started it
-        return 1
+        print(f"gateway: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        return EXIT_REFUSED
     return 0
 
 
 async def serve(config: GatewayConfig, model: ServedModel) -> None:
     """Listens until a signal comes and the requests have ended. Raises `ConfigError` if it cannot listen."""
-    lifecycle, stop = Lifecycle(), asyncio.Event()
-    _on_signals(lifecycle, stop)
-    async with Backend(config.engines) as backend:
-        metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
-        app = make_app(Gateway(config, model, backend, metrics, lifecycle))
-        runner = web.AppRunner(
-            app,
-            handler_cancellation=True,  # or a client that leaves would never be noticed
-            access_log=None,
-            keepalive_timeout=config.keep_alive_timeout,
-            shutdown_timeout=PARTING,
-        )
-        await runner.setup()
-        try:
-            await _listen(runner, config)
+    backend, lifecycle, stop = Backend(config.engines), Lifecycle(), asyncio.Event()
+    _on_signals(lifecycle, stop, supervised=config.supervisor > 0)
+    metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
+    runner = web.AppRunner(
+        make_app(Gateway(config, model, backend, metrics, lifecycle)),
+        handler_cancellation=True,  # or a client that leaves would never be noticed
+        access_log=None,
+        keepalive_timeout=config.keep_alive_timeout,
+        shutdown_timeout=PARTING,
+    )
+    await runner.setup()
+    try:
+        await _listen(runner, config)
+        async with backend:
             await stop.wait()
             if not await lifecycle.finished(config.drain_timeout):
                 lifecycle.cut()
                 await lifecycle.finished(PARTING)
-        finally:
-            await runner.cleanup()
+    finally:
+        await runner.cleanup()
 
 
-def _on_signals(lifecycle: Lifecycle, stop: asyncio.Event) -> None:
+def _on_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bool) -> None:
     def on_signal() -> None:
         if lifecycle.draining:
             lifecycle.cut()
         lifecycle.drain()
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM,) if supervised else (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
@@ -90,4 +92,4 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    sys.exit(main(sys.argv[1:]))

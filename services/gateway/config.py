@@ -40,4 +40,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0
+    supervisor: Annotated[
+        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
+    ] = 0
     enable_log_requests: Annotated[bool, Meta(description="Write a line to the log for each request.")] = False

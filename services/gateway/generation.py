@@ -7,10 +7,10 @@ enters each sample in the metrics once.
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from services.gateway.backend import Attempt
 from services.gateway.metrics import Metrics, Timing
 from services.gateway.serving import Gateway, Job
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
@@ -18,9 +18,6 @@ from shared.protocol import Finish, ProgressRow, TokenLogprobs
 from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.sample import SampleText
 from shared.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from services.gateway.backend import Attempt
 
 
 class Update(Struct, frozen=True, gc=False):
@@ -34,7 +31,7 @@ class Update(Struct, frozen=True, gc=False):
 class Generation:
     """The samples of one prompt. Take `updates` until `done`."""
 
-    def __init__(self, job: Job, attempt: "Attempt", tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(self, job: Job, attempt: Attempt, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.job = job
         self.samples = [
             SampleText(

@@ -1,11 +1,11 @@
 """`Gateway`: what every handler needs, and `Job`: one prompt made ready to be submitted."""
 
 from array import array
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from msgspec import Struct
 
+from services.gateway.backend import Backend
 from services.gateway.config import GatewayConfig
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
@@ -15,9 +15,6 @@ from services.gateway.sampling import with_room
 from shared.errors import Unavailable
 from shared.params import SamplingParams
 from shared.protocol import Sampling, Welcome
-
-if TYPE_CHECKING:
-    from services.gateway.backend import Backend
 
 
 class Job(Struct, frozen=True):
@@ -36,7 +33,7 @@ class Gateway(Struct, frozen=True):
 
     config: GatewayConfig
     model: ServedModel
-    backend: "Backend"
+    backend: Backend
     metrics: Metrics
     lifecycle: Lifecycle
 

@@ -104,7 +104,7 @@ class FakeAttempt:
     def _row(self, sample: int) -> ProgressRow:
         sampling, position = self.sampling, self._positions[sample]
         scores = None
-        if sampling.prompt_logprobs >= 0 and sample == 0 and position == 0:
+        if sampling.prompt_logprobs >= 0 and position == 0:
             scores = [logprobs_of(token, sampling.prompt_logprobs) for token in self.tokens[1:]]
         cached = self._backend.cached_tokens
         if sampling.max_tokens == 0:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, Client, FakeBackend, ids, says, serve
+from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, says, serve
 
 
 async def streamed_completion(client: Client, **fields: Any) -> dict[str, list[Any]]:
@@ -63,6 +63,13 @@ async def test_lgp12_a_completions_entries(count: int) -> None:
         assert found["text_offset"] == [0, 3, 7]
         assert [len(top) for top in found["top_logprobs"]] == [max(count, 1)] * 3
         assert all(name in top for name, top in zip(found["tokens"], found["top_logprobs"], strict=True))
+
+
+async def test_of_tokens_that_read_alike_the_likelier_one_stays() -> None:
+    token = VOCAB - 3  # it and the next two are padding, and read as nothing
+    async with serve(FakeBackend(says([token]))) as client:
+        found = (await client.complete(prompt="x", logprobs=3, max_tokens=1))["choices"][0]["logprobs"]
+        assert found["top_logprobs"] == [{"": -token / 1000}]
 
 
 async def test_lgp12_logprobs_without_alternatives() -> None:
