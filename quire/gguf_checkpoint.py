@@ -6,7 +6,7 @@ refuses others rather than guessing. Weights are dequantised and rounded to bflo
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,10 @@ LAYER_NAMES = {
 Fields = dict[str, Any]
 
 
-def write_folder(source: Path, folder: Path) -> None:
+def write_folder(source: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
     """Write the model in the GGUF file `source` into the existing `folder`, with a progress bar on stderr.
 
+    GGUF says nothing of how the model likes to be sampled; `sampling` goes into generation_config.json.
     Raises `ModelError` for a file of another architecture or tokenizer.
     """
     reader = GGUFReader(source)
@@ -52,7 +53,7 @@ def write_folder(source: Path, folder: Path) -> None:
     _check(fields, "tokenizer.ggml.pre", "smollm")
     names = {tensor.name for tensor in reader.tensors}
     _write_json(folder / "config.json", model_config(fields, tied="output.weight" not in names))
-    _write_json(folder / "generation_config.json", _token_ids(fields))
+    _write_json(folder / "generation_config.json", {**_token_ids(fields), **sampling})
     _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
     build_tokenizer(fields).save(str(folder / "tokenizer.json"))
     weights = dict(_weights(reader, fields))

@@ -133,7 +133,7 @@ def test_the_announcement_names_an_address_and_a_command(tmp_path: Path) -> None
     text = banner(config, tmp_path, 4.24)
     assert "Quire serves it's at http://localhost:8123 (ready in 4.2 s)" in text
     command = shlex.split(next(line for line in text.splitlines() if "curl" in line))
-    assert command[:2] == ["curl", "http://localhost:8123/v1/completions"]
+    assert command[:3] == ["curl", "-s", "http://localhost:8123/v1/completions"]
     assert '"model": "it\'s"' in command[-1]
     (tmp_path / "chat_template.jinja").write_text("")
     assert has_chat_template(config, tmp_path)

@@ -28,7 +28,7 @@ def writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A cache of its own and a writer that only leaves config.json; the folders that it was asked to fill."""
     asked: list[Path] = []
 
-    def write_folder(source: Path, folder: Path) -> None:
+    def write_folder(source: Path, folder: Path, sampling: object) -> None:
         asked.append(folder)
         (folder / "config.json").write_text(f"conversion {len(asked)}")
 
@@ -61,6 +61,8 @@ def test_the_folder_says_what_loaders_need(folder: Path) -> None:
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (1e-5, 100000.0, True)
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    generation = json.loads((folder / "generation_config.json").read_bytes())
+    assert (generation["eos_token_id"], generation["temperature"]) == (2, 0.2)
     assert "<|im_start|>" in json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
     with safe_open(folder / "model.safetensors", "pt") as weights:
         names = set(weights.keys())
@@ -120,7 +122,7 @@ def test_a_folder_of_an_older_form_is_made_anew(writes: list[Path], monkeypatch:
 
 
 def test_a_failing_conversion_leaves_no_folder(writes: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(source: Path, folder: Path) -> None:
+    def full_disk(source: Path, folder: Path, sampling: object) -> None:
         (folder / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
 
