@@ -46,7 +46,7 @@ class Reply(Struct):
 
 
 class Misdeed(Struct):
-    """What a step does in which a sequence with `token` in it is computed, in the first `lives` processes."""
+    """What a step does in which a sequence with `token` in its prompt is computed, in the first `lives` processes."""
 
     token: int
     kind: str  # raise, memory, hang, garbage, missing, exit
@@ -164,8 +164,8 @@ class ScriptedRunner:
         return TokenLogprobs(-0.25, 1, others, [-0.25 - away for away in range(count)])
 
     def _misdeeds(self, slot: Slot) -> list[str]:
-        known = set(slot.tokens)
-        return [one.kind for one in self.script.misdeeds if one.token in known and self.life < one.lives]
+        prompt = slot.tokens[: slot.sequence.prompt_len]
+        return [one.kind for one in self.script.misdeeds if one.token in prompt and self.life < one.lives]
 
     def _misbehave(self, slot: Slot) -> None:
         for kind in self._misdeeds(slot):

@@ -70,9 +70,10 @@ class Workers:
 
     def receive(self, now: float) -> list[StepResult | Ready | Lost]:
         """What has come since the last call, in order: results of the active worker, and its loss."""
-        self._notice_gone()
+        leaving = self._leaving()
         while (message := self._listener.receive()) is not None:
             self._handle(message, now)
+        self._see_off(leaving)  # after their last words
         if self._active is not None and (fault := self._active.liveness.fault(now)):
             self._end(self._active.worker, fault)
         news, self._news = self._news, []
@@ -146,7 +147,7 @@ class Workers:
             self._news.append(content)
 
     def _admit(self, message: Message, register: Register) -> None:
-        self._notice_gone()  # from here on, a descriptor that is used again means the newcomer
+        self._see_off(self._leaving())  # from here on, a descriptor that is used again means the newcomer
         if message.fd not in self._listener.monitor.connected:
             return  # gone already
         newcomer = Registration(message, register)
@@ -159,10 +160,15 @@ class Workers:
         else:
             log.info("worker %r registered", newcomer)
 
-    def _notice_gone(self) -> None:
+    def _leaving(self) -> list[Registration]:
+        """Those whose connections ended since the last call."""
         gone = set(self._listener.monitor.drain())
-        for worker in [worker for worker in self._registered.values() if worker.fd in gone]:
-            self._lose(worker, "its connection ended")
+        return [worker for worker in self._registered.values() if worker.fd in gone]
+
+    def _see_off(self, leaving: list[Registration]) -> None:
+        for worker in leaving:
+            if self._registered.get(worker.name) is worker:
+                self._lose(worker, "its connection ended")
 
     def _end(self, worker: Registration, fault: str) -> None:
         if not worker.kill():
