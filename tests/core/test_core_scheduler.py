@@ -171,17 +171,18 @@ def test_a_result_without_its_token_is_the_workers_fault_and_changes_nothing() -
 
 
 def test_a_displaced_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
-    core = _core(depth=1, policy="priority", num_blocks=8, max_num_batched_tokens=8)
-    _submit(core, 1, [1] * 12, Sampling(max_tokens=1, seed=5), priority=1)
-    _submit(core, 2, [2] * 16, Sampling(max_tokens=1, seed=5), priority=1)
+    core = _core(depth=1, policy="priority", num_blocks=9)
+    common, sampling = [1, 2, 3, 4, 5, 6, 7, 8], Sampling(max_tokens=1, seed=5)
+    _submit(core, 1, [*common, *[1] * 8], sampling, priority=1)
+    _submit(core, 2, [*common, *[2] * 8], sampling, priority=1)
     _commit(core, _plan(core))
-    assert core.snapshot().running == 2
-    _submit(core, 3, [3] * 3, Sampling(max_tokens=1, seed=5), priority=0)
+    assert (core.snapshot().running, core.snapshot().blocks_free) == (2, 1)
+    _submit(core, 3, [3] * 3, sampling, priority=0)  # needs one block, and one to spare
     plan = _plan(core)
-    slots = [row.slot for row in plan.rows]
-    assert len(set(slots)) == len(slots)
-    assert sum(row.count for row in plan.rows) <= 8
     assert core.snapshot().preemptions == 1
+    assert [pack_tokens([3] * 3), pack_tokens([*common, *[2] * 8])] == [new.tokens for new in plan.new]
+    assert sorted(row.slot for row in plan.rows) == [0, 1, 2], "what it shares with the other is a hit now, so it fits"
+    assert sum(row.count for row in plan.rows) <= 16
 
 
 def test_a_worker_lost_and_another_one() -> None:

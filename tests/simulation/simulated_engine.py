@@ -6,8 +6,10 @@ arrives), and its result is held until `deliver`.
 
 from collections import Counter, deque
 from random import Random
+from typing import Any
 
 from core_invariants import check, check_writes
+from msgspec.structs import replace
 from simulated_worker import SimulatedWorker, Stream, alone
 
 from services.scheduler.core import Limits, Scheduler
@@ -162,11 +164,17 @@ class SimulatedEngine:
             assert refused.id == self._ids
             return refused
         for index in range(sample, sample + n):
-            scored = sampling if index == 0 else Sampling(**{**_fields(sampling), "prompt_logprobs": -1})
+            scored = sampling if index == 0 else replace(sampling, prompt_logprobs=-1)
             oracle = alone(prompt + output, len(prompt), scored, index)
             self.told[self._ids, index] = Told(oracle, output, len(prompt))
         self.check()
         return self._ids
+
+    def accept(self, prompt: list[int], max_tokens: int, **wanted: Any) -> int:
+        """The id of a request that must not be refused."""
+        id = self.submit(prompt, max_tokens, **wanted)
+        assert isinstance(id, int), id
+        return id
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Whatever of it was unfinished has ended then."""
@@ -183,7 +191,6 @@ class SimulatedEngine:
             order.check(plan)
         if plan is None:
             assert self.core.idle or self.core.in_flight or self.worker is None, "it never stands still"
-            self.check()
             return None
         assert self.worker is not None
         if self._checked:
@@ -268,7 +275,3 @@ class SimulatedEngine:
             if position is not None and row.start <= position < row.start + row.count:
                 return True
         return False
-
-
-def _fields(sampling: Sampling) -> dict[str, object]:
-    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}

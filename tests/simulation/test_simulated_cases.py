@@ -38,21 +38,21 @@ def test_sch_01_what_never_fits_is_refused_and_the_rest_is_served() -> None:
     refused = engine.submit(_prompt(900), 16)
     assert isinstance(refused, Refused)
     assert refused.reason is Refusal.TOO_LONG
-    small = engine.submit(_prompt(10), 16)
+    small = engine.accept(_prompt(10), 16)
     too_much = engine.submit(_prompt(500), 1000)
     assert isinstance(too_much, Refused)
     assert too_much.reason is Refusal.TOO_LONG
-    engine.submit(_prompt(500), 140)  # as much as the pool holds
+    engine.accept(_prompt(500), 140)  # as much as the pool holds
     engine.run(200)
     engine.finished()
-    assert engine.told[small, 0].finish is Finish.LENGTH  # type: ignore[index]
+    assert engine.told[small, 0].finish is Finish.LENGTH
     assert engine.core.snapshot().preemptions <= 1
 
 
 def test_sch_02_sch_03_a_small_pool_preempts_and_changes_nothing() -> None:
     engine = SimulatedEngine(_limits(num_blocks=50, max_model_len=330))
     for index in range(8):
-        engine.submit(_prompt(20, index), 300, prompt_logprobs=0)
+        engine.accept(_prompt(20, index), 300, prompt_logprobs=0)
     engine.run(4000)
     engine.finished()
     state = engine.core.snapshot()
@@ -63,15 +63,15 @@ def test_sch_02_sch_03_a_small_pool_preempts_and_changes_nothing() -> None:
 
 def test_sch_05_samples_that_do_not_fit_together_take_turns() -> None:
     engine = SimulatedEngine(_limits(num_blocks=42, max_model_len=224))  # a sample needs 14, of which 1 is shared
-    first = engine.submit(_prompt(24), 200, n=5)
-    engine.submit(_prompt(24, 3), 200, n=5)
+    first = engine.accept(_prompt(24), 200, n=5)
+    engine.accept(_prompt(24, 3), 200, n=5)
     engine.step()
     engine.step()
     shared = engine.core.snapshot()
     assert shared.tokens_held < 2 * 5 * 24, "blocks of the prompt are counted once"
     engine.run(4000)
     engine.finished()
-    assert all(len(engine.told[first, sample].output) == 200 for sample in range(5))  # type: ignore[index]
+    assert all(len(engine.told[first, sample].output) == 200 for sample in range(5))
     assert len({tuple(engine.told[first, sample].output) for sample in range(5)}) == 5, "each sample has its noise"
 
 
@@ -81,13 +81,12 @@ def test_sch_07_an_urgent_request_starts_at_once() -> None:
             max_num_seqs=4, num_blocks=400, policy="priority", priority_ageing=ageing, max_num_batched_tokens=64
         )
         engine = SimulatedEngine(limits)
-        low = [engine.submit(_prompt(16, index), 500, priority=10) for index in range(30)]
+        low = [engine.accept(_prompt(16, index), 500, priority=10) for index in range(30)]
         for _ in range(40):
             engine.step()
         before = engine.core.snapshot()
         assert (before.running, before.preemptions) == (4, 0)
-        urgent = engine.submit(_prompt(30), 10, priority=0)
-        assert isinstance(urgent, int)
+        urgent = engine.accept(_prompt(30), 10, priority=0)
         while engine.told[urgent, 0].finish is None:
             engine.step()
         assert _first_step(engine, urgent) <= before.steps + 6, "it waits for the plans in flight, not for the others"
@@ -95,59 +94,59 @@ def test_sch_07_an_urgent_request_starts_at_once() -> None:
             engine.step()
         assert engine.core.snapshot().preemptions == 1, "one was pushed out, and pushed out nobody in its turn"
         assert engine.core.snapshot().running == 4, "it is back"
-        assert all(engine.told[id, 0].output for id in low[:4])  # type: ignore[index]
-        assert not any(engine.told[id, 0].output for id in low[4:])  # type: ignore[index]
+        assert all(engine.told[id, 0].output for id in low[:4])
+        assert not any(engine.told[id, 0].output for id in low[4:])
         for id in low:
-            engine.abort(id)  # type: ignore[arg-type]
+            engine.abort(id)
         engine.run(3)
         engine.finished()
 
 
 def test_sch_07_ageing_bounds_the_wait_of_the_least_urgent() -> None:
     engine = SimulatedEngine(_limits(max_num_seqs=1, policy="priority", priority_ageing=0.1))
-    patient = engine.submit(_prompt(8), 4, priority=5)
+    patient = engine.accept(_prompt(8), 4, priority=5)
     for _ in range(300):
         if engine.core.snapshot().waiting < 3:
-            engine.submit(_prompt(8), 4, priority=0)
+            engine.accept(_prompt(8), 4, priority=0)
         engine.step()
-    assert engine.told[patient, 0].finish is Finish.LENGTH  # type: ignore[index]
+    assert engine.told[patient, 0].finish is Finish.LENGTH
 
 
 def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
     limits = _limits(num_blocks=45, max_model_len=640, max_num_batched_tokens=64)
     engine = SimulatedEngine(limits)
-    running = engine.submit(_prompt(200), 200)  # 25 blocks in the end; 20 remain, room for some 300 tokens
+    running = engine.accept(_prompt(200), 200)  # 25 blocks in the end; 20 remain, room for some 300 tokens
     for _ in range(10):
         engine.step()
     start = engine.core.snapshot()
-    long = engine.submit(_prompt(600, 3), 20)
+    long = engine.accept(_prompt(600, 3), 20)
     engine.run(1000)
     engine.finished()
     state = engine.core.snapshot()
     assert state.preemptions == 0
-    assert _first_step(engine, long) > start.steps + 150, "it was admitted when the other had ended"  # type: ignore[arg-type]
+    assert _first_step(engine, long) > start.steps + 150, "it was admitted when the other had ended"
     assert state.steps <= 230 + 600 // 64 + 20, "a token of the running one in every step"
-    assert engine.told[running, 0].finish is Finish.LENGTH  # type: ignore[index]
+    assert engine.told[running, 0].finish is Finish.LENGTH
 
 
 def test_sch_10_short_prompts_do_not_wait_for_a_long_one() -> None:
     limits = _limits(num_blocks=1400, max_model_len=21_000, max_num_seqs=16)
     engine = SimulatedEngine(limits, checked=False)
-    stream = engine.submit(_prompt(20, 5), 120)
+    stream = engine.accept(_prompt(20, 5), 120)
     for _ in range(5):
         engine.step()
-    long = engine.submit(_prompt(20_000), 4)
+    long = engine.accept(_prompt(20_000), 4)
     engine.step()
     came = engine.core.snapshot().steps
-    short = [engine.submit(_prompt(40, index), 8) for index in range(10)]
+    short = [engine.accept(_prompt(40, index), 8) for index in range(10)]
     while not engine.core.idle:
-        told = len(engine.told[stream, 0].output)  # type: ignore[index]
+        told = len(engine.told[stream, 0].output)
         engine.step()
-        assert told == 120 or len(engine.told[stream, 0].output) == told + 1, "a stream never stalls"  # type: ignore[index]
-    firsts = [_first_step(engine, id) - came for id in short]  # type: ignore[arg-type]
+        assert told == 120 or len(engine.told[stream, 0].output) == told + 1, "a stream never stalls"
+    firsts = [_first_step(engine, id) - came for id in short]
     assert max(firsts) <= 8
-    assert _first_step(engine, long) - came > 70, "a prompt of 20,000 takes 79 steps alone"  # type: ignore[arg-type]
-    assert _first_step(engine, long) - came < 90, "and hardly more in company"  # type: ignore[arg-type]
+    assert _first_step(engine, long) - came > 70, "a prompt of 20,000 takes 79 steps alone"
+    assert _first_step(engine, long) - came < 90, "and hardly more in company"
 
 
 def test_sch_12_a_burst_is_served_or_refused_at_once() -> None:
@@ -157,8 +156,7 @@ def test_sch_12_a_burst_is_served_or_refused_at_once() -> None:
     refused = [answer for answer in given if isinstance(answer, Refused)]
     assert len(refused) == 400
     assert all(one.reason is Refusal.QUEUE_FULL and one.retry_after >= 1.0 for one in refused)
-    resumed = engine.submit(_prompt(9), 20, output=[1, 2, 3])
-    assert isinstance(resumed, int), "what comes with output is never refused for load"
+    engine.accept(_prompt(9), 20, output=[1, 2, 3])  # what comes with output is never refused for load
     engine.run(1000)
     engine.finished()
     assert engine.core.snapshot().accepted == 101
@@ -169,9 +167,9 @@ def test_pfx_01_repeats_at_and_around_block_boundaries() -> None:
         engine = SimulatedEngine(_limits(prefix_caching=caching))
         for length in (15, 16, 17, 31, 32, 33, 48, 33):
             for _ in range(3):
-                id = engine.submit(_prompt(length), 20, seed=length)
+                id = engine.accept(_prompt(length), 20, seed=length)
                 engine.run(100)
-                told = engine.told[id, 0]  # type: ignore[index]
+                told = engine.told[id, 0]
                 assert told.finish is Finish.LENGTH
                 assert told.cached_tokens <= length - 1
         assert (engine.core.snapshot().prefix_hits > 0) == caching
@@ -186,7 +184,7 @@ def test_pfx_06_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
     while sent < 200 or not engine.core.idle:
         while sent < 200 and len(engine.core._roster.requests) < 8:
             tail = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
-            engine.submit(chance.choice(prefixes) + tail, chance.randint(1, 12))
+            engine.accept(chance.choice(prefixes) + tail, chance.randint(1, 12))
             sent += 1
         engine.step()
     engine.finished()
@@ -208,13 +206,13 @@ def test_pfx_08_equal_hashes_do_not_make_equal_blocks() -> None:
 def test_pfx_09_hits_are_counted_in_tokens_of_whole_blocks() -> None:
     for prefix in (15, 16, 17, 31, 32, 33):
         engine = SimulatedEngine(_limits())
-        engine.submit(_prompt(prefix), 1)
+        engine.accept(_prompt(prefix), 1)
         engine.run(20)
         before = engine.core.snapshot()
-        id = engine.submit(_prompt(prefix) + [VOCABULARY - 1] * 20, 1)
+        id = engine.accept(_prompt(prefix) + [VOCABULARY - 1] * 20, 1)
         engine.run(20)
         after = engine.core.snapshot()
-        assert engine.told[id, 0].cached_tokens == prefix // 16 * 16  # type: ignore[index]
+        assert engine.told[id, 0].cached_tokens == prefix // 16 * 16
         assert after.prefix_hits - before.prefix_hits == prefix // 16 * 16
         assert after.prefix_queries - before.prefix_queries == prefix + 20
 
@@ -225,10 +223,10 @@ def test_pfx_10_at_idle_nothing_is_held() -> None:
     system = _prompt(50)
     history = list(system)
     for turn in range(6):
-        id = engine.submit(history + _prompt(7, turn), 12, n=chance.choice([1, 3]))
-        engine.submit(system + _prompt(5, turn + 2), 9)
+        id = engine.accept(history + _prompt(7, turn), 12, n=chance.choice([1, 3]))
+        engine.accept(system + _prompt(5, turn + 2), 9)
         engine.run(200)
-        history += _prompt(7, turn) + engine.told[id, 0].output  # type: ignore[index]
+        history += _prompt(7, turn) + engine.told[id, 0].output
         engine.finished()
     state = engine.core.snapshot()
     assert 0 < state.blocks_cached <= state.blocks_free == state.blocks
@@ -240,15 +238,15 @@ def test_pfx_10_at_idle_nothing_is_held() -> None:
 
 def test_abt_04_what_is_aborted_in_the_queue_is_never_computed() -> None:
     engine = SimulatedEngine(_limits(max_num_seqs=1))
-    engine.submit(_prompt(8), 50)
-    queued = [engine.submit(_prompt(30, index), 5) for index in range(10)]
+    engine.accept(_prompt(8), 50)
+    queued = [engine.accept(_prompt(30, index), 5) for index in range(10)]
     for _ in range(5):
         engine.step()
     for id in queued:
-        engine.abort(id)  # type: ignore[arg-type]
-    live = engine.submit(_prompt(9), 5)
+        engine.abort(id)
+    live = engine.accept(_prompt(9), 5)
     engine.run(100)
-    assert engine.told[live, 0].finish is Finish.LENGTH  # type: ignore[index]
+    assert engine.told[live, 0].finish is Finish.LENGTH
     assert engine.core.snapshot().prompt_tokens == 8 + 9
 
 
@@ -257,16 +255,16 @@ def test_abt_08_aborts_of_shared_prefixes_leave_no_reference() -> None:
     engine = SimulatedEngine(_limits(num_blocks=120, max_model_len=400, max_num_seqs=20))
     prefix = _prompt(20 * 16)
     for _ in range(6):
-        ids = [engine.submit(prefix + _prompt(5, index), 40) for index in range(20)]
+        ids = [engine.accept(prefix + _prompt(5, index), 40) for index in range(20)]
         chance.shuffle(ids)
         for id in ids:
             for _ in range(chance.randint(0, 2)):
                 engine.step()
-            engine.abort(id)  # type: ignore[arg-type]
+            engine.abort(id)
         engine.run(5)
         engine.finished()
     for index in range(8):
-        engine.submit([index % VOCABULARY] * 390, 5)  # evicts everything
+        engine.accept([index % VOCABULARY] * 390, 5)  # evicts everything
     engine.run(200)
     engine.finished()
 
@@ -274,17 +272,17 @@ def test_abt_08_aborts_of_shared_prefixes_leave_no_reference() -> None:
 def test_abt_11_late_results_and_repeated_aborts_do_no_harm() -> None:
     for depth in (1, 2):
         engine = SimulatedEngine(_limits(depth=depth))
-        aborted, kept = engine.submit(_prompt(20), 30), engine.submit(_prompt(21), 30)
+        aborted, kept = engine.accept(_prompt(20), 30), engine.accept(_prompt(21), 30)
         while engine.plan() is not None:
             pass
         assert engine.core.in_flight == depth
         for _ in range(2):
-            engine.abort(aborted)  # type: ignore[arg-type]
+            engine.abort(aborted)
         engine.abort(4711)
         held = engine.core.snapshot().blocks_free
         engine.run(100)
         assert engine.core.snapshot().blocks_free > held
-        engine.abort(kept)  # type: ignore[arg-type]
+        engine.abort(kept)
         engine.finished()
         state = engine.core.snapshot()
         assert (state.finished_abort, state.finished_length) == (1, 1)
@@ -292,12 +290,12 @@ def test_abt_11_late_results_and_repeated_aborts_do_no_harm() -> None:
 
 def test_an_abort_frees_within_two_steps() -> None:
     engine = SimulatedEngine(_limits())
-    id = engine.submit(_prompt(100), 500)
+    id = engine.accept(_prompt(100), 500)
     for _ in range(10):
         engine.step()
     while engine.plan() is not None:
         pass
-    engine.abort(id)  # type: ignore[arg-type]
+    engine.abort(id)
     assert engine.core.in_flight == 2
     engine.deliver()
     assert engine.core.snapshot().blocks_free < 40
@@ -308,7 +306,7 @@ def test_an_abort_frees_within_two_steps() -> None:
 def test_a_worker_that_dies_again_and_again_loses_no_token() -> None:
     engine = SimulatedEngine(_limits())
     for index in range(6):
-        engine.submit(_prompt(30, index), 60, n=2, prompt_logprobs=0)
+        engine.accept(_prompt(30, index), 60, n=2, prompt_logprobs=0)
     for _ in range(12):
         for _ in range(9):
             engine.step()
@@ -323,11 +321,11 @@ def test_a_worker_that_dies_again_and_again_loses_no_token() -> None:
 def test_a_poison_request_alone_is_condemned() -> None:
     for deadly in (0, 25, 32):  # in the first chunk, at the end of the prompt, in the output
         engine = SimulatedEngine(_limits(prefix_caching=False))
-        ids = [engine.submit(_prompt(26, index), 20) for index in range(8)]
-        engine.poison[ids[5]] = deadly  # type: ignore[index]
+        ids = [engine.accept(_prompt(26, index), 20) for index in range(8)]
+        engine.poison[ids[5]] = deadly
         engine.run(400)
         engine.finished()
-        ends = {id: engine.told[id, 0].finish for id in ids}  # type: ignore[index]
+        ends = {id: engine.told[id, 0].finish for id in ids}
         assert [id for id, finish in ends.items() if finish is Finish.ERROR] == [ids[5]]
         assert list(ends.values()).count(Finish.LENGTH) == 7
         assert engine.core.snapshot().worker_losses <= 6, "1 at first, 3 to single it out of 8, and 2 alone at most"
@@ -335,20 +333,20 @@ def test_a_poison_request_alone_is_condemned() -> None:
 
 def test_two_deaths_in_a_long_life_condemn_nobody() -> None:
     engine = SimulatedEngine(_limits())
-    id = engine.submit(_prompt(10), 200)
+    id = engine.accept(_prompt(10), 200)
     for _ in range(4):
         for _ in range(20):
             engine.step()
         engine.lose()
         engine.begin()
     engine.run(300)
-    assert engine.told[id, 0].finish is Finish.LENGTH  # type: ignore[index]
+    assert engine.told[id, 0].finish is Finish.LENGTH
 
 
 def test_scoring_a_prompt_samples_nothing() -> None:
     engine = SimulatedEngine(_limits())
-    id = engine.submit(_prompt(640), 0, prompt_logprobs=0, n=2)  # as long as the context
+    id = engine.accept(_prompt(640), 0, prompt_logprobs=0, n=2)  # as long as the context
     engine.run(20)
     engine.finished()
-    assert len(engine.told[id, 0].scores) == 639  # type: ignore[index]
+    assert len(engine.told[id, 0].scores) == 639
     assert engine.core.snapshot().generation_tokens == 0

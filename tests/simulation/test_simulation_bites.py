@@ -94,6 +94,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "a prompt to be scored takes hits": [("memory:Memory.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")],
     "later requests pass the first": [("planner:Planner._next_in_line", "waiting.items[0]", "waiting.items[-1]")],
+    "a displaced sequence that is back gets two rows": [
+        ("planner:Planner.draw", "sorted(running, key", "sorted(stretches, key"),
+    ],
     "admission takes blocks that are not there": [
         ("planner:Planner._find_blocks", "claim.need + spare <= memory.free", "claim.fresh <= memory.free"),
     ],
@@ -149,7 +152,7 @@ def _source(where: str) -> str:
     found = importlib.import_module(f"{CORE}.{module}")
     for name in path.split("."):
         found = getattr(found, name)
-    return textwrap.dedent(inspect.getsource(found))  # type: ignore[arg-type]
+    return textwrap.dedent(inspect.getsource(found))
 
 
 def _replace(patch: pytest.MonkeyPatch, where: str, text: str) -> None:

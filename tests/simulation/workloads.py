@@ -36,7 +36,7 @@ def _limits(chance: Random) -> Limits:
         max_model_len=longest,
         prefix_caching=chance.random() < 0.9,
         depth=chance.choice([1, 2, 2]),
-        policy=policy,
+        policy=policy,  # type: ignore[arg-type]
         priority_ageing=chance.choice([0.0, 0.05]) if policy == "priority" else 0.0,
         max_queued_requests=chance.choice([4, 1000]),
     )
