@@ -90,6 +90,7 @@ class Engine:
     """A scheduler and its worker."""
 
     def __init__(self, folder: Path, script: Script, flags: Sequence[str]) -> None:
+        self.folder = folder
         self.address = f"ipc://{folder}/gateways.sock"
         workers = f"ipc://{folder}/workers.sock"
         (folder / "script.json").write_bytes(msgspec.json.encode(script))

@@ -1,0 +1,148 @@
+"""What a scheduler does with peers that are slow, strange or hostile: it drops them, says so, and serves the others."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import zmq.asyncio
+
+from services.gateway.backend import Backend
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Epoch,
+    Hello,
+    Ping,
+    Register,
+    Sampling,
+    StepResult,
+    Submit,
+    encode,
+    pack_tokens,
+)
+from shared.transport import dial
+from tests.scripted import CHAIN, Script, ScriptedRunner, expected_chain
+from tests.system.running import Child, Engine, complete, engine, rest, serving, until
+
+
+@asynccontextmanager
+async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
+    context = zmq.asyncio.Context()
+    try:
+        with dial(context, address, b"stranger") as found:
+            yield found
+    finally:
+        context.destroy(linger=0)
+
+
+def workers(made: Engine) -> str:
+    return made.address.replace("gateways", "workers")
+
+
+def register(**changes: object) -> bytes:
+    """What a worker says first."""
+    facts = ScriptedRunner(Script()).facts
+    plain = Register(VERSION, "stranger", 0, 1, 1, "cpu", facts.facts, 1, 1 << 20, 0.001, 0.0)
+    return encode(msgspec.structs.replace(plain, **changes))
+
+
+async def test_garbage_at_both_sockets_harms_nobody() -> None:
+    async with serving() as (made, backend):
+        for address in (made.address, workers(made)):
+            async with stranger(address) as sender:
+                for body in (b"", b"\x00" * 100, b"\xff" * 100_000, encode(Ping()), encode(Abort(5)), b"\x91" * 5000):
+                    await sender.send(body)
+                await sender.send_multipart([b"many", b"frames", encode(Ping())])
+                raw = socket.socket(socket.AF_UNIX)
+                raw.connect(address.removeprefix("ipc://"))
+                raw.send(b"GET / HTTP/1.1\r\n\r\n" * 100)
+                raw.close()
+                assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
+        await until(lambda: made.scheduler.log.count("not a message of protocol version") >= 6)
+        assert (made.scheduler.lives, made.worker.lives) == (1, 1)
+        await rest(backend)
+
+
+async def test_a_gateway_that_sends_nonsense_loses_its_requests_and_no_other_does() -> None:
+    async with serving(Script(delay=0.01)) as (made, backend), stranger(made.address) as sender:
+        await sender.send(encode(Hello(VERSION, "stranger")))
+        prompt = pack_tokens([5])
+        await sender.send(encode(Submit(0, prompt, 1, Sampling(max_tokens=1500, seed=0))))
+        while b"stranger" not in await sender.recv() and "stranger connected" not in made.scheduler.log:
+            pass
+        await sender.send(b"nonsense")
+        assert (await complete(backend, [CHAIN], 30)).tokens == expected_chain([CHAIN], 30)
+        found = await rest(backend)
+        assert found.finished_abort == 1
+
+
+async def test_other_versions_of_the_protocol_are_not_served() -> None:
+    async with engine(worker=False) as made:
+        async with stranger(made.address) as gateway:
+            await gateway.send(encode(Hello(VERSION + 1, "stranger")))
+            said = f"gateway stranger is not served: it speaks version {VERSION + 1}"
+            await until(lambda: said in made.scheduler.log)
+            assert not await gateway.poll(600)  # longer than two Status
+        async with stranger(workers(made)) as worker:
+            await worker.send(register(version=VERSION + 1))
+            await until(lambda: f"it speaks version {VERSION + 1}" in made.scheduler.log)
+
+
+async def test_workers_that_do_not_fit_are_sent_away() -> None:
+    async with engine() as made:
+        await until(lambda: "is ready" in made.scheduler.log)
+        for changes, said in (
+            ({"world": 2}, "rank 0 of 2"),
+            ({"kv_bytes_per_token": 0}, "cannot be"),
+        ):
+            async with stranger(workers(made)) as worker:
+                await worker.send(register(**changes))
+                await until(lambda said=said: said in made.scheduler.log)
+                assert await worker.poll(5000)
+        async with stranger(workers(made)) as worker:  # this one waits in line, and is strange when its turn comes
+            other = msgspec.structs.replace(ScriptedRunner(Script()).facts.facts, vocab_size=7)
+            await worker.send(register(facts=other))
+            await until(lambda: made.scheduler.log.count("registered") == 2)
+            made.worker.signal(9)
+            await until(lambda: "it has loaded another model" in made.scheduler.log)
+            assert await worker.poll(5000)
+
+
+async def test_results_of_a_worker_that_has_nothing_to_do_are_dropped() -> None:
+    async with serving(Script(delay=0.05)) as (made, backend):
+        async with stranger(workers(made)) as impostor:
+            await impostor.send(register())
+            await until(lambda: made.scheduler.log.count("registered") == 2)
+            task = asyncio.create_task(complete(backend, [CHAIN], 20))
+            for step in range(40):
+                await impostor.send(encode(StepResult(Epoch("boot", 1), step, [])))
+            assert (await task).tokens == expected_chain([CHAIN], 20)
+        await rest(backend)
+
+
+async def test_an_address_that_is_taken_is_one_clear_line_and_not_stolen() -> None:
+    async with serving() as (made, backend):
+        argv = ["-m", "services.scheduler", f"--gateways={made.address}", "--workers=tcp://127.0.0.1:1"]
+        thief = Child("thief", made.folder, argv)
+        thief.restart = False
+        await thief.start()
+        assert await thief.ended() == 2
+        assert thief.log == f"scheduler: cannot bind {made.address}: another process is listening there\n"
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
+        async with Backend([made.address]) as late:
+            await until(late.ready)
+
+
+async def test_a_gateway_that_does_not_read_for_two_seconds_gets_everything() -> None:
+    """The steps go on meanwhile; what it cannot take waits for it."""
+    async with serving(None, "--max-num-seqs=64", "--max-num-queued-reqs=5000") as (_, backend):
+        prompts = [[CHAIN, at] for at in range(300)]
+        running = [asyncio.create_task(complete(backend, prompt, 60)) for prompt in prompts]
+        await asyncio.sleep(0.1)
+        time.sleep(2.0)  # noqa: ASYNC251  (the point)
+        outputs = await asyncio.gather(*running)
+        assert [output.tokens for output in outputs] == [expected_chain(prompt, 60) for prompt in prompts]
+        await rest(backend)
