@@ -140,8 +140,8 @@ def identity(role: str) -> bytes:
 
 
 def show(peer: bytes) -> str:
-    """An identity as logs show it, whatever is in it."""
-    return peer.decode("ascii", "backslashreplace")
+    """An identity as logs show it, whatever is in it: a stranger must not write lines of its own there."""
+    return "".join(chr(byte) if 0x20 < byte < 0x7F else f"\\x{byte:02x}" for byte in peer)
 
 
 @contextmanager

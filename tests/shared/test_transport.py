@@ -1,0 +1,248 @@
+"""Sockets between processes: what the rest of the code relies on."""
+
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from shared.errors import ConfigError
+from shared.protocol import MAX_FRAME
+from shared.transport import (
+    HIGH_WATER,
+    Listener,
+    Message,
+    Monitor,
+    PeerGone,
+    PeerSlow,
+    check_address,
+    dial,
+    identity,
+    listen,
+    show,
+)
+
+PATIENCE = 5000  # ms
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Any]"]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="q") as folder:
+        yield f"ipc://{folder}/a.sock"
+
+
+def wait(listener: Listener) -> Message:
+    assert listener.socket.poll(PATIENCE)
+    message = listener.receive()
+    assert message is not None
+    return message
+
+
+def gone(listener: Listener) -> list[int]:
+    found: list[int] = []
+    while not found:
+        assert listener.monitor.socket.poll(PATIENCE)
+        found = listener.monitor.drain()
+    return found
+
+
+def fill(listener: Listener, peer: bytes) -> int:
+    """Send numbers until no more are taken; how many were."""
+    for number in range(100 * HIGH_WATER):
+        try:
+            listener.send(peer, b"%d" % number + b" " * 10_000)
+        except PeerSlow:
+            return number
+    return 100 * HIGH_WATER
+
+
+@pytest.fixture
+def port() -> int:
+    """One that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("over", ["ipc", "tcp"])
+def test_a_message_tells_who_sent_it_and_by_which_connection(context: Any, address: str, port: int, over: str) -> None:
+    address = address if over == "ipc" else f"tcp://127.0.0.1:{port}"
+    with listen(context, address) as listener:
+        with dial(context, address, b"one") as one, dial(context, address, b"two") as two:
+            one.send(b"hello")
+            first = wait(listener)
+            two.send(b"hi")
+            second = wait(listener)
+            assert (first.peer, first.body, second.peer, second.body) == (b"one", b"hello", b"two", b"hi")
+            assert first.pid == second.pid == (os.getpid() if over == "ipc" else None)
+            listener.monitor.drain()
+            assert listener.monitor.connected == {first.fd, second.fd}
+            listener.send(b"two", b"answer")
+            assert two.recv() == b"answer"
+            two.close(0)
+            assert gone(listener) == [second.fd]
+            assert listener.monitor.connected == {first.fd}
+        assert gone(listener) == [first.fd]
+
+
+def test_sending_to_nobody_is_an_error(context: Any, address: str) -> None:
+    with listen(context, address) as listener, pytest.raises(PeerGone):
+        listener.send(b"nobody", b"hello")
+
+
+def test_sending_to_one_that_does_not_read_is_an_error_and_loses_nothing(context: Any, address: str) -> None:
+    with listen(context, address) as listener, dial(context, address, b"slow") as slow:
+        slow.send(b"hello")
+        wait(listener)
+        sent = fill(listener, b"slow")
+        assert HIGH_WATER <= sent < 100 * HIGH_WATER
+        assert [int(slow.recv()) for _ in range(sent)] == list(range(sent))
+        listener.send(b"slow", b"again")
+        assert slow.recv() == b"again"
+
+
+def test_messages_of_other_shapes_are_passed_over(context: Any, address: str) -> None:
+    with listen(context, address) as listener, dial(context, address, b"odd") as odd:
+        odd.send_multipart([b"a", b"b"])
+        odd.send_multipart([b"a"] * 50)
+        odd.send(b"fine")
+        assert wait(listener).body == b"fine"
+        assert listener.receive() is None
+
+
+def test_a_frame_beyond_the_limit_ends_the_connection(context: Any, address: str) -> None:
+    with listen(context, address) as listener, dial(context, address, b"big") as big:
+        big.send(b"hello")
+        fd = wait(listener).fd
+        big.send(bytes(MAX_FRAME + 1))
+        assert fd in gone(listener)
+
+
+def test_a_dialler_sees_the_end_of_its_listener(context: Any, address: str) -> None:
+    with dial(context, address, b"patient") as socket:
+        monitor = Monitor(socket)
+        socket.send(b"hello")
+        with listen(context, address) as listener:
+            wait(listener)
+            while not monitor.connected:
+                assert monitor.socket.poll(PATIENCE)
+                assert monitor.drain() == []
+        assert monitor.socket.poll(PATIENCE)
+        assert len(monitor.drain()) == 1
+        assert not monitor.connected
+        monitor.close()
+
+
+def test_an_ipc_path_is_guarded_private_and_left_clean(context: Any, address: str) -> None:
+    path = Path(address.removeprefix("ipc://"))
+    with listen(context, address):
+        assert path.stat().st_mode & 0o077 == 0
+        with pytest.raises(ConfigError, match="another process is listening there"), listen(context, address):
+            pass
+        assert path.exists()
+    assert list(path.parent.iterdir()) == []
+    path.write_text("left by a process that was killed")
+    path.with_suffix(".sock.lock").touch()
+    with listen(context, address) as listener, dial(context, address, b"one") as one:
+        one.send(b"hello")
+        assert wait(listener).body == b"hello"
+
+
+def test_a_lock_that_is_let_go_of_and_unlinked_is_not_taken_for_held(
+    context: Any, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the lock file and locking it, its holder may unlink it: then another may hold a new one."""
+    lock, flock, calls = Path(address.removeprefix("ipc://") + ".lock"), fcntl.flock, []
+
+    def unlinked_meanwhile(fd: int, operation: int) -> None:
+        if not calls:
+            lock.unlink()
+        calls.append(fd)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", unlinked_meanwhile)
+    with listen(context, address):
+        assert len(calls) == 2
+        assert lock.exists()
+
+
+def test_tcp_in_use_is_a_clear_error(context: Any, port: int) -> None:
+    with (
+        listen(context, f"tcp://127.0.0.1:{port}"),
+        pytest.raises(ConfigError, match=rf"cannot bind tcp://127\.0\.0\.1:{port}: Address already in use"),
+        listen(context, f"tcp://127.0.0.1:{port}"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "10.1.2.3", "[::]", "example.org"])
+def test_tcp_for_other_hosts_needs_insecure(context: Any, host: str) -> None:
+    with pytest.raises(ConfigError, match="needs --insecure"), listen(context, f"tcp://{host}:35823"):
+        pass
+
+
+def test_insecure_tcp_binds(context: Any, port: int) -> None:
+    with (
+        listen(context, f"tcp://0.0.0.0:{port}", insecure=True) as listener,
+        dial(context, f"tcp://127.0.0.1:{port}", b"one") as one,
+    ):
+        one.send(b"hello")
+        assert wait(listener).body == b"hello"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_loopback_needs_nothing(context: Any, port: int, host: str) -> None:
+    with listen(context, f"tcp://{host}:{port}"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("udp://1.2.3.4:5", "ipc:// or tcp://"),
+        ("/tmp/a.sock", "ipc:// or tcp://"),
+        ("", "ipc:// or tcp://"),
+        ("ipc://", "needs a path"),
+        ("ipc:///" + "x" * 107, "longer than 107 bytes"),
+        ("ipc:///" + "é" * 54, "longer than 107 bytes"),
+        ("tcp://localhost", "tcp://host:port"),
+        ("tcp://:5", "tcp://host:port"),
+        ("tcp://localhost:port", "tcp://host:port"),
+        ("tcp://localhost:65536", "tcp://host:port"),
+    ],
+)
+def test_wrong_addresses_are_clear_errors(address: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_address(address)
+
+
+@pytest.mark.parametrize("address", ["ipc:///" + "x" * 106, "ipc://@name", "tcp://[::1]:5", "tcp://example.org:5557"])
+def test_right_addresses_pass(address: str) -> None:
+    check_address(address)
+
+
+def test_a_folder_that_is_missing_is_a_clear_error(context: Any) -> None:
+    with pytest.raises(ConfigError, match="No such file"), listen(context, "ipc:///nowhere/at/all.sock"):
+        pass
+
+
+def test_identities_are_never_the_same() -> None:
+    made = {identity("worker") for _ in range(1000)}
+    assert len(made) == 1000
+    assert all(name.startswith(b"worker-%d-" % os.getpid()) for name in made)
+
+
+def test_identities_are_shown_whatever_is_in_them() -> None:
+    assert show(b"\x00\xff\nworker") == "\\x00\\xff\\x0aworker"
