@@ -60,7 +60,7 @@ class Child:
 
     def __init__(self, name: str, argv: Sequence[str], log: Log, environment: Mapping[str, str]) -> None:
         self.name = name
-        self.argv = [sys.executable, "-m", "quire.leash", str(os.getpid()), *argv]
+        self.argv = [sys.executable, "-m", *argv]
         self.log = log
         self.environment = {**environment, "PYTHONUNBUFFERED": "1"}
         self.established = False  # once the server was ready, no death is final

@@ -70,7 +70,7 @@ def bind_together(settings: Settings, port: int, folder: Path) -> Settings:
     gateways, workers = f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock"
     replace, me = msgspec.structs.replace, os.getpid()
     return settings._replace(
-        gateway=replace(settings.gateway, port=port, engines=[gateways]),
+        gateway=replace(settings.gateway, port=port, engines=[gateways], supervisor=me),
         scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, supervisor=me),
         worker=replace(settings.worker, scheduler=workers, supervisor=me),
     )

@@ -74,7 +74,7 @@ def serving(model: Path, folder: Path, *flags: str) -> Iterator[Server]:
         yield server
     finally:
         if server.process.is_running():
-            server.process.kill()  # its children are on a leash
+            server.process.kill()  # its children follow
             server.process.wait()
 
 

@@ -1,4 +1,4 @@
-"""The supervisor over real processes: small fake services that obey its rules (SIGTERM ends them)."""
+"""The supervisor over real processes: small fakes that end on SIGTERM and with their supervisor, as services do."""
 
 import asyncio
 import io
@@ -20,6 +20,8 @@ from quire.supervisor import INTERRUPTED, Supervisor
 SERVICE = """
 import os, signal, sys, time
 from pathlib import Path
+from shared.process import follow
+follow(int(sys.argv[4]))
 folder, name, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with (folder / f"{name}.starts").open("a") as starts:
     starts.write("x")
@@ -50,7 +52,7 @@ class Fakes:
         self.announced = 0
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
         self.children = [
-            Child(name, ["fake_service", str(folder), name, mode], Log(self.out), environment)
+            Child(name, ["fake_service", str(folder), name, mode, str(os.getpid())], Log(self.out), environment)
             for name, mode in modes.items()
         ]
 
