@@ -119,7 +119,7 @@ def arguments(config: Struct) -> list[str]:
         if isinstance(value, bool):
             argv.append(knob.flag if value else "--no-" + knob.flag[2:])
         elif isinstance(value, (list, tuple)):
-            argv += [part for item in value for part in (knob.flag, str(item))]
+            argv += [f"{knob.flag}={item}" for item in value]  # one word each: an item may begin with a dash
         else:
             argv.append(f"{knob.flag}={value}")
     return argv
@@ -160,7 +160,11 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 def _metas(hint: Any) -> list[Meta]:
     """The bounds and descriptions of a type; those of an optional one stand with the part that is not None."""
     own = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+    parts: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is Annotated:
+        parts = typing.get_args(hint)[:1]
+    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+        parts = typing.get_args(hint)
     return own + [meta for part in parts for meta in _metas(part)]
 
 

@@ -1,0 +1,161 @@
+"""Settings from flags, environment and file; every service's own settings are held to the same rules."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta, Struct
+
+from services.gateway.config import GatewayConfig
+from services.scheduler.config import SchedulerConfig
+from services.worker.config import WorkerConfig
+from shared.config import arguments, flag_parser, knobs, load, read_file, resolve
+from shared.errors import ConfigError
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One knob of each kind."""
+
+    name: Annotated[str, Meta(min_length=1, description="A name of 100%.")] = "x"
+    size: Annotated[int, Meta(ge=1, le=9, description="A size.")] = 3
+    share: Annotated[float, Meta(gt=0, description="A share.")] = 0.5
+    limit: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="A limit.")] = None
+    fast: Annotated[bool, Meta(description="Be fast.")] = False
+    safe: Annotated[bool, Meta(description="Be safe.")] = True
+    policy: Annotated[Literal["fcfs", "priority"], Meta(description="A policy.")] = "fcfs"
+    block_size: Annotated[Literal[8, 16], Meta(description="Tokens.")] = 16
+    keys: Annotated[list[str], Meta(description="Keys.")] = []
+
+
+CONFIGS = [Sample, GatewayConfig, SchedulerConfig, WorkerConfig]
+
+
+def read(*argv: str, environment: dict[str, str] | None = None) -> Sample:
+    return load(Sample, argv, environment or {}, prog="sample")
+
+
+def test_defaults() -> None:
+    assert read() == Sample()
+
+
+def test_flags_of_every_kind() -> None:
+    argv = ["--name=a b", "--size", "9", "--share=1", "--limit=7", "--fast", "--no-safe", "--policy=priority"]
+    wanted = Sample(name="a b", size=9, share=1.0, limit=7, fast=True, safe=False, policy="priority", block_size=8)
+    assert read(*argv, "--block-size=8") == wanted
+    assert read("--keys=a", "--keys=b,c").keys == ["a", "b,c"]
+
+
+def test_environment_of_every_kind() -> None:
+    environment = {
+        "QUIRE_NAME": "n",
+        "QUIRE_SIZE": "2",
+        "QUIRE_LIMIT": "4",
+        "QUIRE_FAST": "true",
+        "QUIRE_SAFE": "0",
+        "QUIRE_BLOCK_SIZE": "8",
+        "QUIRE_KEYS": "a,b",
+        "QUIRE_OTHER": "?",
+        "SIZE": "7",
+    }
+    wanted = Sample(name="n", size=2, limit=4, fast=True, safe=False, block_size=8, keys=["a", "b"])
+    assert read(environment=environment) == wanted
+
+
+def test_flags_win_over_environment_which_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("name: file\nsize: 5\nblock-size: 8\nkeys: [a, b]\nlimit: null\n")
+    found = read(f"--config={file}", "--name=flag", environment={"QUIRE_NAME": "environment", "QUIRE_SIZE": "6"})
+    assert found == Sample(name="flag", size=6, block_size=8, keys=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--size=0"], "--size '0': Expected `int` >= 1"),
+        (["--size=ten"], "--size 'ten'"),
+        (["--size=1.5"], "--size '1.5'"),
+        (["--share=0"], "--share '0'"),
+        (["--policy=lifo"], "--policy 'lifo'"),
+        (["--limit=0"], "--limit '0'"),
+        (["--block-size=9"], "--block-size '9'"),
+        (["--name="], "--name ''"),
+        (["--siz=1"], "--siz=1"),
+        (["stray"], "stray"),
+        (["--config=/nowhere.yaml"], "--config /nowhere.yaml"),
+    ],
+)
+def test_what_is_wrong_is_named(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*argv)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: b: c", "just text"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"settings\.yaml"):
+        read_file(str(file))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_arguments_lead_back_to_the_config(config: type[Struct]) -> None:
+    """For each knob, another value than the default's survives the way by flags."""
+    assert arguments(config()) == []
+    for knob in knobs(config):
+        for value in OTHERS:
+            try:
+                changed = msgspec.convert({knob.name: value}, config, strict=False)
+            except msgspec.ValidationError:
+                continue
+            if getattr(changed, knob.name) != knob.default:
+                break
+        else:
+            pytest.fail(f"no other value for {knob.flag}")
+        assert load(config, arguments(changed), {}, prog="x") == changed
+
+
+OTHERS: list[object] = [
+    True,
+    False,
+    7,
+    2,
+    0.75,
+    64,
+    ["a", "--b", "c d"],
+    "cpu",
+    "priority",
+    "dummy",
+    "float32",
+    "--x y",
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_knob_says_what_it_does_and_what_it_takes(
+    config: type[Struct], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for knob in knobs(config):
+        assert knob.doc.endswith((".", ")")), knob.name
+        assert knob.kind
+    with pytest.raises(SystemExit):
+        load(config, ["--help"], {}, prog="x")
+    said = capsys.readouterr().out
+    assert all(knob.flag in said and knob.variable in said for knob in knobs(config))
+
+
+def test_kinds_are_shown_with_their_bounds() -> None:
+    kinds = {knob.name: knob.kind for knob in knobs(Sample)}
+    assert kinds["size"] == "int ≥ 1 ≤ 9"
+    assert kinds["limit"] == "int ≥ 1"
+    assert kinds["policy"] == "fcfs | priority"
+    assert kinds["keys"] == "list of str"
+
+
+def test_one_parser_serves_several_configs() -> None:
+    parser = flag_parser([GatewayConfig, SchedulerConfig, WorkerConfig], prog="all")
+    flags = vars(parser.parse_args(["--model=m", "--drain-timeout=7", "--max-num-seqs=5", "--port=1"]))
+    assert resolve(WorkerConfig, flags, {}).model == resolve(GatewayConfig, flags, {}).model == "m"
+    assert resolve(SchedulerConfig, flags, {}) == SchedulerConfig(drain_timeout=7, max_num_seqs=5)
+    assert resolve(GatewayConfig, flags, {}).drain_timeout == 7

@@ -1,0 +1,166 @@
+"""Sampling parameters: what is refused, in which words, and what becomes of the rest on the wire."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import InvalidRequest
+from shared.params import MAX_N, SamplingParams
+from shared.protocol import Sampling
+
+
+def lower(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 100) -> Sampling:
+    return params.lower(prompt_len=prompt_len, max_model_len=max_model_len, vocab_size=50, eos_token_ids=[2, 3])
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n", [0, -1, MAX_N + 1]),
+        ("temperature", [-0.1, 2.1, math.nan, math.inf]),
+        ("top_p", [0.0, -0.5, 1.1, math.nan]),
+        ("top_k", [-2]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("seed", [2**63, -(2**63) - 1]),
+        ("max_tokens", [-1]),
+        ("min_tokens", [-1, 17]),  # 17 is more than the default of max_tokens
+        ("presence_penalty", [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.1, 2.1, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
+        ("logprobs", [-1, 21]),
+        ("top_logprobs", [-1, 21]),
+        ("prompt_logprobs", [-1, 21]),
+        ("stop", ["", ["a", ""], ["a"] * 5]),
+        ("logit_bias", [{1: 100.5}, {1: -101.0}, {1: math.nan}]),
+    ],
+)
+def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
+        assert caught.value.message.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("n", [1, MAX_N]),
+        ("temperature", [0.0, 2.0]),
+        ("top_p", [1e-9, 1.0]),
+        ("top_k", [-1, 0, 1, 10**9]),
+        ("min_p", [0.0, 1.0]),
+        ("seed", [None, -1, 0, 2**63 - 1, -(2**63)]),
+        ("max_tokens", [None, 0, 1]),
+        ("min_tokens", [0, 16]),
+        ("presence_penalty", [-2.0, 2.0]),
+        ("repetition_penalty", [1e-3, 5.0]),
+        ("logprobs", [None, 0, 20]),
+        ("stop", [None, "a", ["a", "b", "c", "d"], []]),
+        ("logit_bias", [None, {}, {1: -100.0, 2: 100.0}]),
+    ],
+)
+def test_values_in_range_are_taken(field: str, values: list[Any]) -> None:
+    for value in values:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_lowering_carries_every_field() -> None:
+    params = SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=7,
+        stop_token_ids=[9, 4, 9],
+        max_tokens=8,
+        min_tokens=3,
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        logit_bias={6: 1.0, 5: -1.0},
+        logprobs=2,
+        prompt_logprobs=1,
+    )
+    assert lower(params) == Sampling(
+        max_tokens=8,
+        seed=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        logit_bias=[(5, -1.0), (6, 1.0)],
+        min_tokens=3,
+        stop_token_ids=[9, 4, 2, 3],
+        logprobs=2,
+        prompt_logprobs=1,
+    )
+
+
+def test_what_is_off_is_off_on_the_wire() -> None:
+    sampling = lower(SamplingParams(top_k=-1, seed=0))
+    assert sampling == Sampling(max_tokens=16, seed=0, stop_token_ids=[2, 3])
+
+
+def test_end_of_sequence_can_be_ignored_but_asked_for() -> None:
+    assert lower(SamplingParams(ignore_eos=True)).stop_token_ids == []
+    assert lower(SamplingParams(ignore_eos=True, stop_token_ids=[2])).stop_token_ids == [2]
+
+
+@pytest.mark.parametrize(("seed", "wire"), [(5, 5), (-2, 2**64 - 2), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1)])
+def test_seeds_are_64_bits(seed: int, wire: int) -> None:
+    assert lower(SamplingParams(seed=seed)).seed == wire
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_the_unseeded_get_seeds_of_their_own(seed: int | None) -> None:
+    params = SamplingParams(seed=seed)
+    found = {lower(params).seed for _ in range(10)}
+    assert len(found) == 10
+    assert all(0 <= one < 2**64 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "top_logprobs", "wire"), [(None, None, -1), (0, None, 0), (None, 3, 3), (2, 5, 5), (5, 2, 5)]
+)
+def test_the_larger_of_both_names_counts(logprobs: int | None, top_logprobs: int | None, wire: int) -> None:
+    assert lower(SamplingParams(logprobs=logprobs, top_logprobs=top_logprobs)).logprobs == wire
+
+
+def test_the_rest_of_the_context_is_the_limit_if_none_is_given() -> None:
+    assert lower(SamplingParams(max_tokens=None)).max_tokens == 90
+    assert lower(SamplingParams(max_tokens=90)).max_tokens == 90
+    assert lower(SamplingParams(max_tokens=0), prompt_len=100).max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "prompt_len", "param"),
+    [(91, 10, "max_tokens"), (1, 100, "prompt"), (None, 100, "prompt"), (None, 1000, "prompt"), (0, 101, "prompt")],
+)
+def test_what_is_longer_than_the_context_is_refused(max_tokens: int | None, prompt_len: int, param: str) -> None:
+    with pytest.raises(InvalidRequest, match="the context of this model is 100 tokens") as caught:
+        lower(SamplingParams(max_tokens=max_tokens), prompt_len=prompt_len)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("token", [-1, 50, 10**12])
+def test_token_ids_beyond_the_vocabulary_are_refused(token: int) -> None:
+    for params in (SamplingParams(stop_token_ids=[1, token]), SamplingParams(logit_bias={token: 1.0})):
+        with pytest.raises(InvalidRequest, match="must hold token ids from 0 to 49"):
+            lower(params)
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="best_of"):
+        msgspec.convert({"best_of": 2}, SamplingParams)
+
+
+def test_stop_strings_are_a_tuple_either_way() -> None:
+    assert SamplingParams(stop="a").stop_strings == ("a",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams().stop_strings == ()

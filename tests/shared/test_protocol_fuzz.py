@@ -1,0 +1,117 @@
+"""Decoders against whatever a peer may send: a message or a `ProtocolError`, and nothing else."""
+
+from array import array
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared import protocol
+from shared.errors import ProtocolError
+from shared.protocol import MAX_FRAME, Submit, encode, pack_tokens, unpack_tokens
+from tests.shared.test_protocol_golden import EXAMPLES, SIDES
+
+DECODERS: list[Callable[[bytes], object]] = [decode for _, decode, _ in SIDES.values()]
+WHOLE = [encode(example) for example in EXAMPLES.values()]
+
+plain = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=8)
+nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def decode_all(data: bytes) -> list[object]:
+    found: list[object] = []
+    for decode in DECODERS:
+        try:
+            found.append(decode(data))
+        except ProtocolError as error:
+            assert str(error).startswith("not a message of protocol version")  # noqa: PT017  (nothing is raised here)
+    return found
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes(data: bytes) -> None:
+    decode_all(data)
+
+
+@given(st.integers(0, 10), st.lists(nested, max_size=12))
+def test_random_values_behind_a_tag(tag: int, fields: list[object]) -> None:
+    decode_all(msgspec.msgpack.encode([tag, *fields]))
+
+
+@settings(max_examples=500)
+@given(st.sampled_from(WHOLE), st.data())
+def test_mutated_messages(whole: bytes, data: st.DataObject) -> None:
+    """Bytes are changed, cut out and put in; what still decodes can be encoded again."""
+    changed = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(changed) - 1, 0)))
+        match data.draw(st.sampled_from(["change", "cut", "put"])):
+            case "change" if changed:
+                changed[at] = data.draw(st.integers(0, 255))
+            case "cut":
+                del changed[at : at + data.draw(st.integers(1, 9))]
+            case _:
+                changed[at:at] = data.draw(st.binary(max_size=9))
+    for message in decode_all(bytes(changed)):
+        encode(message)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))
+def test_truncated_messages(whole: bytes) -> None:
+    for length in range(len(whole)):
+        assert decode_all(whole[:length]) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_messages_of_one_direction_do_not_pass_for_others_silently(name: str) -> None:
+    """Tags are reused across directions, but shapes differ; where both fit, it is the same kind of message."""
+    others = [decode for side, (_, decode, _) in SIDES.items() if side != name.partition(".")[0]]
+    for decode in others:
+        try:
+            found = decode(encode(EXAMPLES[name]))
+        except ProtocolError:
+            continue
+        assert not msgspec.structs.fields(found), (name, found)  # empty ones (Ping, Beat, Stop) may
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x91" * 100_000,  # nested deeper than Python's stack
+        b"\xdd\xff\xff\xff\xff",  # an array that claims 4 billion elements
+        b"\x92\x01\xdb\xff\xff\xff\xff",  # a string that claims 4 GB
+        msgspec.msgpack.encode([2, 1, b"", 0, [1, 1]]),  # prompt_len of 0
+        msgspec.msgpack.encode([2, -1, b"", 1, [1, 1]]),  # a negative id
+        msgspec.msgpack.encode([3, 1, 1, 1]),  # one field too many
+        msgspec.msgpack.encode([3, True]),  # not an integer
+        msgspec.msgpack.encode([3, "1"]),
+        msgspec.msgpack.encode([99]),  # no such tag
+        msgspec.msgpack.encode({"type": 1}),
+        b"",
+    ],
+)
+def test_known_traps(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        protocol.decode_from_gateway(data)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_tokens_survive_the_wire(tokens: list[int]) -> None:
+    packed = pack_tokens(tokens)
+    assert packed == b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+    assert list(unpack_tokens(packed)) == tokens
+    assert pack_tokens(array("i", tokens)) == packed
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_tokens_come_in_fours_of_bytes(length: int) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_tokens(bytes(length))
+
+
+def test_a_million_tokens_are_far_from_the_limit_of_a_frame() -> None:
+    example = EXAMPLES["FROM_GATEWAY.Submit"]
+    assert isinstance(example, Submit)
+    assert len(encode(msgspec.structs.replace(example, tokens=pack_tokens(range(1_000_000))))) < MAX_FRAME / 10

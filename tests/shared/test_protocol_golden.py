@@ -1,0 +1,102 @@
+"""The wire, byte by byte. A test that fails here says that two versions cannot talk: raise `VERSION` as well."""
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from shared import protocol
+from shared.protocol import VERSION, encode
+from tests.shared import wire_examples
+
+SIDES = {
+    "FROM_GATEWAY": (wire_examples.FROM_GATEWAY, protocol.decode_from_gateway, protocol.GatewayToScheduler),
+    "TO_GATEWAY": (wire_examples.TO_GATEWAY, protocol.decode_to_gateway, protocol.SchedulerToGateway),
+    "TO_WORKER": (wire_examples.TO_WORKER, protocol.decode_to_worker, protocol.SchedulerToWorker),
+    "FROM_WORKER": (wire_examples.FROM_WORKER, protocol.decode_from_worker, protocol.WorkerToScheduler),
+}
+EXAMPLES = {f"{side}.{type(one).__name__}": one for side, (examples, _, _) in SIDES.items() for one in examples}
+
+GOLDEN_VERSION = 1
+GOLDEN = {
+    "FROM_GATEWAY.Hello": ("930101ab676174657761792d312d61"),
+    "FROM_GATEWAY.Submit": (
+        "990209c40c010000000200000070110100029e40cfffffffffffffffffcb3fe0000000000000cb3feccccccccccccd28cb3f"
+        "a999999999999acb3fd0000000000000cbbfd0000000000000cb3ff8000000000000919207cbc05900000000000002920002"
+        "01000203ffcb3ff8000000000000"
+    ),
+    "FROM_GATEWAY.Abort": ("93030903"),
+    "FROM_GATEWAY.Ping": ("9104"),
+    "TO_GATEWAY.Welcome": (
+        "970101a130a46230303796a4736d6f6cb04c6c616d61466f7243617573616c4c4da7666c6f61743332cd2000cdc000a26631cd1000cc80"
+    ),
+    "TO_GATEWAY.Progress": (
+        "92029199090305912a9194cbbfe00000000000000292040592cbbfd0000000000000cbbfe00000000000009194cbbfe00000"
+        "000000000292040592cbbfd0000000000000cbbfe0000000000000a56572726f7210a3776879"
+    ),
+    "TO_GATEWAY.Refused": ("950309aa71756575655f66756c6ca466756c6ccb4004000000000000"),
+    "TO_GATEWAY.Status": ("9404c3c2dc00150102030405060708090a0b0c0d0e0f101112131415"),
+    "TO_WORKER.Configure": ("970192a4623030370310cd03e8cc80cd1000cd0280"),
+    "TO_WORKER.StepPlan": (
+        "990292a4623030370307919400020101919600c40c010000000200000070110100029208099e40cfffffffffffffffffcb3f"
+        "e0000000000000cb3feccccccccccccd28cb3fa999999999999acb3fd0000000000000cbbfd0000000000000cb3ff8000000"
+        "000000919207cbc059000000000000029200020100039192009192010191930002910a9192080b9105"
+    ),
+    "TO_WORKER.Stop": ("9103"),
+    "FROM_WORKER.Register": (
+        "9c0101aa776f726b65722d312d610001cd1092a363707596a4736d6f6cb04c6c616d61466f7243617573616c4c4da7666c6f"
+        "61743332cd2000cdc000a26631cdb400ce80000000cb3f9eb851eb851eb8cb3f40624dd2f1a9fc"
+    ),
+    "FROM_WORKER.StepResult": (
+        "950292a4623030370307919400912a9194cbbfe00000000000000292040592cbbfd0000000000000cbbfe000000000000091"
+        "94cbbfe00000000000000292040592cbbfd0000000000000cbbfe0000000000000cb3f9eb851eb851eb8"
+    ),
+    "FROM_WORKER.Fault": ("940392a4623030370307a954726163656261636b"),
+    "FROM_WORKER.Beat": ("9104"),
+}
+
+
+def test_the_version_goes_with_the_bytes() -> None:
+    assert VERSION == GOLDEN_VERSION
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_bytes_are_as_they_were(name: str) -> None:
+    assert encode(EXAMPLES[name]).hex() == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_bytes_decode_to_what_was_encoded(name: str) -> None:
+    _, decode, _ = SIDES[name.partition(".")[0]]
+    assert decode(bytes.fromhex(GOLDEN[name])) == EXAMPLES[name]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_each_message_has_an_example(side: str) -> None:
+    examples, _, union = SIDES[side]
+    assert [type(one) for one in examples] == list(union.__args__)
+
+
+def test_examples_set_every_field() -> None:
+    """Else a change of a field's type or place would not show."""
+    for name, example in EXAMPLES.items():
+        for field in msgspec.structs.fields(example):
+            assert field.default is msgspec.NODEFAULT or getattr(example, field.name) != field.default, (name, field)
+
+
+def structs_of(value: object) -> list[Struct]:
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in structs_of(item)]
+    if not isinstance(value, Struct):
+        return []
+    parts = [getattr(value, field.name) for field in msgspec.structs.fields(value)]
+    return [value, *(found for part in parts for found in structs_of(part))]
+
+
+def test_everything_on_the_wire_is_a_closed_frozen_array() -> None:
+    kinds = {type(one) for example in EXAMPLES.values() for one in structs_of(example)}
+    assert len(kinds) > len(EXAMPLES)
+    for kind in kinds:
+        config = kind.__struct_config__
+        assert config.array_like, kind
+        assert config.forbid_unknown_fields, kind
+        assert config.frozen, kind

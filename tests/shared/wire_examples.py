@@ -1,0 +1,89 @@
+"""One example of each message, with every field set, and its bytes on the wire."""
+
+from msgspec import Struct
+
+from shared.protocol import (
+    Abort,
+    Beat,
+    Configure,
+    Epoch,
+    Fault,
+    Finish,
+    Fork,
+    Hello,
+    ModelFacts,
+    NewSequence,
+    Ping,
+    Progress,
+    ProgressRow,
+    Refusal,
+    Refused,
+    Register,
+    Row,
+    SampledRow,
+    Sampling,
+    Snapshot,
+    Status,
+    StepPlan,
+    StepResult,
+    Stop,
+    Submit,
+    TableWrite,
+    TokenLogprobs,
+    Welcome,
+    pack_tokens,
+)
+
+EPOCH = Epoch("b007", 3)
+FACTS = ModelFacts("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1")
+SAMPLING = Sampling(
+    max_tokens=64,
+    seed=2**64 - 1,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    presence_penalty=0.25,
+    frequency_penalty=-0.25,
+    repetition_penalty=1.5,
+    logit_bias=[(7, -100.0)],
+    min_tokens=2,
+    stop_token_ids=[0, 2],
+    logprobs=1,
+    prompt_logprobs=0,
+)
+SCORES = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
+TOKENS = pack_tokens([1, 2, 70_000])
+
+FROM_GATEWAY: list[Struct] = [
+    Hello(1, "gateway-1-a"),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5),
+    Abort(9, 3),
+    Ping(),
+]
+TO_GATEWAY: list[Struct] = [
+    Welcome(1, "0", "b007", FACTS, 4096, 128),
+    Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, Finish.ERROR, 16, "why")]),
+    Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
+    Status(True, False, Snapshot(*range(1, 22))),
+]
+TO_WORKER: list[Struct] = [
+    Configure(EPOCH, 16, 1000, 128, 4096, 640),
+    StepPlan(
+        EPOCH,
+        7,
+        [Row(0, 2, 1, 1)],
+        [NewSequence(0, TOKENS, 2, [8, 9], SAMPLING, 3)],
+        [Fork(0, [(1, 1)])],
+        [TableWrite(0, 2, [10])],
+        [(8, 11)],
+        [5],
+    ),
+    Stop(),
+]
+FROM_WORKER: list[Struct] = [
+    Register(1, "worker-1-a", 0, 1, 4242, "cpu", FACTS, 46080, 2**31, 0.03, 0.0005),
+    StepResult(EPOCH, 7, [SampledRow(0, [42], SCORES, SCORES)], 0.03),
+    Fault(EPOCH, 7, "Traceback"),
+    Beat(),
+]
