@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from services.gateway.faults import UnsupportedMediaType
+from services.gateway.faults import UnreadableBody, UnsupportedMediaType
 from services.gateway.openai import GenerationRequest, decode
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -18,7 +18,11 @@ async def read(request: web.Request, kind: type[R]) -> R:
     declared = request.content_type if "Content-Type" in request.headers else "application/json"
     if declared != "application/json" and not declared.endswith("+json"):
         raise UnsupportedMediaType(f"the body must be application/json, not {declared}")
-    return decode(await request.read(), kind)
+    try:
+        body = await request.read()
+    except web.RequestPayloadError as error:
+        raise UnreadableBody from error
+    return decode(body, kind)
 
 
 class Head(Struct, frozen=True):

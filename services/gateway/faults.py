@@ -49,6 +49,10 @@ class Unauthorized(Exception):
     """No valid API key came with the request."""
 
 
+class UnreadableBody(Exception):
+    """The body is not encoded as its headers say; where it ends is not known, so the connection is of no more use."""
+
+
 class UnsupportedMediaType(Exception):
     """The body is declared to be something other than JSON."""
 
@@ -66,6 +70,9 @@ def fault_of(error: BaseException) -> Fault:
             return Fault(
                 401, "a valid API key is needed: Authorization: Bearer KEY", None, {"WWW-Authenticate": "Bearer"}
             )
+        case UnreadableBody():
+            message = "the body does not have the Content-Encoding or Transfer-Encoding that its headers name"
+            return Fault(400, message, None, {"Connection": "close"})
         case UnsupportedMediaType():
             return Fault(415, str(error))
         case Overloaded():

@@ -132,6 +132,16 @@ async def test_gtw09_a_small_compressed_body_that_is_long_inside_is_too_long() -
             await error_of(response)
 
 
+@pytest.mark.filterwarnings("ignore")
+async def test_gtw10_a_body_that_is_not_compressed_as_it_says() -> None:
+    async with serve() as client:
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with client.post("/v1/completions", data=b'{"prompt": "x"}', headers=headers) as response:
+            assert response.status == 400
+            assert "Content-Encoding" in (await error_of(response))["message"]
+        await client.complete(prompt="x")
+
+
 WRONG: list[Any] = [None, "x", "", 7, -7, 1.5, [], [1], ["x"], [[1]], {}, {"a": 1}, True, False, 10**30]
 
 

@@ -268,8 +268,12 @@ def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engi
 
 def test_two_gateways_share_a_port_if_they_are_told_to(folder: Path, tmp_path: Path, engine: Engine) -> None:
     port, flags = free_port(), ("--engines", f"ipc://{tmp_path}/g.sock", "--reuse-port")
-    with gateway(folder, *flags, port=port) as first, gateway(folder, *flags, port=port) as second:
+    with gateway(folder, *flags, port=port) as first:
         first.wait_until(200)
-        first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(PATIENCE) == 0
-        second.wait_until(200)
+        with gateway(folder, *flags, port=port) as second:
+            assert second.process.stderr is not None
+            while "listening" not in second.process.stderr.readline():
+                assert second.process.poll() is None
+            first.process.send_signal(signal.SIGTERM)
+            assert first.process.wait(PATIENCE) == 0
+            second.wait_until(200)
