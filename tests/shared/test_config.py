@@ -121,6 +121,7 @@ OTHERS: list[object] = [
     False,
     7,
     2,
+    8,
     0.75,
     64,
     ["a", "--b", "c d"],
