@@ -9,8 +9,10 @@ sequence's table at `position // block_size` and `offset = position % block_size
 Storage must hold finite numbers from the start: readers mask what lies beyond a sequence, and may do it by adding.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +38,11 @@ class KVLayout:
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
         """Zeroed storage; on a CPU its pages are only taken from the system as they are first written."""
-        block = (self.num_kv_heads, self.block_size, self.head_dim)
-        return torch.zeros((self.num_layers, 2, num_blocks, *block), dtype=self.dtype, device=device)
+        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        size = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)  # torch.zeros writes them all
 
 
 def layer_views(storage: Tensor) -> list[tuple[Tensor, Tensor]]:
