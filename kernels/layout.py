@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CACHE_LINE = 64  # bytes
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -42,7 +44,9 @@ class KVLayout:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=device)
         size = math.prod(shape) * self.dtype.itemsize
-        return torch.from_numpy(np.zeros(size, np.uint8)).view(self.dtype).view(shape)  # torch.zeros writes them all
+        memory = np.zeros(size + CACHE_LINE, np.uint8)  # torch.zeros would write it all
+        start = -memory.ctypes.data % CACHE_LINE
+        return torch.from_numpy(memory[start : start + size]).view(self.dtype).view(shape)
 
 
 def layer_views(storage: Tensor) -> list[tuple[Tensor, Tensor]]:
