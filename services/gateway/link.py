@@ -117,21 +117,28 @@ class Link:
             self._send(Abort(attempt.id))
 
     async def run(self) -> None:
-        """Keep a connection until cancelled."""
+        """Keep a connection until cancelled. However one ends, the attempts that ran on it fail."""
         while True:
-            name = identity("gateway")
-            with dial(self._context, self.address, name) as socket:
-                monitor = Monitor(socket)
-                self._socket, self._stuck, self._heard = socket, False, time.monotonic()
-                try:
-                    self._send(Hello(VERSION, show(name)))
-                    reason = await self._pump(socket, monitor)
-                finally:
-                    self._socket = self.welcome = self.status = None
-                    monitor.close()
-            log.warning("engine at %s is lost: %s (%d requests)", self.address, reason, len(self._attempts))
-            self._fail_all(f"the engine was lost: {reason}")
+            reason = "the gateway is shutting down"
+            try:
+                reason = "the engine was lost: " + await self._connection()
+                log.warning("engine at %s: %s (%d requests)", self.address, reason, len(self._attempts))
+            finally:
+                self._fail_all(reason)
             await asyncio.sleep(PAUSE)
+
+    async def _connection(self) -> str:
+        """One connection from its beginning to its end; says why it ended."""
+        name = identity("gateway")
+        with dial(self._context, self.address, name) as socket:
+            monitor = Monitor(socket)
+            self._socket, self._stuck, self._heard = socket, False, time.monotonic()
+            try:
+                self._send(Hello(VERSION, show(name)))
+                return await self._pump(socket, monitor)
+            finally:
+                self._socket = self.welcome = self.status = None
+                monitor.close()
 
     async def _pump(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
         """Read until the engine is gone; says why."""

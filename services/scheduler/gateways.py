@@ -157,6 +157,8 @@ class Gateways:
         """The scheduler itself stood still for so long."""
         for gateway in self._peers.values():
             gateway.heard += seconds
+            if gateway.stuck_since is not None:
+                gateway.stuck_since += seconds
 
     def _handle(self, message: Message, now: float) -> Submit | Abort | None:
         gateway = self._peers.get(message.peer)

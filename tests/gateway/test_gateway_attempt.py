@@ -1,0 +1,106 @@
+"""An attempt: rows in, rows out, and what is not applied."""
+
+import asyncio
+
+import pytest
+
+from services.gateway.attempt import Attempt
+from shared.errors import EngineFailure, Overloaded
+from shared.protocol import Abort, Finish, ProgressRow
+
+
+class World:
+    def __init__(self, n: int = 1) -> None:
+        self.sent: list[Abort] = []
+        self.attempt = Attempt(5, n, "0", self.sent.append)
+
+    def take(self, position: int, *tokens: int, sample: int = 0, finish: Finish | None = None) -> None:
+        self.attempt.take(ProgressRow(5, sample, position, list(tokens), finish=finish))
+
+    async def tokens(self) -> list[int]:
+        return [token for row in await self.attempt.rows() for token in row.tokens]
+
+
+async def test_rows_come_in_order_and_waiting_is_for_news_only() -> None:
+    world = World()
+    world.take(0, 7)
+    world.take(1, 8, 9)
+    assert await world.tokens() == [7, 8, 9]
+    waiting = asyncio.create_task(world.tokens())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    world.take(3, 10, finish=Finish.STOP)
+    assert await waiting == [10]
+    assert world.attempt.done
+
+
+async def test_what_is_there_already_is_not_applied_again() -> None:
+    world = World()
+    world.take(0, 7)
+    world.take(0, 7)
+    world.take(1, 8)
+    world.take(0, 7, 8)
+    assert await world.tokens() == [7, 8]
+
+
+async def test_a_gap_fails_the_attempt_and_ends_it_at_the_engine() -> None:
+    world = World()
+    world.take(0, 7)
+    world.take(3, 10)
+    world.take(1, 8)
+    assert await world.tokens() == [7]
+    with pytest.raises(EngineFailure, match="tokens 1 to 2 of the output were lost"):
+        await world.tokens()
+    assert world.sent == [Abort(5)]
+
+
+async def test_samples_have_positions_of_their_own() -> None:
+    world = World(2)
+    world.take(0, 7, sample=1)
+    world.take(0, 8, sample=0)
+    world.take(1, 9, sample=1, finish=Finish.LENGTH)
+    world.take(0, 1, sample=2)
+    assert [(row.sample, row.tokens) for row in await world.attempt.rows()] == [(1, [7]), (0, [8]), (1, [9])]
+    assert not world.attempt.done
+
+
+async def test_an_aborted_sample_is_heard_of_no_more() -> None:
+    world = World(2)
+    world.take(0, 7, sample=0)
+    world.take(0, 8, sample=1)
+    world.attempt.abort(0)
+    world.attempt.abort(0)
+    world.take(1, 9, sample=0, finish=Finish.ABORT)
+    world.take(1, 10, sample=1, finish=Finish.STOP)
+    assert world.sent == [Abort(5, 0)]
+    assert await world.tokens() == [8, 10]
+    world.attempt.abort(1)
+    assert world.sent == [Abort(5, 0)]
+
+
+async def test_an_error_comes_after_the_rows_before_it_and_stays() -> None:
+    world = World()
+    world.take(0, 7)
+    world.attempt.fail(Overloaded("full", 2.0))
+    world.attempt.fail(EngineFailure("later"))
+    world.take(1, 8)
+    assert await world.tokens() == [7]
+    for _ in range(2):
+        with pytest.raises(Overloaded):
+            await world.tokens()
+
+
+async def test_what_has_ended_does_not_fail_any_more_and_must_not_be_waited_for() -> None:
+    world = World()
+    world.take(0, 7, finish=Finish.STOP)
+    world.attempt.fail(EngineFailure("later"))
+    assert await world.tokens() == [7]
+    with pytest.raises(RuntimeError, match="has ended"):
+        await world.tokens()
+
+
+async def test_a_last_row_needs_no_tokens() -> None:
+    world = World()
+    world.take(0, 7)
+    world.take(1, finish=Finish.ABORT)
+    assert [row.finish for row in await world.attempt.rows()] == [None, Finish.ABORT]

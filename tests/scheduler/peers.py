@@ -1,0 +1,70 @@
+"""A listener without sockets: peers are names, connections are numbers, and what is sent is kept to be looked at."""
+
+from collections import deque
+from typing import Any, cast
+
+from msgspec import Struct
+
+from shared.protocol import encode
+from shared.transport import Listener, Message, PeerGone, PeerSlow
+
+
+class FakeMessage:
+    """Like `shared.transport.Message`."""
+
+    def __init__(self, peer: bytes, body: bytes, fd: int, pid: int | None) -> None:
+        self.peer, self.body, self.fd, self.pid = peer, body, fd, pid
+
+
+class FakeMonitor:
+    """Like `shared.transport.Monitor`."""
+
+    def __init__(self) -> None:
+        self.connected: set[int] = set()
+        self.gone: list[int] = []
+
+    def drain(self) -> list[int]:
+        gone, self.gone = self.gone, []
+        return gone
+
+
+class FakeListener:
+    """Like `shared.transport.Listener`. `slow` and `unreachable` are the peers that sends to fail."""
+
+    def __init__(self) -> None:
+        self.monitor = FakeMonitor()
+        self.inbox: deque[FakeMessage] = deque()
+        self.sent: list[tuple[bytes, bytes]] = []
+        self.slow: set[bytes] = set()
+        self.unreachable: set[bytes] = set()
+
+    def receive(self) -> Message | None:
+        return cast(Message, self.inbox.popleft()) if self.inbox else None
+
+    def send(self, peer: bytes, body: bytes) -> None:
+        if peer in self.slow:
+            raise PeerSlow
+        if peer in self.unreachable:
+            raise PeerGone
+        self.sent.append((peer, body))
+
+    def hear(self, peer: bytes, content: Struct | bytes, fd: int, pid: int | None = None) -> None:
+        """A message comes from a peer, over a connection that is there."""
+        self.monitor.connected.add(fd)
+        body = content if isinstance(content, bytes) else encode(content)
+        self.inbox.append(FakeMessage(peer, body, fd, pid))
+
+    def leave(self, fd: int) -> None:
+        """A connection ends."""
+        self.monitor.connected.discard(fd)
+        self.monitor.gone.append(fd)
+
+    def take(self, peer: bytes, decode: Any) -> list[Any]:
+        """What was sent to a peer since the last call."""
+        found = [decode(body) for to, body in self.sent if to == peer]
+        self.sent = [(to, body) for to, body in self.sent if to != peer]
+        return found
+
+
+def as_listener(fake: FakeListener) -> Listener:
+    return cast(Listener, fake)

@@ -1,0 +1,113 @@
+"""What becomes of the settings once a worker has said what it is."""
+
+import pytest
+from msgspec.structs import replace
+
+from services.scheduler.config import SchedulerConfig, count_blocks, limits
+from services.scheduler.engine import Engine
+from services.scheduler.vocabulary import stranger
+from shared.errors import ConfigError
+from shared.protocol import Refusal, Sampling
+from tests.scheduler.examples import FACTS, REGISTER, submit
+
+
+def test_blocks_are_what_the_memory_holds() -> None:
+    assert count_blocks(SchedulerConfig(), REGISTER) == 50
+    assert count_blocks(SchedulerConfig(block_size=32), REGISTER) == 25
+    assert count_blocks(SchedulerConfig(), replace(REGISTER, kv_memory=160 * 51 - 1)) == 50
+    assert count_blocks(SchedulerConfig(num_gpu_blocks_override=7), REGISTER) == 7
+
+
+def test_no_memory_is_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigError, match="the worker has 159 bytes for KV, but one block takes 160"):
+        count_blocks(SchedulerConfig(), replace(REGISTER, kv_memory=159))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "blocks", "length"),
+    [(None, 100, 1000), (None, 50, 800), (500, 50, 500), (2000, 100, 1000), (900, 2, 32)],
+)
+def test_the_context_is_the_least_of_wish_model_and_memory(wanted: int | None, blocks: int, length: int) -> None:
+    config = SchedulerConfig(max_model_len=wanted, num_gpu_blocks_override=blocks)
+    assert limits(config, REGISTER).max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "tokens"), [("cpu", None, 128 + 512), ("cuda:0", None, 128 + 8192), ("cuda", 200, 200)]
+)
+def test_the_size_of_a_step_goes_by_device(device: str, given: int | None, tokens: int) -> None:
+    found = limits(SchedulerConfig(max_num_batched_tokens=given), replace(REGISTER, device=device))
+    assert found.max_num_batched_tokens == tokens
+
+
+def test_every_wish_reaches_the_core() -> None:
+    config = SchedulerConfig(
+        block_size=8,
+        max_num_seqs=5,
+        max_num_queued_reqs=6,
+        max_num_queued_tokens=7,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        scheduling_policy="priority",
+        priority_ageing=1.5,
+    )
+    found = limits(config, REGISTER)
+    assert (found.block_size, found.num_blocks, found.max_num_seqs) == (8, 100, 5)
+    assert (found.max_queued_requests, found.max_queued_tokens) == (6, 7)
+    assert (found.prefix_caching, found.depth) == (False, 1)
+    assert (found.policy, found.priority_ageing) == ("priority", 1.5)
+    assert limits(SchedulerConfig(), REGISTER).depth == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "found"),
+    [
+        ([0, 99], Sampling(5, 0), None),
+        ([0, 100], Sampling(5, 0), 100),
+        ([-1, 5], Sampling(5, 0), -1),
+        ([5], Sampling(5, 0, stop_token_ids=[3, 100]), 100),
+        ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), -7),
+        ([5], Sampling(5, 0, logit_bias=[(99, 1.0)], stop_token_ids=[0, 99]), None),
+    ],
+)
+def test_tokens_that_the_model_has_not_are_found(tokens: list[int], sampling: Sampling, found: int | None) -> None:
+    assert stranger(replace(submit(1, tokens), sampling=sampling), 100) == found
+
+
+def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(SchedulerConfig())
+    refused = engine.submit(submit(1), 0.0)
+    assert refused is not None
+    assert refused.reason is Refusal.DRAINING
+    assert engine.welcome() is None
+    first = engine.configure(REGISTER)
+    assert engine.submit(submit(1), 0.0) is None
+    assert engine.plan(0.0) is not None
+    engine.lose_worker(1.0)
+    assert engine.strange(replace(REGISTER, facts=replace(FACTS, vocab_size=99)))
+    assert engine.strange(replace(REGISTER, facts=replace(FACTS, model="other")))
+    assert not engine.strange(REGISTER)
+    assert "continued outputs may differ" not in caplog.text
+    assert not engine.strange(replace(REGISTER, facts=replace(FACTS, fingerprint="g")))
+    assert "continued outputs may differ" in caplog.text
+    second = engine.configure(replace(REGISTER, kv_memory=160 * 80))
+    assert (second.num_blocks, second.max_model_len) == (80, first.max_model_len)
+    assert (second.epoch.boot, second.epoch.count) == (first.epoch.boot, first.epoch.count + 1)
+    assert engine.plan(2.0) is not None
+
+
+def test_an_engine_that_drains_before_its_first_worker_takes_nothing_later_either() -> None:
+    engine = Engine(SchedulerConfig())
+    engine.drain()
+    engine.configure(REGISTER)
+    refused = engine.submit(submit(1), 0.0)
+    assert refused is not None
+    assert refused.reason is Refusal.DRAINING
+    assert engine.idle
+
+
+def test_a_later_worker_whose_memory_is_too_small_for_the_promised_context_is_an_error() -> None:
+    engine = Engine(SchedulerConfig())
+    engine.configure(REGISTER)
+    with pytest.raises(ConfigError):
+        engine.configure(replace(REGISTER, kv_memory=160 * 49))

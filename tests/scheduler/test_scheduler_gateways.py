@@ -1,0 +1,270 @@
+"""Gateways: whose requests are whose, what is left when one goes, and what waits for one that is slow."""
+
+import time
+
+import pytest
+
+from services.scheduler.gateways import PATIENCE, ROWS, Gateways
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Finish,
+    Hello,
+    ModelFacts,
+    Ping,
+    Progress,
+    ProgressRow,
+    Refusal,
+    Refused,
+    Snapshot,
+    Status,
+    Submit,
+    Welcome,
+    decode_to_gateway,
+)
+from tests.scheduler.examples import FACTS, submit
+from tests.scheduler.peers import FakeListener, as_listener
+
+WELCOME = Welcome(VERSION, "0", "boot", FACTS, 100, 8)
+STATUS = Status(True, False, Snapshot())
+A, B = b"gateway-a", b"gateway-b"
+
+
+class World:
+    """Two gateways that have said Hello, over connections 1 and 2."""
+
+    def __init__(self) -> None:
+        self.net = FakeListener()
+        self.gateways = Gateways(as_listener(self.net))
+        self.net.hear(A, Hello(VERSION, "a"), 1)
+        self.net.hear(B, Hello(VERSION, "b"), 2)
+        assert self.receive() == []
+
+    def receive(self, now: float = 0.0, most: int = 100) -> list[Submit | Abort]:
+        return self.gateways.receive(most, now)
+
+    def submit(self, peer: bytes, id: int, n: int = 1) -> int:
+        """Returns the core's id."""
+        self.net.hear(peer, submit(id, n=n), 1 if peer == A else 2)
+        (request,) = self.receive()
+        assert isinstance(request, Submit)
+        return request.id
+
+    def flush(self, peer: bytes, now: float = 0.0) -> list[object]:
+        self.gateways.flush(now)
+        found: list[object] = self.net.take(peer, decode_to_gateway)
+        return found
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is remembered of any request."""
+        return not self.gateways.unfinished and all(not peer.ids for peer in self.gateways._peers.values())
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def row(id: int, *, sample: int = 0, position: int = 0, finish: Finish | None = None) -> ProgressRow:
+    return ProgressRow(id, sample, position, [7], finish=finish)
+
+
+def test_requests_of_two_gateways_under_the_same_id_are_two(world: World) -> None:
+    first, second = world.submit(A, 5), world.submit(B, 5)
+    assert first != second
+    world.gateways.deliver([row(first), row(second, position=3)])
+    assert world.flush(A) == [Progress([row(5)])]
+    assert world.flush(B) == [Progress([row(5, position=3)])]
+
+
+def test_a_step_is_one_message_a_gateway(world: World) -> None:
+    ids = [world.submit(A, id) for id in range(3)]
+    world.gateways.deliver([row(id) for id in ids])
+    world.gateways.deliver([row(ids[0], position=1)])
+    assert world.flush(A) == [Progress([row(0), row(1), row(2), row(0, position=1)])]
+    assert world.flush(A) == []
+
+
+def test_a_request_is_forgotten_with_its_last_sample(world: World) -> None:
+    id = world.submit(A, 5, n=2)
+    world.gateways.deliver([row(id, sample=1, finish=Finish.STOP)])
+    assert world.gateways.unfinished == [id]
+    world.gateways.deliver([row(id, sample=0, finish=Finish.LENGTH)])
+    assert world.empty
+    world.gateways.deliver([row(id)])  # nobody's
+    assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [2]
+    assert world.submit(A, 5) != id
+
+
+def test_a_refused_request_is_forgotten_and_said_under_its_own_id(world: World) -> None:
+    id = world.submit(A, 5)
+    world.gateways.refuse(Refused(id, Refusal.QUEUE_FULL, "full", 2.0))
+    assert world.flush(A) == [Refused(5, Refusal.QUEUE_FULL, "full", 2.0)]
+    assert world.empty
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_lives(world: World) -> None:
+    id = world.submit(A, 5)
+    world.net.hear(A, submit(5), 1)
+    assert world.receive() == []
+    (refused,) = world.flush(A)
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.reason) == (5, Refusal.INVALID)
+    world.gateways.deliver([row(id)])
+    assert world.flush(A) == [Progress([row(5)])]
+
+
+def test_aborts_go_to_the_core_under_its_id_and_strangers_nowhere(world: World) -> None:
+    id = world.submit(A, 5)
+    for peer, fd, abort in ((A, 1, Abort(5, 2)), (A, 1, Abort(6)), (B, 2, Abort(5)), (b"stranger", 3, Abort(5))):
+        world.net.hear(peer, abort, fd)
+    assert world.receive() == [Abort(id, 2)]
+
+
+def test_only_so_many_messages_are_read_in_a_turn(world: World) -> None:
+    for id in range(10):
+        world.net.hear(A, submit(id), 1)
+    assert [len(world.receive(most=4)) for _ in range(4)] == [4, 4, 2, 0]
+
+
+def test_a_request_without_a_time_of_arrival_gets_one(world: World) -> None:
+    world.net.hear(A, submit(1, arrival=0.0), 1)
+    world.net.hear(A, submit(2, arrival=7.0), 1)
+    first, second = world.receive()
+    assert isinstance(first, Submit)
+    assert isinstance(second, Submit)
+    assert abs(first.arrival - time.time()) < 60
+    assert second.arrival == 7.0
+
+
+def leave(world: World) -> None:
+    world.net.leave(1)
+    world.receive()
+
+
+def nonsense(world: World) -> None:
+    world.net.hear(A, b"nonsense", 1)
+    world.receive()
+
+
+def silence(world: World) -> None:
+    world.net.hear(B, Ping(), 2)
+    world.receive(PATIENCE + 1)
+    world.gateways.expire(PATIENCE + 1)
+
+
+def unreachable(world: World) -> None:
+    world.net.unreachable.add(A)
+    world.gateways.status(STATUS)
+    world.gateways.flush(0.0)
+
+
+def stuck(world: World) -> None:
+    world.net.slow.add(A)
+    world.gateways.status(STATUS)
+    world.gateways.flush(1.0)
+    for peer, fd in ((A, 1), (B, 2)):
+        world.net.hear(peer, Ping(), fd)
+    world.receive(PATIENCE + 2)
+    world.gateways.expire(PATIENCE + 2)
+
+
+def comes_again(world: World) -> None:
+    world.net.hear(A, Hello(VERSION, "a"), 9)
+    world.receive()
+
+
+def descriptor_reused(world: World) -> None:
+    world.net.leave(1)
+    world.net.hear(b"newcomer", Hello(VERSION, "newcomer"), 1)
+    world.receive()
+    world.net.hear(b"newcomer", submit(1), 1)
+    assert len(world.receive()) == 1  # the newcomer stays
+
+
+@pytest.mark.parametrize("go", [leave, nonsense, silence, unreachable, stuck, comes_again, descriptor_reused])
+def test_who_goes_has_its_requests_aborted_and_nobody_else_s(world: World, go: object) -> None:
+    assert callable(go)
+    mine, other = [world.submit(A, 1), world.submit(A, 2)], world.submit(B, 1)
+    world.gateways.deliver([row(mine[0])])
+    go(world)
+    assert world.gateways.orphans() == [Abort(id) for id in mine]
+    assert world.gateways.orphans() == []
+    assert other in world.gateways.unfinished
+    assert not set(mine) & set(world.gateways.unfinished)
+    world.gateways.deliver([row(mine[1], finish=Finish.ABORT)])  # what the core says of them now is nobody's
+    world.net.slow.clear()
+    if go is not comes_again:
+        world.net.hear(A, submit(9), 1)
+        assert world.receive() == []  # it has to say Hello first
+    world.gateways.deliver([row(other)])
+    assert world.flush(B)[-1] == Progress([row(1)])
+
+
+def test_one_that_is_heard_is_not_given_up(world: World) -> None:
+    world.submit(A, 1)
+    for now in (5.0, 14.0, 23.0):
+        for peer, fd in ((A, 1), (B, 2)):
+            world.net.hear(peer, Ping(), fd)
+        world.receive(now)
+        world.gateways.expire(now)
+    world.net.slow.add(A)
+    world.gateways.status(STATUS)
+    world.gateways.flush(23.0)
+    world.gateways.forgive(100.0)
+    world.gateways.expire(123.0)
+    assert world.gateways.orphans() == []
+
+
+def test_a_message_from_a_connection_that_has_ended_makes_no_gateway(world: World) -> None:
+    world.net.hear(b"late", Hello(VERSION, "late"), 5)
+    world.net.leave(5)
+    world.receive()
+    world.gateways.status(STATUS)
+    assert world.flush(b"late") == []
+
+
+def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(world: World) -> None:
+    id = world.submit(A, 5)
+    world.net.slow.add(A)
+    for position in range(100):
+        world.gateways.deliver([row(id, position=position)])
+        world.gateways.status(STATUS)
+        assert world.flush(A) == []
+    assert not world.gateways.flushed
+    world.net.slow.clear()
+    messages = world.flush(A, 2.0)
+    positions = [one.position for message in messages if isinstance(message, Progress) for one in message.rows]
+    assert positions == list(range(100))
+    assert len(messages) <= 3  # what was stuck first (news and a status), and all the rest
+    assert world.gateways.flushed
+    world.gateways.expire(2.0 + PATIENCE / 2)
+    assert world.gateways.unfinished == [id]
+
+
+def test_messages_stay_far_below_the_limit_of_a_frame(world: World) -> None:
+    id = world.submit(A, 5)
+    world.gateways.deliver([row(id, position=position) for position in range(ROWS + 1)])
+    assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [ROWS, 1]
+
+
+def test_hello_is_answered_when_there_is_something_to_say(world: World) -> None:
+    assert world.flush(A) == []
+    world.gateways.welcome(WELCOME)
+    assert world.flush(A) == world.flush(B) == [WELCOME]
+    world.net.hear(b"late", Hello(VERSION, "late"), 5)
+    world.receive()
+    assert world.flush(b"late") == [WELCOME]
+    again = Welcome(VERSION, "0", "boot", ModelFacts("m", "Llama", "float32", 1000, 100, "g"), 50, 8)
+    world.gateways.welcome(again)
+    assert world.flush(A) == [again]
+
+
+def test_another_version_is_not_served(world: World) -> None:
+    world.gateways.welcome(WELCOME)
+    world.net.hear(b"old", Hello(VERSION - 1, "old"), 5)
+    world.net.hear(b"old", submit(1), 5)
+    assert world.receive() == []
+    world.gateways.status(STATUS)
+    assert world.flush(b"old") == []

@@ -1,0 +1,247 @@
+"""Workers: which one computes, what of it counts, and how it is seen to be lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from services.scheduler.workers import Lost, Ready, Workers
+from shared.protocol import (
+    VERSION,
+    Beat,
+    Configure,
+    Epoch,
+    Fault,
+    Row,
+    StepPlan,
+    StepResult,
+    Stop,
+    decode_to_worker,
+)
+from tests.scheduler.examples import EPOCH, REGISTER
+from tests.scheduler.peers import FakeListener, as_listener
+
+CONFIGURE = Configure(EPOCH, 16, 50, 8, 100, 64)
+A, B = b"worker-a", b"worker-b"
+TIMEOUT = 2.0
+
+
+class World:
+    """A worker that has registered over connection 1."""
+
+    def __init__(self) -> None:
+        self.net = FakeListener()
+        self.workers = Workers(as_listener(self.net), TIMEOUT)
+        self.net.hear(A, REGISTER, 1)
+        assert self.receive() == []
+
+    def receive(self, now: float = 0.0) -> list[object]:
+        return list(self.workers.receive(now))
+
+    def hear(self, content: Struct | bytes, now: float = 0.0) -> list[object]:
+        self.net.hear(A, content, 1)
+        return self.receive(now)
+
+    def activate(self) -> None:
+        self.workers.configure(CONFIGURE, 0.0)
+        assert self.sent(A) == [CONFIGURE]
+        assert self.hear(Beat()) == [Ready()]
+
+    def sent(self, peer: bytes) -> list[object]:
+        found: list[object] = self.net.take(peer, decode_to_worker)
+        return found
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    """Something that can be killed."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        yield child
+        child.kill()
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(EPOCH, step, [Row(0, 0, 5, 1)])
+
+
+def test_a_worker_is_configured_then_ready_then_gets_plans(world: World) -> None:
+    assert world.workers.candidate == REGISTER
+    assert not world.workers.ready
+    world.activate()
+    assert world.workers.candidate is None
+    assert world.workers.ready
+    world.workers.send(plan(0), 1.0)
+    world.workers.send(plan(1), 1.0)
+    assert world.sent(A) == [plan(0), plan(1)]
+    results = [StepResult(EPOCH, step, []) for step in (0, 1)]
+    assert [*world.hear(results[0], 1.0), *world.hear(results[1], 1.0)] == results
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        StepResult(EPOCH, 1, []),
+        StepResult(EPOCH, -1, []),
+        StepResult(Epoch("boot", 0), 0, []),
+        StepResult(Epoch("toob", 1), 0, []),
+    ],
+)
+def test_results_of_another_step_or_epoch_are_dropped(world: World, result: StepResult) -> None:
+    world.activate()
+    world.workers.send(plan(0), 0.0)
+    assert world.hear(result) == []
+    assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, [])]
+    assert world.hear(StepResult(EPOCH, 0, [])) == []  # once
+
+
+def test_the_end_of_the_connection_is_a_loss_and_last_words_count(world: World) -> None:
+    world.activate()
+    world.workers.send(plan(0), 0.0)
+    world.net.leave(1)
+    assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), Lost()]
+    assert world.hear(Beat()) == []
+    assert world.workers.candidate is None
+    assert not world.workers.ready
+
+
+def test_a_fault_is_a_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.activate()
+    assert world.hear(Fault(EPOCH, 3, "Traceback: why")) == [Lost()]
+    assert "failed in step 3:\nTraceback: why" in caplog.text
+    assert world.hear(StepResult(EPOCH, 0, [])) == []
+
+
+@pytest.mark.parametrize("how", ["late", "nonsense", "given up"])
+@pytest.mark.parametrize("local", [True, False])
+def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
+    how: str, local: bool, process: "subprocess.Popen[bytes]"
+) -> None:
+    """Killed, if the kernel says that its process is here; told to stop otherwise."""
+    world = World.__new__(World)
+    world.net = FakeListener()
+    world.workers = Workers(as_listener(world.net), TIMEOUT)
+    world.net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=process.pid if local else None)
+    world.receive()
+    world.activate()
+    if how == "late":
+        assert world.receive(TIMEOUT - 0.1) == []
+        news = world.receive(TIMEOUT + 0.1)
+    elif how == "nonsense":
+        news = world.hear(b"nonsense")
+    else:
+        world.workers.give_up("it lies")
+        news = world.receive()
+    assert news == [Lost()]
+    assert world.sent(A) == ([] if local else [Stop()])
+    if local:
+        assert process.wait(10) == -signal.SIGKILL
+    else:
+        assert process.poll() is None
+
+
+def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:
+    """A worker says a number that is not what the kernel says of its connection."""
+    net = FakeListener()
+    workers = Workers(as_listener(net), TIMEOUT)
+    net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=os.getpid())
+    workers.receive(0.0)
+    workers.configure(CONFIGURE, 0.0)
+    workers.give_up("it lies")
+    assert workers.receive(0.0) == [Lost()]
+    assert net.take(A, decode_to_worker) == [CONFIGURE, Stop()]
+    assert process.poll() is None
+
+
+def test_a_second_worker_waits_in_line(world: World) -> None:
+    world.activate()
+    spare = replace(REGISTER, pid=88)
+    world.net.hear(B, spare, 2)
+    assert world.receive() == []
+    assert world.workers.candidate is None
+    world.net.leave(1)
+    assert world.receive() == [Lost()]
+    assert world.workers.candidate == spare
+    world.workers.configure(CONFIGURE, 0.0)
+    assert world.sent(B) == [CONFIGURE]
+
+
+def test_a_spare_that_leaves_is_no_loss(world: World) -> None:
+    world.activate()
+    world.net.hear(B, replace(REGISTER, pid=88), 2)
+    world.net.hear(B, b"nonsense", 2)
+    world.net.hear(b"worker-c", replace(REGISTER, pid=99), 3)
+    assert world.receive() == []
+    world.net.leave(3)
+    assert world.receive() == []
+    assert world.workers.ready
+    world.net.leave(1)
+    assert world.receive() == [Lost()]
+    assert world.workers.candidate is None
+
+
+def test_a_process_that_registers_again_takes_its_own_place() -> None:
+    """It has seen the connection end before the scheduler has."""
+    net = FakeListener()
+    workers = Workers(as_listener(net), TIMEOUT)
+    me = replace(REGISTER, pid=os.getpid())
+    net.hear(A, me, 1, pid=os.getpid())
+    workers.receive(0.0)
+    workers.configure(CONFIGURE, 0.0)
+    net.hear(B, me, 2, pid=os.getpid())
+    assert workers.receive(0.0) == [Lost()]
+    assert workers.candidate == me
+    workers.configure(CONFIGURE, 0.0)
+    assert net.take(B, decode_to_worker) == [CONFIGURE]
+    workers.stop()
+
+
+def test_a_descriptor_that_is_used_again_means_the_newcomer(world: World) -> None:
+    world.activate()
+    world.net.leave(1)
+    world.net.hear(B, replace(REGISTER, pid=88), 1)
+    assert world.receive() == [Lost()]
+    assert world.workers.candidate == replace(REGISTER, pid=88)
+
+
+def test_a_registration_of_a_connection_that_has_ended_is_none(world: World) -> None:
+    world.net.hear(B, replace(REGISTER, pid=88), 2)
+    world.net.leave(2)
+    world.net.leave(1)
+    world.receive()
+    assert world.workers.candidate is None
+
+
+@pytest.mark.parametrize("changes", [{"version": VERSION + 1}, {"rank": 1}, {"world": 2}, {"kv_bytes_per_token": 0}])
+def test_a_worker_that_does_not_fit_is_told_to_stop(world: World, changes: dict[str, int]) -> None:
+    world.net.hear(B, replace(REGISTER, pid=88, **changes), 2)
+    assert world.receive() == []
+    assert world.sent(B) == [Stop()]
+    world.net.leave(1)
+    world.receive()
+    assert world.workers.candidate is None
+
+
+def test_a_scheduler_that_slept_forgives(world: World) -> None:
+    world.activate()
+    world.workers.forgive(100.0)
+    assert world.receive(100.0 + TIMEOUT) == []
+    assert world.receive(100.1 + TIMEOUT) == [Lost()]
+
+
+def test_stop_reaches_all(world: World) -> None:
+    world.activate()
+    world.net.hear(B, replace(REGISTER, pid=88), 2)
+    world.receive()
+    world.workers.stop()
+    assert world.sent(A) == world.sent(B) == [Stop()]
+    assert not world.workers.ready
