@@ -3,6 +3,9 @@
 A worker that has plans is silent until a step is done, and is given `FACTOR` times what the step should take; one that
 has none sends beats. A step's prediction comes from the speeds that the worker measured at its start, corrected by how
 long its steps have really taken since (contexts grow, neighbours come).
+
+On a CPU that others use too, a step may take any time. A worker on this host that is late but computes, by the CPU time
+of its process (`Effort`), is therefore left alone for a while; one that is stopped or deadlocked uses none.
 """
 
 from collections import deque
@@ -21,6 +24,36 @@ CONFIGURING = 60.0
 
 SMOOTHING = 0.1
 """Weight of the last step in the moving average of real to predicted duration."""
+
+
+INDULGENCE = 30.0
+"""Seconds for which a step may be overdue if the worker's process is seen to compute: it may also be in a loop."""
+
+WINDOW = 1.0
+"""Seconds over which CPU time is watched."""
+
+BUSY = 0.1
+"""Share of one core from which on a process is said to compute."""
+
+
+class Effort:
+    """Whether a process computes, from samples of the CPU time that it has used so far, in seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque()  # (time, CPU time), a little more than a window of them
+
+    def note(self, used: float, now: float) -> None:
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
+            self._samples.popleft()
+        if not self._samples or now - self._samples[-1][0] >= WINDOW / 5:
+            self._samples.append((now, used))
+
+    def busy(self, used: float, now: float) -> bool:
+        """Whether it did so over the last window; a shorter look at it proves nothing."""
+        if not self._samples or self._samples[0][0] > now - WINDOW:
+            return False
+        began, before = self._samples[0]
+        return used - before >= BUSY * (now - began)
 
 
 class Pending(NamedTuple):
@@ -80,9 +113,10 @@ class Liveness:
         least = self._timeout if self._warm else max(self._timeout, FIRST_STEP)
         return self._since + max(least, FACTOR * self._pending[0].predicted * max(self._ratio, 1.0))
 
-    def fault(self, now: float) -> str:
-        """What a late worker is late with; empty while it is not."""
-        if now <= self.deadline():
+    def fault(self, now: float, *, busy: bool = False) -> str:
+        """What a late worker is late with; empty while it is not, or while there is an excuse: it is `busy`."""
+        excused = INDULGENCE if busy and self._pending and self.ready else 0.0
+        if now <= self.deadline() + excused:
             return ""
         if not self.ready:
             return f"not configured within {CONFIGURING:.0f} s"

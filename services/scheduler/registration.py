@@ -7,6 +7,8 @@ from contextlib import suppress
 from shared.protocol import VERSION, Register
 from shared.transport import Message, show
 
+USER_TIME, SYSTEM_TIME = 11, 12  # of the fields behind the name in /proc/PID/stat
+
 
 class Registration:
     """One worker, from its `Register` to the end of its connection."""
@@ -32,6 +34,17 @@ class Registration:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         return True
+
+    def cpu_seconds(self) -> float | None:
+        """CPU time that the process has used; None if it is not within reach, or does not compute on a CPU."""
+        if self._pidfd is None or not self.register.device.startswith("cpu"):
+            return None
+        try:
+            with open(f"/proc/{self.register.pid}/stat", encoding="ascii", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()  # behind the name, which may hold anything
+        except OSError:
+            return None
+        return (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """Let go of the process. Idempotent."""

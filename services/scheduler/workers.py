@@ -10,7 +10,7 @@ import logging
 
 from msgspec import Struct
 
-from services.scheduler.liveness import Liveness
+from services.scheduler.liveness import Effort, Liveness
 from services.scheduler.registration import Registration, unfit
 from shared.errors import ProtocolError
 from shared.protocol import (
@@ -30,6 +30,10 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 log = logging.getLogger(__name__)
 
 
+CHECK = 0.1
+"""Seconds between two looks at whether the active worker is late."""
+
+
 class Lost(Struct, frozen=True):
     """The active worker computes no more; what it had in flight is lost."""
 
@@ -44,6 +48,15 @@ class Active(Struct):
     worker: Registration
     epoch: Epoch
     liveness: Liveness
+    effort: Effort
+
+    def fault(self, now: float) -> str:
+        """What it is late with; empty while it is not. To be asked often."""
+        used = self.worker.cpu_seconds()
+        if used is None:
+            return self.liveness.fault(now)
+        self.effort.note(used, now)
+        return self.liveness.fault(now, busy=self.effort.busy(used, now))
 
 
 class Workers:
@@ -55,6 +68,7 @@ class Workers:
         self._registered: dict[bytes, Registration] = {}  # in order of arrival, the active one included
         self._active: Active | None = None
         self._news: list[StepResult | Ready | Lost] = []
+        self._next_check = 0.0
 
     @property
     def ready(self) -> bool:
@@ -74,15 +88,16 @@ class Workers:
         while (message := self._listener.receive()) is not None:
             self._handle(message, now)
         self._see_off(leaving)  # after their last words
-        if self._active is not None and (fault := self._active.liveness.fault(now)):
-            self._end(self._active.worker, fault)
+        if now >= self._next_check:
+            self._next_check = now + CHECK
+            self._check(now)
         news, self._news = self._news, []
         return news
 
     def configure(self, message: Configure, now: float) -> None:
         """Make the candidate the active worker. If it cannot be reached, `receive` will tell that it is lost."""
         worker = next(iter(self._registered.values()))
-        self._active = Active(worker, message.epoch, Liveness(worker.register, self._timeout, now))
+        self._active = Active(worker, message.epoch, Liveness(worker.register, self._timeout, now), Effort())
         self._send(worker, message)
 
     def send(self, plan: StepPlan, now: float) -> None:
@@ -114,6 +129,10 @@ class Workers:
             worker.close()
         self._registered.clear()
         self._active = None
+
+    def _check(self, now: float) -> None:
+        if self._active is not None and (fault := self._active.fault(now)):
+            self._end(self._active.worker, fault)
 
     def _handle(self, message: Message, now: float) -> None:
         worker = self._registered.get(message.peer)

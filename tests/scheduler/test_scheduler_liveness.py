@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from services.scheduler.liveness import CONFIGURING, FACTOR, FIRST_STEP, Liveness
+from services.scheduler.liveness import BUSY, CONFIGURING, FACTOR, FIRST_STEP, INDULGENCE, Effort, Liveness
 from tests.scheduler.examples import REGISTER
 
 TIMEOUT = 2.0
@@ -100,3 +100,38 @@ def test_speeds_that_cannot_be_are_taken_for_none() -> None:
     made.sent(1, 10, 5.0)
     assert made.fault(5.0 + TIMEOUT) == ""
     assert made.fault(5.1 + TIMEOUT) != ""
+
+
+def test_a_busy_worker_is_excused_for_a_while_with_a_step_and_for_nothing_else() -> None:
+    made = ready()
+    assert made.fault(1.1 + TIMEOUT, busy=True) != ""  # it owes a beat, which costs nothing
+    made.sent(1, 1, 5.0)
+    assert made.fault(5.0 + TIMEOUT + INDULGENCE, busy=True) == ""
+    assert made.fault(5.1 + TIMEOUT + INDULGENCE, busy=True) != ""
+    assert made.fault(5.1 + TIMEOUT, busy=False) != ""
+
+
+def watch(samples: list[tuple[float, float]]) -> bool:
+    """Whether a process with these samples (time, CPU time) is busy at the last of them."""
+    effort = Effort()
+    for now, used in samples:
+        effort.note(used, now)
+    return effort.busy(samples[-1][1], samples[-1][0])
+
+
+def test_effort_is_cpu_time_over_the_last_window() -> None:
+    steady = [(at / 4, at / 4) for at in range(41)]
+    assert watch(steady)
+    assert watch([(at / 4, at / 4 * BUSY * 1.01) for at in range(41)])
+    assert not watch([(at / 4, at / 4 * BUSY * 0.9) for at in range(41)])
+    stopped = [(10 + at / 4, 10.0) for at in range(1, 9)]
+    assert not watch(steady + stopped)
+    assert watch(steady + stopped[:2])  # not a whole window ago
+    assert not watch(steady[:3])  # too short a look
+
+
+def test_effort_keeps_no_more_than_a_window_of_samples() -> None:
+    effort = Effort()
+    for at in range(10_000):
+        effort.note(0.0, at / 1000)
+    assert len(effort._samples) < 10

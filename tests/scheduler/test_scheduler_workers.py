@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.scheduler.liveness import INDULGENCE
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.protocol import (
     VERSION,
@@ -147,6 +150,32 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
         assert process.wait(10) == -signal.SIGKILL
     else:
         assert process.poll() is None
+
+
+@pytest.mark.parametrize(("device", "spared"), [("cpu", True), ("cuda:0", False)])
+def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(device: str, spared: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        net = FakeListener()
+        workers = Workers(as_listener(net), TIMEOUT)
+        net.hear(A, replace(REGISTER, pid=child.pid, device=device), 1, pid=child.pid)
+        workers.receive(0.0)
+        workers.configure(CONFIGURE, 0.0)
+        net.hear(A, Beat(), 1)
+        net.hear(A, StepResult(EPOCH, 0, []), 1)
+        workers.send(plan(0), 0.0)
+        assert workers.receive(1.0) == [Ready(), StepResult(EPOCH, 0, [])]
+        workers.send(plan(1), 1.0)
+        before = used(child.pid)
+        while used(child.pid) < before + 0.5:
+            time.sleep(0.01)
+        assert workers.receive(1.1 + TIMEOUT) == ([] if spared else [Lost()])
+        assert workers.receive(1.1 + TIMEOUT + INDULGENCE) == ([Lost()] if spared else [])
+        assert child.wait(10) == -signal.SIGKILL
+
+
+def used(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:
