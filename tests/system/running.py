@@ -1,4 +1,4 @@
-"""Real processes for system tests: a scheduler and a scripted worker over ipc, and a stand-in for their supervisor.
+"""Real processes for system tests: gateways, a scheduler and a scripted worker, and a stand-in for their supervisor.
 
 Everything lives in a short temporary folder (paths of ipc sockets are limited) and ends with the test, also if the
 test itself is killed.
@@ -6,6 +6,7 @@ test itself is killed.
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -16,11 +17,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
+from quire.supervisor import is_healthy
 from services.gateway.attempt import Attempt
 from services.gateway.backend import Backend
 from shared.protocol import Finish, Sampling, Snapshot
 from tests.scripted import Script
+from tests.text.vocabulary import write_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 20.0  # seconds; reached only by tests that fail
@@ -101,6 +105,37 @@ class Engine:
         self.worker = Child("worker", folder, ["tests/scripted.py", *given])
 
 
+class Gateway(Child):
+    """A gateway before some engines, on a port that the system chooses when it starts."""
+
+    def __init__(self, folder: Path, engines: Sequence[str], flags: Sequence[str], name: str = "gateway") -> None:
+        model = write_model_folder(folder / "model")
+        places = [f"--model={model}", "--served-model-name=tiny", "--host=127.0.0.1", "--port=0"]
+        given = [*places, *(f"--engines={address}" for address in engines), f"--supervisor={os.getpid()}", *flags]
+        super().__init__(name, folder, ["-m", "services.gateway", *given])
+        self.port = 0  # once it is healthy
+
+    async def healthy(self) -> bool:
+        """Whether /health says so."""
+        said = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", self.log)
+        self.port = int(said[-1]) if said else 0
+        return self.port > 0 and await is_healthy("127.0.0.1", self.port)
+
+    async def unhealthy(self) -> bool:
+        return not await self.healthy()
+
+
+class Server(Struct):
+    """A gateway and the engine behind it."""
+
+    engine: Engine
+    gateway: Gateway
+
+    @property
+    def port(self) -> int:
+        return self.gateway.port
+
+
 @asynccontextmanager
 async def engine(script: Script | None = None, *flags: str, worker: bool = True) -> AsyncIterator[Engine]:
     """A running engine, for the time of the block; `flags` are the scheduler's."""
@@ -123,6 +158,25 @@ async def serving(script: Script | None = None, *flags: str) -> AsyncIterator[tu
     async with engine(script, *flags) as made, Backend([made.address]) as backend:
         await until(backend.ready)
         yield made, backend
+
+
+@asynccontextmanager
+async def gateway(made: Engine, *flags: str, name: str = "gateway") -> AsyncIterator[Gateway]:
+    """A running gateway before an engine, for the time of the block; healthy at its beginning."""
+    front = Gateway(made.folder, [made.address], flags, name)
+    try:
+        await front.start()
+        await until(front.healthy)
+        yield front
+    finally:
+        await front.stop()
+
+
+@asynccontextmanager
+async def server(script: Script, *flags: str, front: Sequence[str] = ()) -> AsyncIterator[Server]:
+    """A whole server; `flags` are the scheduler's, those of `front` the gateway's."""
+    async with engine(script, *flags) as made, gateway(made, *front) as found:
+        yield Server(made, found)
 
 
 async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
@@ -156,7 +210,7 @@ async def rest(backend: Backend) -> Snapshot:
     return snapshot(backend)
 
 
-class Output(msgspec.Struct):
+class Output(Struct):
     """What one sample came to."""
 
     tokens: list[int] = []
