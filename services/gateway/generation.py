@@ -106,8 +106,10 @@ class Generation:
         self._metrics.engine(self._attempt.engine).prompt_ended(self.job.sampling.max_tokens, outputs)
 
     def _take(self, row: ProgressRow, now: float) -> str:
-        if row.finish in (Finish.ERROR, Finish.ABORT):
+        if row.finish is Finish.ERROR:
             raise EngineFailure(row.detail or "the engine ended this request")
+        if row.finish is Finish.ABORT:  # and not by us: of those that we aborted no rows are taken
+            raise Unavailable("the engine was shut down")
         if row.sample == 0 and row.prompt_logprobs:
             self._prompt_logprobs += row.prompt_logprobs
         self.cached_tokens = max(self.cached_tokens, row.cached_tokens)

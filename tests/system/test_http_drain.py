@@ -1,0 +1,76 @@
+"""How a whole server ends when it is asked to, as its clients see it."""
+
+import asyncio
+import json
+import signal
+
+import openai
+import pytest
+
+from tests.gateway.fakes import events, texts
+from tests.scripted import CHAIN
+from tests.system.asking import ENDLESS, MODEL, Answer, chained, client, complete, figures, talk
+from tests.system.running import Child, Server, until
+from tests.system.running import server as serving
+
+STREAMS = PLAIN = 10
+TOKENS = 40
+
+
+async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio.Task[Answer]"]:
+    """Streams and plain requests; all of them run when it returns, and have said something."""
+    kinds = [True] * STREAMS + [False] * PLAIN
+    answers = [complete(server, [*prompt, 20 + at], tokens, stream=kind) for at, kind in enumerate(kinds)]
+    tasks = [asyncio.create_task(answer) for answer in answers]
+
+    async def under_way() -> bool:
+        now = await figures(server)
+        return now["vllm:num_requests_running"] == len(tasks) and now["vllm:generation_tokens_total"] > 5 * len(tasks)
+
+    await until(under_way)
+    return tasks
+
+
+@pytest.mark.parametrize("who", ["gateway", "scheduler"])
+async def test_prc_10_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
+    async with serving(talk(delay=0.02), "--drain-timeout=30", front=["--drain-timeout=30"]) as server:
+        running = await begin(server, [CHAIN], TOKENS)
+        asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
+        asked.restart = server.engine.worker.restart = False
+        asked.signal(signal.SIGTERM)
+        await until(server.gateway.unhealthy)
+        async with client(server) as official:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await official.completions.create(model=MODEL, prompt="port")
+        assert caught.value.status_code == 503
+        assert caught.value.response.headers["Retry-After"]
+        assert not any(task.done() for task in running)
+        for at, answer in enumerate(await asyncio.gather(*running)):
+            assert answer.status == 200
+            assert text_of(answer) == chained([CHAIN, 20 + at], TOKENS)
+        assert await asked.ended() == 0
+        if who == "scheduler":
+            assert await server.engine.worker.ended() == 0
+
+
+def text_of(answer: Answer) -> str:
+    if answer.text.startswith("{"):
+        return str(answer.json["choices"][0]["text"])
+    return texts(events(answer.text))[0]
+
+
+@pytest.mark.parametrize("who", ["gateway", "scheduler"])
+async def test_prc_10_without_a_drain_every_client_is_told(who: str) -> None:
+    async with serving(talk(delay=0.02), "--drain-timeout=0", front=["--drain-timeout=0"]) as server:
+        running = await begin(server, [ENDLESS], 1500)
+        asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
+        asked.restart = server.engine.worker.restart = False
+        asked.signal(signal.SIGTERM)
+        answers = await asyncio.gather(*running)
+        for answer in answers[:STREAMS]:
+            *_, last, done, nothing = answer.text.split("\n\n")
+            assert (done, nothing) == ("data: [DONE]", "")
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == 503
+        for answer in answers[STREAMS:]:
+            assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
+        assert await asked.ended() == 0
