@@ -211,11 +211,14 @@ def main() -> int:
     parser.add_argument("--script", type=Path)
     parser.add_argument("--life", type=int, default=0)
     parser.add_argument("--supervisor", type=int, default=0)
+    parser.add_argument("--scheduler-timeout", type=float, default=300.0)
     given = parser.parse_args()
     script = msgspec.json.decode(given.script.read_bytes(), type=Script) if given.script else Script()
     start_logging()
     follow(given.supervisor)
-    config = WorkerConfig(scheduler=given.scheduler, supervisor=given.supervisor)
+    config = WorkerConfig(
+        scheduler=given.scheduler, supervisor=given.supervisor, scheduler_timeout=given.scheduler_timeout
+    )
     return serve(config, ScriptedRunner(script, given.life))
 
 

@@ -38,7 +38,7 @@ class Child:
         self.restart = True
         self.lives = 0
         self.status: int | None = None  # of the last life that ended
-        self._argv = argv
+        self.argv = argv
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class Child:
     async def _keep(self) -> None:
         while self.restart or not self.lives:
             with self._log.open("a") as log:
-                argv = [part.format(life=self.lives) for part in self._argv]
+                argv = [part.format(life=self.lives) for part in self.argv]
                 self._process = await asyncio.create_subprocess_exec(sys.executable, *argv, cwd=ROOT, stderr=log)
             self.lives += 1
             self._started.set()

@@ -1,0 +1,146 @@
+"""Scheduler and worker as programs: how they start and end when things are not as they should be."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.gateway.backend import Backend
+from tests.scripted import CHAIN, Misdeed, Script, expected_chain
+from tests.system.running import ROOT, Child, complete, engine, until
+
+POISON = 666
+
+
+@pytest.fixture
+async def folder() -> AsyncIterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="q") as made:
+        yield Path(made)
+
+
+def refusal(module: str, *flags: str) -> str:
+    """The one line of a program that does not start."""
+    argv = [sys.executable, "-m", module, *flags]
+    found = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("module", "flag", "said"),
+    [
+        ("services.scheduler", "--gateways=udp://here", "scheduler: udp://here: must begin with ipc:// or tcp://"),
+        ("services.scheduler", "--workers=tcp://0.0.0.0:1", "needs --insecure"),
+        ("services.scheduler", "--max-num-seqs=0", "scheduler: --max-num-seqs '0'"),
+        ("services.scheduler", "--nonsense", "scheduler: unrecognized arguments: --nonsense"),
+        ("services.worker", "--scheduler=here", "worker: here: must begin with ipc:// or tcp://"),
+        ("services.worker", "--gpu-memory-utilization=2", "worker: --gpu-memory-utilization '2'"),
+        ("services.worker", "--model=/nowhere/at/all", "worker: there is no folder /nowhere/at/all"),
+    ],
+)
+def test_wrong_settings_are_one_line(module: str, flag: str, said: str) -> None:
+    assert said in refusal(module, flag)
+
+
+async def test_a_metrics_port_that_is_taken_is_one_line(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        flags = [f"--gateways=ipc://{folder}/g.sock", f"--workers=ipc://{folder}/w.sock"]
+        port = taken.getsockname()[1]
+        line = await asyncio.to_thread(refusal, "services.scheduler", *flags, f"--metrics-port={port}")
+        assert line == f"scheduler: --metrics-port {port}: Address already in use"
+
+
+async def test_the_scheduler_exports_its_own_figures() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with engine(None, f"--metrics-port={port}", "--engine=east") as made, Backend([made.address]) as backend:
+        await until(backend.ready)
+        await complete(backend, [CHAIN], 9)
+        async with aiohttp.ClientSession() as session:
+
+            async def generated() -> bool:
+                async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+                    families = text_string_to_metric_families(await response.text())
+                samples = [one for family in families for one in family.samples]
+                found = {one.name: (one.labels, one.value) for one in samples if one.labels.get("engine")}
+                labels = {"engine": "east", "model_name": "scripted"}
+                return found["vllm:generation_tokens_total"] == (labels, 9.0)
+
+            await until(generated)
+
+
+async def test_a_worker_without_a_scheduler_gives_up_after_its_time(folder: Path) -> None:
+    flags = [f"--scheduler=ipc://{folder}/w.sock", "--scheduler-timeout=1", f"--supervisor={os.getpid()}"]
+    child = Child("worker", folder, ["tests/scripted.py", *flags])
+    child.restart = False
+    await child.start()
+    assert await child.ended() == 1
+    assert "no scheduler for 1 s" in child.log
+
+
+async def test_a_worker_whose_scheduler_does_not_come_back_gives_up() -> None:
+    async with engine(worker=False) as made:
+        made.scheduler.restart = made.worker.restart = False
+        made.worker.argv.append("--scheduler-timeout=1")
+        await made.worker.start()
+        await until(lambda: "is ready" in made.scheduler.log)
+        made.scheduler.signal(signal.SIGKILL)
+        assert await made.worker.ended() == 1
+
+
+async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
+    """Its first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
+    script = Script(misdeeds=[Misdeed(POISON, "hang", lives=1)])
+    async with engine(script, worker=False) as made, Backend([made.address]) as backend:
+        made.worker.argv.append("--scheduler-timeout=2")
+        await made.worker.start()
+        await until(backend.ready)
+        assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected_chain([CHAIN, POISON], 9)
+        assert "Timeout" in made.worker.log
+        assert "_misbehave" in made.worker.log  # the watchdog shows where it hung
+        assert made.worker.lives == 2
+
+
+async def test_services_end_with_their_supervisor(folder: Path) -> None:
+    """However it ends: here by SIGKILL."""
+    (folder / "script.json").write_bytes(msgspec.json.encode(Script()))
+    code = f"""
+import os, subprocess, sys, time
+me = f"--supervisor={{os.getpid()}}"
+addresses = ["--gateways=ipc://{folder}/g.sock", "--workers=ipc://{folder}/w.sock"]
+one = subprocess.Popen([sys.executable, "-m", "services.scheduler", *addresses, me])
+two = subprocess.Popen([sys.executable, "tests/scripted.py", "--scheduler=ipc://{folder}/w.sock", me])
+print(one.pid, two.pid, flush=True)
+time.sleep(60)
+"""
+    log = (folder / "log").open("w")
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=-1, stderr=log)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in (await process.stdout.readline()).split()]
+    await until(lambda: "is ready" in (folder / "log").read_text())
+    process.kill()
+    await process.wait()
+    await until(lambda: not any(alive(pid) for pid in pids))
+    log.close()
+
+
+def alive(pid: int) -> bool:
+    """Not counting those that are dead but have not been waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
