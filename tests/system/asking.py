@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.scripted import CHAIN, Reply, Script, expected_chain
-from tests.system.running import PATIENCE, Gateway, Server
+from tests.system.running import PATIENCE
 from tests.text.vocabulary import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -46,6 +46,13 @@ def talk(**changes: Any) -> Script:
 def chained(prompt: Sequence[int], count: int) -> str:
     """What the model says to a prompt that begins with CHAIN and has none of the words."""
     return TOKENIZER.decode(expected_chain(list(prompt), count, vocab_size=TALK.vocab_size))
+
+
+class Listening(Protocol):
+    """Whatever serves HTTP on this machine."""
+
+    @property
+    def port(self) -> int: ...
 
 
 class Wire:
@@ -76,6 +83,8 @@ class Wire:
         """What is left of the body, to its end."""
         if "content-length" in self.headers:
             return (await self._reader.readexactly(int(self.headers["content-length"]))).decode()
+        if "transfer-encoding" not in self.headers:
+            return (await self._reader.read()).decode()
         while more := await self._more():
             self._read += more
         return self._read.decode()
@@ -99,7 +108,7 @@ class Wire:
 
 
 @asynccontextmanager
-async def wire(at: Gateway | Server, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[Wire]:
+async def wire(at: Listening, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[Wire]:
     """A request that has been sent: a GET, or a POST of a body. Its connection is closed with the block."""
     reader, writer = await asyncio.open_connection("127.0.0.1", at.port)
     content = b"" if body is None else json.dumps({"model": MODEL} | body).encode()
@@ -136,19 +145,19 @@ class Answer(Struct):
         return error
 
 
-async def ask(at: Gateway | Server, path: str, **body: Any) -> Answer:
+async def ask(at: Listening, path: str, **body: Any) -> Answer:
     """The answer to a POST of the body, or to a GET if there is none. Of a stream: its events as one text."""
     async with wire(at, path, body or None) as exchange:
         status = await exchange.status()
         return Answer(status, exchange.headers, await exchange.rest())
 
 
-async def complete(at: Gateway | Server, prompt: Any, max_tokens: int, **fields: Any) -> Answer:
+async def complete(at: Listening, prompt: Any, max_tokens: int, **fields: Any) -> Answer:
     return await ask(at, "/v1/completions", prompt=prompt, max_tokens=max_tokens, **fields)
 
 
 @asynccontextmanager
-async def streaming(at: Gateway | Server, prompt: Any, max_tokens: int = 1000, **fields: Any) -> AsyncIterator[Wire]:
+async def streaming(at: Listening, prompt: Any, max_tokens: int = 1000, **fields: Any) -> AsyncIterator[Wire]:
     """A stream that the server has accepted."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True} | fields
     async with wire(at, "/v1/completions", body) as exchange:
@@ -156,7 +165,7 @@ async def streaming(at: Gateway | Server, prompt: Any, max_tokens: int = 1000, *
         yield exchange
 
 
-def client(at: Gateway | Server, **options: Any) -> AsyncOpenAI:
+def client(at: Listening, **options: Any) -> AsyncOpenAI:
     """The official client, without retries."""
     return AsyncOpenAI(base_url=f"http://127.0.0.1:{at.port}/v1", api_key="any", max_retries=0, **options)
 
@@ -170,7 +179,7 @@ Figures = Counter[str]
 SAMPLES, SEQUENCES = "vllm:request_success_total", "quire:sequences_finished_total"  # as gateway and engine count ends
 
 
-async def figures(at: Gateway | Server) -> Figures:
+async def figures(at: Listening) -> Figures:
     """The samples of /metrics; those that differ by a reason or a status as `name:reason`."""
     answer = await ask(at, "/metrics")
     assert answer.status == 200
@@ -198,7 +207,7 @@ def idle(now: Figures) -> bool:
     return not any(now[name] for name in busy) and now["quire:kv_blocks_free"] == now["quire:kv_blocks"] > 0
 
 
-async def settled(at: Gateway | Server, since: Figures | None = None, requests: int = 0) -> Figures:
+async def settled(at: Listening, since: Figures | None = None, requests: int = 0) -> Figures:
     """Waits until so many samples or more have ended since then, and nothing of anything is held any more.
 
     Returns how much each figure grew. An engine's figures are up to a quarter of a second old; they are new enough

@@ -1,0 +1,192 @@
+"""What a whole server's figures say of what happened to it, and that nothing about them can hurt it."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from msgspec import Struct
+
+from quire.serve import free_port
+from services.gateway.config import GatewayConfig
+from tests.gateway.fakes import events, texts
+from tests.scripted import CHAIN, Misdeed
+from tests.system.asking import (
+    BRIEF,
+    ENDLESS,
+    MODEL,
+    SAMPLES,
+    SEQUENCES,
+    Figures,
+    Listening,
+    Wire,
+    ask,
+    chained,
+    change,
+    client,
+    complete,
+    ended,
+    figures,
+    idle,
+    settled,
+    streaming,
+    talk,
+    wire,
+)
+from tests.system.running import ROOT, Server, until
+from tests.system.running import server as serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+POISON = 200
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[Server]:
+    script = talk(delay=0.005, misdeeds=[Misdeed(POISON, "raise")])
+    async with serving(script, "--max-num-seqs=32", "--max-num-batched-tokens=64") as made:
+        yield made
+
+
+async def first_text(stream: Wire) -> str:
+    """The first event that is no comment."""
+    while (event := await stream.event()).startswith(":"):
+        pass
+    return event
+
+
+async def leave_after_first_text(at: Listening, prompt: list[int]) -> None:
+    async with streaming(at, prompt, 900) as stream:
+        assert await first_text(stream)
+        await stream.reset()
+
+
+async def test_met_01_figures_are_back_at_idle_soon_after_all_have_left(server: Server) -> None:
+    before = await settled(server)
+    gone = asyncio.Event()
+
+    async def one() -> None:
+        async with streaming(server, [ENDLESS], 2000) as stream:
+            await first_text(stream)
+            await gone.wait()
+            await stream.reset()
+
+    clients = [asyncio.create_task(one()) for _ in range(20)]
+    await until(lambda: running(server, 20))
+    gone.set()
+    await asyncio.gather(*clients)
+    await until(lambda: at_rest(server), 5.0)
+    grown = await settled(server, before, 20)
+    assert ended(grown, SAMPLES) == ended(grown, SEQUENCES) == {"abort": 20}
+
+
+async def running(server: Server, count: int) -> bool:
+    return (await figures(server))["vllm:num_requests_running"] == count
+
+
+async def at_rest(server: Server) -> bool:
+    return idle(await figures(server))
+
+
+async def test_met_02_ends_are_counted_by_reason_and_add_up_to_what_was_taken_in(server: Server) -> None:
+    before = await settled(server)
+    mix = [
+        *(complete(server, [BRIEF], 9) for _ in range(5)),
+        *(complete(server, [ENDLESS], 3) for _ in range(4)),
+        *(ask(server, "/v1/completions", prompt="x", temperature=-1) for _ in range(2)),
+    ]
+    statuses = [answer.status for answer in await asyncio.gather(*mix)]
+    assert statuses == [200] * 9 + [400] * 2
+    for _ in range(3):
+        await leave_after_first_text(server, [ENDLESS])
+    assert (await complete(server, [CHAIN, POISON], 9)).status == 500
+    grown = await settled(server, before, 13)
+    assert ended(grown, SAMPLES) == ended(grown, SEQUENCES) == {"stop": 5, "length": 4, "abort": 3, "error": 1}
+    assert grown["quire:requests_accepted_total"] == grown["vllm:e2e_request_latency_seconds_count"] == 13
+    answered = ended(grown, "quire:http_responses_total")
+    assert {code: count for code, count in answered.items() if code != "200"} == {"400": 2, "499": 3, "500": 1}
+
+
+async def test_met_03_totals_and_sums_reconcile_with_streams_that_were_cut(server: Server) -> None:
+    """The rule: every figure includes them. Tokens that were made but that nobody waited for are in the totals only."""
+    before = await settled(server)
+    for at in range(5):
+        await leave_after_first_text(server, [ENDLESS, 10 + at, *[9] * 998])
+    cut = await settled(server, before, 5)
+    for _ in range(3):
+        assert (await complete(server, [BRIEF], 3)).status == 200
+    grown = await settled(server, before, 8)
+    assert grown["vllm:request_prompt_tokens_sum"] == grown["vllm:prompt_tokens_total"] == 5 * 1000 + 3
+    assert grown["vllm:request_prompt_tokens_count"] == grown["vllm:request_generation_tokens_count"] == 8
+    first, later = grown["vllm:time_to_first_token_seconds_count"], grown["vllm:inter_token_latency_seconds_count"]
+    assert grown["vllm:request_generation_tokens_sum"] == first + later
+    assert first == grown["vllm:e2e_request_latency_seconds_count"] == 8
+    assert 5 <= cut["vllm:request_generation_tokens_sum"] <= cut["vllm:generation_tokens_total"] < 5 * 500
+    whole = change(cut, grown)
+    assert whole["vllm:request_generation_tokens_sum"] == whole["vllm:generation_tokens_total"] == 3 * 3
+
+
+class Port(Struct):
+    """Of the scheduler's own figures."""
+
+    port: int
+
+
+async def test_met_04_counters_never_fall_and_failing_metrics_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes whose wall clock steps back at every look."""
+    broken, port = tmp_path / "broken", Port(free_port(GatewayConfig(host="127.0.0.1", port=0)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests/system/unsteady"), str(ROOT)]))
+    monkeypatch.setenv("UNSTEADY_METRICS", str(broken))
+    flags = ("--max-num-seqs=8", "--max-num-batched-tokens=64", f"--metrics-port={port.port}")
+    async with serving(talk(delay=0.002, blocks=24), *flags) as server:
+        scraper = asyncio.create_task(scrape(server))
+        await work(server)
+        broken.touch()
+        for at in (server, port):
+            assert (await ask(at, "/metrics")).status == 500
+        scraper.cancel()
+        await work(server)
+        broken.unlink()
+        here, there = await settled(server), await figures(port)
+        assert there["vllm:num_preemptions_total"] == here["vllm:num_preemptions_total"] > 0
+        assert ended(there, SEQUENCES) == ended(here, SAMPLES)
+        assert ended(here, SAMPLES)["length"] >= 2 * 11
+        seconds = {name: value for name, value in here.items() if name.endswith("seconds_sum")}
+        assert all(0 <= value < 3600 for value in seconds.values()), seconds
+        assert "Traceback" not in server.engine.worker.log
+        assert (server.engine.scheduler.lives, server.engine.worker.lives, server.gateway.lives) == (1, 1, 1)
+
+
+async def scrape(at: Listening) -> None:
+    """Until cancelled. Fails if a counter falls."""
+    last = Figures()
+    while True:
+        now = await figures(at)
+        fallen = {name: grown for name, grown in change(last, now).items() if grown < 0 and counts(name)}
+        assert not fallen
+        last = now
+        await asyncio.sleep(0.02)
+
+
+def counts(name: str) -> bool:
+    return any(ending in name for ending in ("_total", "_count", "_sum", "_bucket"))
+
+
+async def work(at: Listening) -> None:
+    """Equal ids, preemption, a prompt in chunks, and one that is left in its prompt. 11 ends and that one."""
+    async with client(at) as official:
+        fields = {"model": MODEL, "prompt": "view", "max_tokens": 9, "extra_headers": {"X-Request-Id": "same"}}
+        same = await asyncio.gather(*(official.completions.create(**fields) for _ in range(2)))
+        assert [answer.id for answer in same] == ["cmpl-same"] * 2
+    prompts = [[CHAIN, 10 + one, *[9] * 38] for one in range(8)]
+    answers = await asyncio.gather(*(complete(at, prompt, 60, stream=True) for prompt in prompts))
+    assert [texts(events(answer.text))[0] for answer in answers] == [chained(prompt, 60) for prompt in prompts]
+    long = [CHAIN, 9, *[8] * 298]
+    assert (await complete(at, long, 4)).json["choices"][0]["text"] == chained(long, 4)
+    async with wire(at, "/v1/completions", {"prompt": [ENDLESS, *[8] * 300], "stream": True}) as stream:
+        await asyncio.sleep(0.01)
+        await stream.reset()
