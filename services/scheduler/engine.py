@@ -10,7 +10,7 @@ import msgspec
 
 from services.scheduler.config import SchedulerConfig, count_blocks, limits
 from services.scheduler.core import Scheduler
-from services.scheduler.vocabulary import stranger
+from services.scheduler.validity import fault
 from shared.protocol import (
     VERSION,
     Configure,
@@ -94,8 +94,8 @@ class Engine:
         """Accept a request, or say why not."""
         if self._core is None or self._facts is None:
             return Refused(request.id, Refusal.DRAINING, "the engine has not started yet")
-        if (token := stranger(request, self._facts.vocab_size)) is not None:
-            return Refused(request.id, Refusal.INVALID, f"the model has no token {token}")
+        if found := fault(request, self._facts.vocab_size):
+            return Refused(request.id, Refusal.INVALID, found)
         return self._core.submit(request, now)
 
     def abort(self, id: int, sample: int) -> list[ProgressRow]:

@@ -1,11 +1,13 @@
 """What becomes of the settings once a worker has said what it is."""
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
 from services.scheduler.config import SchedulerConfig, count_blocks, limits
 from services.scheduler.engine import Engine
-from services.scheduler.vocabulary import stranger
+from services.scheduler.validity import fault
 from shared.errors import ConfigError
 from shared.protocol import Refusal, Sampling
 from tests.scheduler.examples import FACTS, REGISTER, submit
@@ -62,16 +64,30 @@ def test_every_wish_reaches_the_core() -> None:
 @pytest.mark.parametrize(
     ("tokens", "sampling", "found"),
     [
-        ([0, 99], Sampling(5, 0), None),
-        ([0, 100], Sampling(5, 0), 100),
-        ([-1, 5], Sampling(5, 0), -1),
-        ([5], Sampling(5, 0, stop_token_ids=[3, 100]), 100),
-        ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), -7),
-        ([5], Sampling(5, 0, logit_bias=[(99, 1.0)], stop_token_ids=[0, 99]), None),
+        ([0, 99], Sampling(5, 0), ""),
+        ([5], Sampling(5, 2**64 - 1, logit_bias=[(99, 1.0)], stop_token_ids=[0, 99], logprobs=20), ""),
+        ([0, 100], Sampling(5, 0), "the model has no token 100"),
+        ([-1, 5], Sampling(5, 0), "the model has no token -1"),
+        ([5], Sampling(5, 0, stop_token_ids=[3, 100]), "the model has no token 100"),
+        ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), "the model has no token -7"),
+        ([5], Sampling(5, 0, logit_bias=[(3, math.nan)]), "sampling parameters must be finite"),
+        ([5], Sampling(5, 0, temperature=math.inf), "sampling parameters must be finite"),
+        ([5], Sampling(5, 0, logprobs=21), "at most 20 log-probabilities are reported for a token"),
+        ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],
 )
-def test_tokens_that_the_model_has_not_are_found(tokens: list[int], sampling: Sampling, found: int | None) -> None:
-    assert stranger(replace(submit(1, tokens), sampling=sampling), 100) == found
+def test_what_no_worker_may_be_handed(tokens: list[int], sampling: Sampling, found: str) -> None:
+    assert fault(replace(submit(1, tokens), sampling=sampling), 100) == found
+
+
+@pytest.mark.parametrize("changes", [{"n": 1 << 60}, {"n": 129}, {"sample": 128}])
+def test_samples_are_bounded(changes: dict[str, int]) -> None:
+    engine = Engine(SchedulerConfig())
+    engine.configure(REGISTER)
+    refused = engine.submit(replace(submit(1), **changes), 0.0)
+    assert refused is not None
+    assert (refused.reason, refused.detail) == (Refusal.INVALID, "a request has at most 128 samples")
+    assert engine.submit(replace(submit(2), n=128), 0.0) is None
 
 
 def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: pytest.LogCaptureFixture) -> None:
