@@ -1,18 +1,19 @@
 """Which implementation of each operation a device gets. The only place that chooses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.cpu import linear as cpu_linear
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.embedding import embedding
 from kernels.reference.greedy import greedy
 from kernels.reference.gumbel import gumbel
 from kernels.reference.layer_norm import add_layer_norm, layer_norm
-from kernels.reference.linear import linear
+from kernels.reference.linear import linear, pack_linear
 from kernels.reference.logprobs import logprobs
 from kernels.reference.min_p import min_p
 from kernels.reference.paged_attention import paged_attention, plan_attention
@@ -40,6 +41,7 @@ class Ops:
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
+    pack_linear: Callable[[Tensor], Tensor]  # what `linear` wants as its weight
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     embedding: Callable[[Tensor, Tensor], Tensor]
     penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -63,6 +65,7 @@ _REFERENCE = Ops(
     layer_norm=layer_norm,
     add_layer_norm=add_layer_norm,
     silu_and_mul=silu_and_mul,
+    pack_linear=pack_linear,
     linear=linear,
     embedding=embedding,
     penalties=penalties,
@@ -75,9 +78,18 @@ _REFERENCE = Ops(
     logprobs=logprobs,
 )
 
+_CPU = replace(_REFERENCE, pack_linear=cpu_linear.pack_linear, linear=cpu_linear.linear)
+
+_OPS = {"cpu": _CPU, "cuda": _REFERENCE}
+
 
 def ops(device: torch.device) -> Ops:
     """The operations for tensors on `device`; raises ValueError for a kind of device that has none."""
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in _OPS:
         raise ValueError(f"no kernels for device {device.type!r}")
+    return _OPS[device.type]
+
+
+def reference() -> Ops:
+    """The plain versions, which run on any device; what the others are tested against."""
     return _REFERENCE

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_BLOCK = 32  # queries; see `spare_queries`
+
 
 @dataclass(frozen=True)
 class Group:
@@ -138,12 +140,18 @@ def _attend(
     keys = _gather(key_cache, group).view(-1, kv_heads, length, dim)
     values = _gather(value_cache, group).view(-1, kv_heads, length, dim)
     q = q.reshape(-1, count, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * count, dim)
-    mask = _mask(group, window, shared, q.dtype)
+    mask = _mask(group, window, shared, dim, q.dtype)
+    q = F.pad(q, (0, 0, 0, mask.shape[2] - q.shape[2]))
     if softcap:
         out = _softcapped(q, keys, values, mask, scale, softcap)
     else:
         out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
-    return out.view(-1, kv_heads, shared, count, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
+    return (
+        out[:, :, : shared * count]
+        .reshape(-1, kv_heads, shared, count, dim)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(-1, num_heads, dim)
+    )
 
 
 def _gather(cache: Tensor, group: Group) -> Tensor:
@@ -152,16 +160,28 @@ def _gather(cache: Tensor, group: Group) -> Tensor:
     return pieces.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
 
 
-def _mask(group: Group, window: int, shared: int, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a position and -inf where not: (N, 1, shared C, L)."""
+def _mask(group: Group, window: int, shared: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a position and -inf where not: (N, 1, shared C + spare, L). Spare queries see everything."""
     if window not in group.masks:
         keys = torch.arange(group.length, device=group.positions.device)
         seen = keys <= group.positions
         if window:
             seen &= keys > group.positions - window
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        group.masks[window] = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
+        mask = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
+        group.masks[window] = F.pad(mask, (0, 0, 0, spare_queries(shared * group.count, dim)))
     return group.masks[window]
+
+
+def spare_queries(queries: int, dim: int) -> int:
+    """How many queries to add so that the bits of the others don't hang on how many there are.
+
+    On a CPU, torch takes queries in blocks of 32 or a multiple of it, and its matrix library computes a small last
+    block by other routines, with sums in another order: up to dim / 21 rows where that was measured. So a small last
+    block is filled up to dim / 16.
+    """
+    rest, least = queries % _BLOCK, max(2, -(-dim // 16))
+    return least - rest if 0 < rest < least else 0
 
 
 def _softcapped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:

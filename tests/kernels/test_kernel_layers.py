@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.load import ops
+from kernels.load import Ops, ops, reference
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -76,11 +76,22 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear(dtype: torch.dtype) -> None:
-    x, weight, bias = rows(5, 37, dtype), rows(11, 37, dtype), torch.randn(11).to(dtype)
+@pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_linear(implementation: Ops, dtype: torch.dtype, count: int) -> None:
+    x, weight, bias = rows(count, 37, dtype), rows(11, 37, dtype), torch.randn(11).to(dtype)
     product = x.double() @ weight.double().T
-    assert_near(OPS.linear(x, weight, None), product, dtype, 37)
-    assert_near(OPS.linear(x, weight, bias), product + bias.double(), dtype, 37)
+    packed = implementation.pack_linear(weight)
+    assert_near(implementation.linear(x, packed, None), product, dtype, 37)
+    assert_near(implementation.linear(x, packed, bias), product + bias.double(), dtype, 37)
+    assert implementation.linear(x, packed, bias).dtype == dtype
+
+
+def test_a_type_that_cannot_be_packed_is_computed_plainly() -> None:
+    x, weight = rows(3, 7).double(), rows(4, 7).double()
+    packed = OPS.pack_linear(weight)
+    assert packed is weight
+    assert torch.equal(OPS.linear(x, packed, None), x @ weight.T)
 
 
 def test_embedding() -> None:

@@ -4,7 +4,6 @@ It knows tensors only. A row of the batch is tokens at consecutive positions who
 of the cache; how many there are makes no difference here.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,18 +42,21 @@ class Inputs(NamedTuple):
 
 
 class Decoder:
-    """A model's weights and its forward pass."""
+    """A model's weights and its forward pass.
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], ops: Ops) -> None:
+    `weights` is emptied on the way: what the kernels keep in a layout of their own must not be there twice.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: dict[str, Tensor], ops: Ops) -> None:
         self.spec = spec
         self._ops = ops
-        self._embedding = weights["embedding.weight"]
-        self._head = self._embedding if spec.tied else weights["head.weight"]
-        self._positions = weights.get("positions.weight")
-        self._project_in = weights.get("project_in.weight")
-        self._project_out = weights.get("project_out.weight")
+        self._embedding = weights.pop("embedding.weight")
+        self._head = ops.pack_linear(self._embedding if spec.tied else weights.pop("head.weight"))
+        self._positions = weights.pop("positions.weight", None)
+        self._project_in = _linear(weights, "project_in", ops) if "project_in.weight" in weights else None
+        self._project_out = _linear(weights, "project_out", ops) if "project_out.weight" in weights else None
         self._final_norm = _norm(weights, "final_norm") if spec.final_norm else None
-        self._layers = [_layer(weights, f"layers.{index}.") for index in range(spec.num_layers)]
+        self._layers = [_layer(weights, f"layers.{index}.", ops) for index in range(spec.num_layers)]
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def reach(self, length: int) -> None:
@@ -77,13 +79,13 @@ class Decoder:
         if self._final_norm:
             hidden = self._norm(hidden, self._final_norm)
         if self._project_out is not None:
-            hidden = self._ops.linear(hidden, self._project_out, None)
+            hidden = self._ops.linear(hidden, *self._project_out)
         return self._ops.linear(hidden, self._head, None).float()
 
     def _embed(self, inputs: Inputs) -> Tensor:
         x = self._ops.embedding(inputs.tokens, self._embedding)
         if self._project_in is not None:
-            x = self._ops.linear(x, self._project_in, None)
+            x = self._ops.linear(x, *self._project_in)
         if self._positions is not None:
             x = x + self._ops.embedding(inputs.positions + (self.spec.learned_positions or 0), self._positions)
         return x
@@ -153,20 +155,20 @@ def rope_table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, T
     return (angles.cos() * rope.magnitude).to(device), (angles.sin() * rope.magnitude).to(device)
 
 
-def _layer(weights: Mapping[str, Tensor], prefix: str) -> Layer:
+def _layer(weights: dict[str, Tensor], prefix: str, ops: Ops) -> Layer:
     return Layer(
         _norm(weights, prefix + "attention_norm"),
-        _linear(weights, prefix + "qkv"),
-        _linear(weights, prefix + "out"),
+        _linear(weights, prefix + "qkv", ops),
+        _linear(weights, prefix + "out", ops),
         _norm(weights, prefix + "mlp_norm"),
-        _linear(weights, prefix + "up"),
-        _linear(weights, prefix + "down"),
+        _linear(weights, prefix + "up", ops),
+        _linear(weights, prefix + "down", ops),
     )
 
 
-def _linear(weights: Mapping[str, Tensor], name: str) -> Linear:
-    return Linear(weights[name + ".weight"], weights.get(name + ".bias"))
+def _linear(weights: dict[str, Tensor], name: str, ops: Ops) -> Linear:
+    return Linear(ops.pack_linear(weights.pop(name + ".weight")), weights.pop(name + ".bias", None))
 
 
-def _norm(weights: Mapping[str, Tensor], name: str) -> Norm:
-    return Norm(weights[name + ".weight"], weights.get(name + ".bias"))
+def _norm(weights: dict[str, Tensor], name: str) -> Norm:
+    return Norm(weights.pop(name + ".weight"), weights.pop(name + ".bias", None))

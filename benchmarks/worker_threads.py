@@ -1,0 +1,124 @@
+"""Tokens a second of the worker alone, for several numbers of threads: decoding at some batch sizes, and prefill.
+
+    python benchmarks/worker_threads.py [MODEL FOLDER] [--threads 1,2] [--batches 1,8,32] [--context 256]
+
+Each number of threads gets a process of its own. Steps are run as a scheduler would plan them, without one; the best
+and the median of the steps are shown. Without a folder, the embedded model is measured.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from services.worker.config import WorkerConfig
+from services.worker.runner import Runner
+from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
+
+BLOCK = 16
+EPOCH = Epoch(boot="benchmark", count=1)
+MODES = {
+    "greedy": Sampling(max_tokens=1, seed=0, temperature=0.0),
+    "sampled": Sampling(max_tokens=1, seed=0, temperature=0.8),
+    "top_p": Sampling(max_tokens=1, seed=0, temperature=0.8, top_p=0.95),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for one number of threads")
+    options = parser.parse_args()
+    if options.json:
+        print(json.dumps(measure(options)))
+        return
+    print(f"| threads | what | rows | ms/step median (best) | tok/s |\n|{'---|' * 5}")
+    for threads in options.threads.split(","):
+        command = [sys.executable, __file__, *sys.argv[1:], "--json", "--threads", threads]
+        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for what, rows, tokens, median, best in json.loads(found):
+            print(f"| {threads} | {what} | {rows} | {median:.1f} ({best:.1f}) | {tokens / median * 1e3:.0f} |")
+
+
+def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, float]]:
+    """(what, rows, tokens a step, median and best ms) of each case, on one number of threads."""
+    runner = Runner(WorkerConfig(model=options.model, num_threads=int(options.threads), dtype=options.dtype))
+    batches = [int(size) for size in options.batches.split(",")]
+    results = []
+    for mode, sampling in MODES.items():
+        for size in batches:
+            times = decode(runner, size, options.context, options.steps, sampling)
+            results.append((f"decode, {mode}", size, size, *summary(times)))
+    times = prefill(runner, options.prefill, max(3, options.steps // 4))
+    results.append(("prefill", 1, options.prefill, *summary(times)))
+    return results
+
+
+def decode(runner: Runner, size: int, context: int, steps: int, sampling: Sampling) -> list[float]:
+    """Seconds of each of `steps` steps, `size` sequences that have `context` tokens at the first of them."""
+    begin(runner, size, context + steps)
+    execute(runner, [], [sequence(slot, size, context, context + steps, sampling) for slot in range(size)])
+    for slot in range(size):
+        execute(runner, [Row(slot, 0, context - 1, 0)])
+    return [execute(runner, [Row(slot, context - 1 + step, 1, 1) for slot in range(size)]) for step in range(steps)]
+
+
+def prefill(runner: Runner, length: int, repeats: int) -> list[float]:
+    """Seconds for the whole of a prompt in one step."""
+    begin(runner, 1, length)
+    execute(runner, [], [sequence(0, 1, length, length, MODES["greedy"])])
+    return [execute(runner, [Row(0, 0, length, 1)]) for _ in range(repeats)]
+
+
+def begin(runner: Runner, size: int, length: int) -> None:
+    blocks = size * -(-(length + 1) // BLOCK)
+    runner.configure(
+        Configure(
+            epoch=EPOCH,
+            block_size=BLOCK,
+            num_blocks=blocks,
+            max_num_seqs=size,
+            max_model_len=length + 1,
+            max_num_batched_tokens=max(512, length),
+        )
+    )
+
+
+def sequence(slot: int, size: int, tokens: int, length: int, sampling: Sampling) -> NewSequence:
+    """Its blocks are dealt out in turn with the others', so that none has neighbouring ones."""
+    blocks = -(-(length + 1) // BLOCK)
+    return NewSequence(
+        slot=slot,
+        tokens=pack_tokens((slot * 131 + index * 7919) % 30000 for index in range(tokens)),
+        prompt_len=tokens,
+        blocks=[index * size + slot for index in range(blocks)],
+        sampling=sampling,
+        sample=0,
+    )
+
+
+def execute(runner: Runner, rows: Sequence[Row], new: Sequence[NewSequence] = ()) -> float:
+    step = next(_steps)
+    return runner.execute(StepPlan(epoch=EPOCH, step=step, rows=list(rows), new=list(new))).seconds
+
+
+_steps = itertools.count()
+
+
+def summary(seconds: list[float]) -> tuple[float, float]:
+    """Median and best in milliseconds; the first step, which may be cold, is left out."""
+    times = [second * 1e3 for second in seconds[1:]]
+    return statistics.median(times), min(times)
+
+
+if __name__ == "__main__":
+    main()

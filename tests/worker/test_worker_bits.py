@@ -1,0 +1,149 @@
+"""A row's bits depend on that row, its context and its position only: the default path on a CPU, held to equality.
+
+Not on how many rows there are, which they are and in what order, where a prompt was cut into chunks, whether a
+position was computed with a prompt or after it, or on the number of threads.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.load import ops
+from kernels.reference.paged_attention import spare_queries
+from tests.models.tiny import Forward, llama, opt, save
+
+OPS = ops(torch.device("cpu"))
+LENGTH = 75
+SLOTS = 10
+BLOCKS = 5  # a sequence
+SHAPES = {
+    "grouped heads": lambda: llama(
+        vocab_size=640, hidden_size=192, intermediate_size=512, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=64, num_hidden_layers=2,
+    ),
+    "wide heads": lambda: llama(
+        vocab_size=512, hidden_size=256, intermediate_size=1536, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=128, num_hidden_layers=2,
+    ),
+    "each head its own": lambda: opt(
+        vocab_size=512, hidden_size=160, ffn_dim=640, num_attention_heads=2, word_embed_proj_dim=160,
+        num_hidden_layers=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def chunks(chooser: random.Random, length: int) -> list[int]:
+    """Sizes that sum up to `length`: many ones, a few large, or anything."""
+    most = chooser.choice([1, 3, 12, 40, length])
+    sizes: list[int] = []
+    while sum(sizes) < length:
+        sizes.append(min(chooser.randint(1, most), length - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits(name: str, tmp_path: Path) -> None:
+    chooser = random.Random(name)
+    forward = Forward(save(SHAPES[name](), tmp_path), slots=SLOTS, blocks=SLOTS * BLOCKS, block_size=16)
+    vocab = forward.decoder.spec.vocab_size
+    texts = [[chooser.randrange(3, vocab) for _ in range(LENGTH)] for _ in range(SLOTS)]
+    blocks = chooser.sample(range(SLOTS * BLOCKS), SLOTS * BLOCKS)
+    for slot, text in enumerate(texts):
+        forward.enter(slot, text, blocks[slot * BLOCKS : (slot + 1) * BLOCKS])
+    torch.set_num_threads(1)
+    expected = [forward.step((slot, 0, LENGTH))[0] for slot in range(SLOTS)]
+    for turn in range(6):
+        torch.set_num_threads(1 + turn % 2)
+        forward.storage.zero_()
+        slots = chooser.sample(range(SLOTS), chooser.choice([1, 2, 5, SLOTS]))
+        todo = {slot: list(itertools.accumulate(chunks(chooser, LENGTH), initial=0)) for slot in slots}
+        while todo:
+            rows = [
+                (slot, todo[slot][0], todo[slot][1] - todo[slot][0]) for slot in chooser.sample(list(todo), len(todo))
+            ]
+            for (slot, start, count), logits in zip(rows, forward.step(*rows), strict=True):
+                assert torch.equal(logits, expected[slot][start : start + count]), (turn, rows)
+                del todo[slot][0]
+                if len(todo[slot]) == 1:
+                    del todo[slot]
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (1536, 4096), (131, 60), (77, 333)])
+def test_linear(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(200, shape[1]), OPS.pack_linear(torch.randn(shape))
+    torch.set_num_threads(1)
+    expected = OPS.linear(x, weight, None)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in [*range(1, 35), 63, 64, 65, 100, 128, 129]:
+            for first in (0, 1, 70):
+                assert torch.equal(OPS.linear(x[first : first + count], weight, None), expected[first : first + count])
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+def test_attention(dim: int, kv_heads: int) -> None:
+    torch.manual_seed(dim)
+    keys, values = torch.randn(2, 20, kv_heads, 16, dim)
+    q = torch.randn(150, 6, dim)
+    table = torch.randperm(20)[:10][None]
+
+    def attend(start: int, count: int, others: list[int]) -> Tensor:
+        offsets = torch.tensor([0, count, *(count + 1 + i for i in range(len(others)))])
+        plan = OPS.plan_attention(
+            offsets,
+            torch.tensor([start, *others]),
+            table.expand(1 + len(others), -1),
+            block_size=16,
+            num_kv_heads=kv_heads,
+        )
+        batch = torch.cat((q[start : start + count], q[: len(others)]))
+        return OPS.paged_attention(batch, keys, values, plan, scale=0.1)[:count]
+
+    torch.set_num_threads(1)
+    whole = attend(0, 150, [])
+    for threads, (start, count) in itertools.product(
+        (1, 2), [(0, 1), (20, 1), (149, 1), (7, 2), (30, 3), (9, 11), (2, 34), (1, 70)]
+    ):
+        torch.set_num_threads(threads)
+        for others in ([], [149], [0, 3, 149, 20, 31], [60] * 20):
+            assert torch.equal(attend(start, count, others), whole[start : start + count])
+
+
+def test_spare_queries_leave_no_small_block() -> None:
+    for queries, dim in itertools.product(range(1, 200), (10, 64, 128, 256)):
+        rest = (queries + spare_queries(queries, dim)) % 32
+        assert rest == 0 or rest >= max(2, dim / 16)
+
+
+def test_norms_and_activations() -> None:
+    torch.manual_seed(1)
+    x, weight = torch.randn(130, 576), torch.randn(576)
+    inner = torch.randn(130, 3072)
+    cos, sin = torch.randn(2, 130, 64)
+    operations = {
+        "rms_norm": lambda rows: OPS.rms_norm(x[rows], weight, 1e-5),
+        "layer_norm": lambda rows: OPS.layer_norm(x[rows], weight, weight, 1e-5),
+        "silu_and_mul": lambda rows: OPS.silu_and_mul(inner[rows]),
+        "rotary": lambda rows: OPS.rotary(x[rows].view(-1, 9, 64), cos[rows], sin[rows]),
+    }
+    for name, operation in operations.items():
+        torch.set_num_threads(1)
+        whole = operation(slice(0, 130))
+        for threads, count, first in itertools.product((1, 2), (1, 2, 3, 17, 64, 101), (0, 5, 29)):
+            torch.set_num_threads(threads)
+            rows = slice(first, first + count)
+            assert torch.equal(operation(rows), whole[rows]), (name, threads, count, first)
