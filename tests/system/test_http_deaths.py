@@ -3,17 +3,22 @@
 import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
+import pytest_asyncio
 
 from tests.gateway.fakes import events, texts
 from tests.scripted import CHAIN, Misdeed
 from tests.system.asking import (
     ENDLESS,
+    SAMPLES,
     SEQUENCES,
-    Answer,
+    Listening,
     ask,
     chained,
+    change,
     complete,
     ended,
     figures,
@@ -25,78 +30,86 @@ from tests.system.asking import (
 from tests.system.running import Gateway, Server, gateway, until
 from tests.system.running import server as serving
 
-TOKENS = 40
-LOADING = 0.4  # seconds, so that a worker's absence can be seen
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 60
 POISON = {kind: 200 + at for at, kind in enumerate(("raise", "memory", "garbage"))}
+SCRIPT = talk(
+    delay=0.01,
+    start_delay=0.2,  # so that a worker's absence can be seen
+    misdeeds=[Misdeed(token, kind) for kind, token in POISON.items()],
+)
 
 
-async def stream_text(at: Gateway | Server, prompt: list[int]) -> str:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[Server]:
+    async with serving(SCRIPT, "--max-num-seqs=8", "--worker-timeout=1") as made:
+        yield made
+
+
+async def stream_text(at: Listening, prompt: list[int]) -> str:
     async with streaming(at, prompt, TOKENS) as stream:
         return texts(events(await stream.rest()))[0]
 
 
-async def plain_text(at: Gateway | Server, prompt: list[int]) -> str:
-    text: str = (await complete(at, prompt, TOKENS)).json["choices"][0]["text"]
+async def plain_text(at: Listening, prompt: list[int], tokens: int = TOKENS) -> str:
+    text: str = (await complete(at, prompt, tokens)).json["choices"][0]["text"]
     return text
 
 
-async def health(at: Gateway | Server) -> Answer:
-    return await ask(at, "/health")
-
-
-async def test_prc_02_a_worker_killed_while_idle_makes_the_server_unhealthy_for_a_while() -> None:
-    async with serving(talk(start_delay=LOADING)) as server:
-        server.engine.worker.signal(signal.SIGKILL)
-        await until(server.gateway.unhealthy, 2.0)
-        assert (await health(server)).error["type"] == "ServiceUnavailableError"
-        assert await plain_text(server, [CHAIN]) == chained([CHAIN], TOKENS)  # by our rule new ones wait
-        await until(server.gateway.healthy)
-        assert (await settled(server))["quire:worker_losses_total"] == 1
+async def test_prc_02_a_worker_killed_while_idle_makes_the_server_unhealthy_for_a_while(server: Server) -> None:
+    before = await settled(server)
+    server.engine.worker.signal(signal.SIGKILL)
+    await until(server.gateway.unhealthy, 2.0)
+    assert (await ask(server, "/health")).error["type"] == "ServiceUnavailableError"
+    assert await plain_text(server, [CHAIN], 5) == chained([CHAIN], 5)  # by our rule new ones wait
+    await until(server.gateway.healthy)
+    assert (await settled(server, before, 1))["quire:worker_losses_total"] == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_prc_02_streams_and_queued_requests_outlive_their_worker(number: signal.Signals) -> None:
-    script = talk(start_delay=LOADING, delay=0.01)
-    async with serving(script, "--max-num-seqs=8", "--worker-timeout=1") as server:
-        prompts = [[CHAIN, 10 + at] for at in range(28)]
-        running = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts[:8]]
-        await until(lambda: generated(server, 40))
-        queued = [asyncio.create_task(plain_text(server, prompt)) for prompt in prompts[8:]]
+async def test_prc_02_streams_and_queued_requests_outlive_their_worker(server: Server, number: signal.Signals) -> None:
+    before, prompts = await settled(server), [[CHAIN, 10 + at] for at in range(28)]
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(streaming(server, prompt, TOKENS)) for prompt in prompts[:8]]
+        begun = [await stream.event() for stream in streams]
+        queued = [asyncio.create_task(plain_text(server, prompt, 9)) for prompt in prompts[8:]]
         server.engine.worker.signal(number)
         await until(server.gateway.unhealthy, 5.0)
-        assert not any(task.done() for task in running)
         await until(server.gateway.healthy)
-        assert await asyncio.gather(*running, *queued) == [chained(prompt, TOKENS) for prompt in prompts]
-        grown = await settled(server)
-        assert grown["quire:worker_losses_total"] == 1
-        assert grown["vllm:generation_tokens_total"] == len(prompts) * TOKENS
-        assert (server.engine.scheduler.lives, server.gateway.lives) == (1, 1)
+        whole = [first + "\n\n" + await stream.rest() for first, stream in zip(begun, streams, strict=True)]
+    assert [texts(events(text))[0] for text in whole] == [chained(prompt, TOKENS) for prompt in prompts[:8]]
+    assert await asyncio.gather(*queued) == [chained(prompt, 9) for prompt in prompts[8:]]
+    grown = await settled(server, before, 28)
+    assert grown["quire:worker_losses_total"] == 1
+    assert grown["vllm:generation_tokens_total"] == 8 * TOKENS + 20 * 9
+    assert (server.engine.scheduler.lives, server.gateway.lives) == (1, 1)
 
 
 async def generated(server: Server, tokens: int) -> bool:
     return (await figures(server))["vllm:generation_tokens_total"] >= tokens
 
 
-async def test_prc_03_a_request_that_breaks_every_step_fails_alone() -> None:
+async def test_prc_03_a_request_that_breaks_every_step_fails_alone(server: Server) -> None:
     """A step that raises, one without memory, and a result that is no message; each with two innocent neighbours."""
-    script = talk(delay=0.005, misdeeds=[Misdeed(token, kind) for kind, token in POISON.items()])
-    async with serving(script) as server:
-        for kind, token in POISON.items():
-            prompts = [[CHAIN, 10], [CHAIN, 11]]
-            innocent = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts]
+    before, prompts = await settled(server), [[CHAIN, 10], [CHAIN, 11]]
+    for kind, token in POISON.items():
+        innocent = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts]
+        if kind == "memory":
+            assert await broken_stream(server, [CHAIN, token]) == 500
+        else:
             failed = await complete(server, [CHAIN, token], 9)
-            assert failed.status == 500, kind
+            assert (failed.status, failed.error["type"]) == (500, "InternalServerError")
             assert "the worker died" in failed.error["message"]
-            assert await asyncio.gather(*innocent) == [chained(prompt, TOKENS) for prompt in prompts]
-        assert await broken_stream(server, [CHAIN, POISON["raise"]]) == 500
-        grown = await settled(server)
-        assert ended(grown, SEQUENCES) == {"length": 6, "error": 4}
-        for said in ("RuntimeError: scripted failure", "MemoryError: scripted", "not a message", "in _misbehave"):
-            assert said in server.engine.scheduler.log
-        assert "Traceback" not in server.gateway.log
+        assert await asyncio.gather(*innocent) == [chained(prompt, TOKENS) for prompt in prompts]
+    grown = await settled(server, before, 9)
+    assert ended(grown, SEQUENCES) == {"length": 6, "error": 3}
+    for said in ("RuntimeError: scripted failure", "MemoryError: scripted", "not a message", "in _misbehave"):
+        assert said in server.engine.scheduler.log
+    assert "Traceback" not in server.gateway.log
 
 
-async def broken_stream(at: Gateway | Server, prompt: list[int]) -> int:
+async def broken_stream(at: Listening, prompt: list[int]) -> int:
     """The code of the error in which a stream ends; its shape is checked."""
     answer = await complete(at, prompt, TOKENS, stream=True)
     if answer.status != 200:  # it failed before its headers were sent
@@ -120,23 +133,27 @@ async def test_a_killed_scheduler_ends_its_streams_with_an_error_and_service_res
         await until(server.gateway.healthy)
         assert await stream_text(server, [CHAIN]) == chained([CHAIN], TOKENS)
         now = await figures(server)
-        assert ended(now, "vllm:request_success_total") == {"error": 12, "length": 1}
+        assert ended(now, SAMPLES) == {"error": 12, "length": 1}
         assert (server.engine.scheduler.lives, server.engine.worker.lives) == (2, 1)
         assert "Traceback" not in server.gateway.log
 
 
-async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had() -> None:
-    async with serving(talk(delay=0.005)) as server, gateway(server.engine, name="second") as second:
-        assert await plain_text(server, [CHAIN]) == await plain_text(second, [CHAIN]) == chained([CHAIN], TOKENS)
-        staying = asyncio.create_task(stream_text(server, [CHAIN, 5]))
+async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had(server: Server) -> None:
+    before = await settled(server)
+    async with gateway(server.engine, name="second") as second:
+        for at in (server, second):
+            assert await plain_text(at, [CHAIN, 4], 9) == chained([CHAIN, 4], 9)
         leaving = [asyncio.create_task(broken_off(second)) for _ in range(6)]
-        await until(lambda: running(server, 7))
+        await until(lambda: running(server, 6))
+        staying = asyncio.create_task(stream_text(server, [CHAIN, 5]))
         second.restart = False
         second.signal(signal.SIGKILL)
         await asyncio.gather(*leaving)
         assert await staying == chained([CHAIN, 5], TOKENS)
         await until(lambda: at_rest(server))
-        assert ended(await figures(server), SEQUENCES) == {"length": 3, "abort": 6}
+        grown = change(before, await figures(server))
+        assert ended(grown, SEQUENCES) == {"length": 3, "abort": 6}
+        assert ended(grown, SAMPLES) == {"length": 2}
         assert await server.gateway.healthy()
 
 
