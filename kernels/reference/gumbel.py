@@ -1,45 +1,49 @@
-"""Draw from softmax(z) as argmax(z + Gumbel noise), with noise only where it can matter.
+"""Draw from softmax(z) as argmax(z + Gumbel noise), with noise only for the likely tokens.
 
-Noise is within ±MAX_NOISE. So once a few likely tokens have theirs, a token more than that below the best of them
-cannot win, whatever its noise: skipping it changes nothing, and what is left is a small part of a vocabulary.
+The maximum of many noised tokens is distributed like one noised token whose weight is the sum of theirs. So all that
+lies more than `REACH` below the likeliest token takes part as one, "the tail"; only if it wins, which is as seldom as
+it is light, is one of it drawn in the same way. The draw is exact, and a few hundred tokens of a vocabulary get noise
+instead of all: random bits are what a draw costs.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.reference.philox import MAX_NOISE, token_noise
+from kernels.reference.philox import token_noise
 
-_FIRST = 64  # tokens that get noise at once
-_MARGIN = MAX_NOISE + 0.06  # covers the rounding of z + noise
+REACH = 8.0  # nats
+TAIL = 2**31
+"""The tail of level l has the noise of token TAIL + l, which no vocabulary has."""
+
+_NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 def gumbel(z: Tensor, ids: Tensor | None, seeds: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """The drawn ids (S,) int64; of equal scores the lowest id wins.
+    """The drawn ids (S,) int64; of equal scores the lowest id wins. A row without any finite z gives no valid id.
 
-    `z` (S, C) scaled logits, -inf where a token is excluded; `ids` (S, C) their token ids, or None if they are the
-    columns' numbers; `seeds`, `samples`, `positions` (S,) int64: see `token_noise`.
+    `z` (S, C) scaled logits, each row's maximum at 0, -inf where a token is excluded; `ids` (S, C) their token ids, or
+    None if they are the columns' numbers; `seeds`, `samples`, `positions` (S,) int64: see `token_noise`.
     """
-    width = z.shape[-1]
-    first, columns = torch.topk(z, min(_FIRST, width), dim=-1, sorted=False)
-    tokens = columns if ids is None else ids.gather(-1, columns)
-    score = first.double() + token_noise(seeds[:, None], samples[:, None], positions[:, None], tokens)
-    best = score.amax(-1)
-    winner = torch.where(score == best[:, None], tokens, torch.iinfo(torch.int64).max).amin(-1)
-    if width <= _FIRST:
-        return winner
-    return _with_the_rest(z, ids, (seeds, samples, positions), columns, best, winner)
+    return _draw(z, ids, (seeds, samples, positions), 0)
 
 
-def _with_the_rest(
-    z: Tensor, ids: Tensor | None, key: tuple[Tensor, Tensor, Tensor], done: Tensor, best: Tensor, winner: Tensor
-) -> Tensor:
-    """Try the tokens outside the columns `done` that could still beat `best` (S,), or tie with it at a lower id."""
+def _draw(z: Tensor, ids: Tensor | None, key: tuple[Tensor, Tensor, Tensor], level: int) -> Tensor:
     seeds, samples, positions = key
-    within = z >= (best[:, None] - _MARGIN)
-    rows, columns = within.scatter_(1, done, False).nonzero(as_tuple=True)
+    likely = z >= -REACH
+    rows, columns = likely.nonzero(as_tuple=True)
     tokens = columns if ids is None else ids[rows, columns]
     score = z[rows, columns].double() + token_noise(seeds[rows], samples[rows], positions[rows], tokens)
-    top = best.scatter_reduce(0, rows, score, "amax")
-    rival = torch.where(score == top[rows], tokens, torch.iinfo(torch.int64).max)
-    winner = torch.where(top > best, torch.iinfo(torch.int64).max, winner)
-    return winner.scatter_reduce(0, rows, rival, "amin")
+    best = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=z.device)
+    best.scatter_reduce_(0, rows, score, "amax")
+    winner = torch.full((len(z),), _NO_TOKEN, device=z.device)
+    winner.scatter_reduce_(0, rows, torch.where(score == best[rows], tokens, _NO_TOKEN), "amin")
+
+    weight = z.exp().masked_fill_(likely, 0.0).sum(-1, dtype=torch.float64)
+    tail = weight.log() + token_noise(seeds, samples, positions, torch.full_like(seeds, TAIL + level))
+    won = (tail > best).nonzero()[:, 0]
+    if len(won):
+        rest = z[won].masked_fill_(likely[won], -torch.inf)
+        rest -= rest.amax(-1, keepdim=True)
+        part = (seeds[won], samples[won], positions[won])
+        winner[won] = _draw(rest, None if ids is None else ids[won], part, level + 1)
+    return winner

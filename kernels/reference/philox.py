@@ -37,13 +37,10 @@ def token_noise(seeds: Tensor, samples: Tensor, positions: Tensor, tokens: Tenso
     """Gumbel noise of tokens, in float64: -log(-log(u)), u uniform on (0, 1).
 
     All int64, broadcast together; a seed is any 64 bits. The key is the seed's two words, the counter is (token,
-    output position, sample, 0). `u` is (k + 1/2) / 2²³ with k of 23 bits, so the noise lies within ±`MAX_NOISE`.
+    output position, sample, 0). `u` is (k + 1/2) / 2²³ with k of 23 bits, so the noise lies within ±16.64.
     Float64 makes the rounding of a logarithm, which may differ from one vector width to another, irrelevant.
     """
     key = (seeds & _MASK, (seeds >> 32) & _MASK)
     word = philox((tokens, positions, samples, torch.zeros_like(samples)), key)[0]
     uniform = ((word >> 9).double() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
-
-
-MAX_NOISE = 16.64  # -log(-log(1 - 2⁻²⁴)) = 16.6355...

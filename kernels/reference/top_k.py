@@ -7,14 +7,16 @@ from torch import Tensor
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values (S, k) and ids (S, k) int64 of the k largest in each row of `x` (S, V) float32, k ≤ V.
 
-    torch's own topk leaves open which of several equal entries it takes and in what order it gives them. The order is
+    Torch's own topk leaves open which of several equal entries it takes and in what order it gives them. The order is
     mended by two sorts of the k entries; where a tie crosses the k-th place, the row is taken again by exact keys.
     """
+    if k == x.shape[-1]:
+        return x.sort(dim=-1, descending=True, stable=True)
     values, ids = torch.topk(x, k, dim=-1)
     ids, order = ids.sort(-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
-    if 0 < k < x.shape[-1]:
+    if k:
         crossing = (x >= values[:, -1:]).sum(-1) > k
         if bool(crossing.any()):
             ids[crossing] = _by_keys(x[crossing], k)

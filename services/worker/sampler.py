@@ -23,8 +23,10 @@ from services.worker.slots import Slots
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: equal logits then go to the lowest id, as at 0."""
 
-NARROW, WIDE = 64, 1024
-"""Candidates to search for top_k and top_p: the first if top_k is within it. A row that needs more is sorted whole."""
+WIDTHS = (64, 256, 4096)
+"""Candidates that are searched for top_k and top_p, before the whole vocabulary is sorted: 32 rows of 49,152 take
+4, 5 and 20 ms that way, and 135 ms whole."""
+
 
 Bools = npt.NDArray[np.bool_]
 
@@ -122,21 +124,24 @@ class Sampler:
         z = self._ops.temperature(x, self._tensor(state.temperature[slots]))
         if (state.min_p[slots] > 0).any():
             z = self._ops.min_p(z, self._tensor(state.min_p[slots]))
-        top_k, filtered = state.top_k[slots], (state.top_k[slots] > 0) | (state.top_p[slots] < 1)
-        narrow = filtered & (top_k > 0) & (top_k <= NARROW)
+        filtered = (state.top_k[slots] > 0) | (state.top_p[slots] < 1)
+        widths = np.where(filtered, self._first_width(draws), 0)
         tokens = torch.empty(len(z), dtype=torch.int64, device=z.device)
-        for mask, width in ((narrow, NARROW), (filtered & ~narrow, WIDE), (~filtered, 0)):
-            if mask.any():
-                part = z if mask.all() else z[self._tensor(mask)]
-                chosen = draws.subset(mask)
-                drawn = (
-                    self._filtered(part, chosen, width) if width else self._ops.gumbel(part, None, *self._key(chosen))
-                )
-                tokens[self._tensor(mask)] = drawn
+        for width in np.unique(widths).tolist():
+            mask = widths == width
+            part, chosen = z if mask.all() else z[self._tensor(mask)], draws.subset(mask)
+            drawn = self._filtered(part, chosen, width) if width else self._ops.gumbel(part, None, *self._key(chosen))
+            tokens[self._tensor(mask)] = drawn
         return tokens.clamp_(max=z.shape[-1] - 1)  # logits of NaN draw nothing; what they give must still be an id
 
+    def _first_width(self, draws: Draws) -> Ints:
+        """How many candidates each row begins with: enough for its top_k, or a guess for top_p."""
+        top_k = self._state.top_k[draws.slots]
+        places = np.searchsorted(WIDTHS, np.where(top_k > 0, top_k, WIDTHS[1]))
+        return np.array([*WIDTHS, self._state.vocab_size])[places]
+
     def _filtered(self, z: Tensor, draws: Draws, width: int) -> Tensor:
-        """Draw within top_k and top_p, looking at the best `width` tokens, or at all if those don't suffice."""
+        """Draw within top_k and top_p, looking at the best `width` tokens, or at more if those don't suffice."""
         state, slots, vocab = self._state, draws.slots, z.shape[-1]
         width = min(width, vocab)
         best, ids = self._ops.top_k(z, width)
@@ -150,9 +155,15 @@ class Sampler:
             kept, complete = self._ops.top_p(best, self._tensor(limits), self._mass(z, best, top_k, width))
             best = best.masked_fill(~kept, -torch.inf)
             done |= complete.cpu().numpy() & (top_k == vocab)  # else the mass that top_k leaves is not known yet
-        tokens = self._ops.gumbel(best, ids, *self._key(draws))
-        if not done.all():
-            tokens[self._tensor(~done)] = self._filtered(z[self._tensor(~done)], draws.subset(~done), vocab)
+        if done.all():
+            return self._ops.gumbel(best, ids, *self._key(draws))
+        tokens = torch.empty(len(z), dtype=torch.int64, device=z.device)
+        if done.any():
+            found = self._tensor(done)
+            tokens[found] = self._ops.gumbel(best[found], ids[found], *self._key(draws.subset(done)))
+        more = self._tensor(~done)
+        wider = next((wider for wider in WIDTHS if wider > width), vocab)
+        tokens[more] = self._filtered(z[more], draws.subset(~done), wider)
         return tokens
 
     def _mass(self, z: Tensor, best: Tensor, top_k: Ints, width: int) -> Tensor:

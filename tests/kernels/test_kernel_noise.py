@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.reference.philox import MAX_NOISE, philox, token_noise
+from kernels.reference.philox import philox, token_noise
 
 ONES = 0xFFFFFFFF
 
@@ -37,7 +37,7 @@ def test_noise_is_gumbel() -> None:
     got = noise(7, 0, 3, torch.arange(200_000))
     assert abs(got.mean().item() - 0.5772) < 0.01
     assert abs(got.std().item() - math.pi / math.sqrt(6)) < 0.01
-    assert got.abs().max() < MAX_NOISE
+    assert got.abs().max() < 16.64
 
 
 def test_every_part_of_the_key_matters() -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from kernels.reference.philox import token_noise
 from services.worker.report import sampled_logprobs
 from services.worker.sampler import Draws, Sampler
 from services.worker.slots import Slots
 from shared.protocol import Configure, Epoch, NewSequence, Sampling, StepPlan, pack_tokens
+from tests.kernels.drawing import by_levels
 
 EPOCH = Epoch(boot="test", count=1)
 CPU = torch.device("cpu")
@@ -90,10 +90,8 @@ def by_definition(logits: Tensor, sampling: Sampling, prompt: list[int], output:
     p = torch.softmax(z[kept].double(), -1)
     before = p.cumsum(-1) - p
     kept = [token for token, mass in zip(kept, before.tolist(), strict=True) if mass < np.float32(sampling.top_p)]
-    seed = torch.tensor([sampling.seed if sampling.seed < 2**63 else sampling.seed - 2**64])
-    ids = torch.tensor(sorted(kept))
-    noise = token_noise(seed, torch.tensor([sample]), torch.tensor([len(output)]), ids)
-    return int(ids[(z[ids].double() + noise).argmax()])
+    z[[token for token in range(len(z)) if token not in set(kept)]] = -torch.inf
+    return by_levels(z, sampling.seed - 2**64 * (sampling.seed >= 2**63), sample, len(output))
 
 
 KINDS: list[dict[str, Any]] = [
