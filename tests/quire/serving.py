@@ -1,28 +1,35 @@
-"""A running `quire serve` for tests: real processes, whose sockets and output lie in a folder of the test."""
+"""A running `quire serve` for tests: real processes, whose output lies in a folder of the test.
+
+Their sockets lie in one with a short path; the server would pass over one that is too long for sockets.
+"""
 
 import os
 import re
 import signal
+import socket
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 
 import psutil
+
+from quire.instance import PREFIX
 
 ROOT = Path(__file__).parents[2]
 GONE_WITHIN = 10.0  # seconds after a signal
 
 
 class Server:
-    """A running `quire serve`, its output in files of `folder`."""
+    """A running `quire serve`, its output in files of `folder`, its sockets in a folder of `place`."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str, name: str = "tiny") -> None:
-        self.place = folder / "run"
-        self.place.mkdir(exist_ok=True)
+    def __init__(self, model: Path, folder: Path, *flags: str, name: str, place: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.place = place
         self.out, self.err = folder / "out", folder / "err"
         environment = {
             **os.environ,
@@ -54,26 +61,54 @@ class Server:
                 found |= {name: child for name in ("gateway", "scheduler", "worker") if f"services.{name}" in argv}
         return found
 
+    def files(self) -> set[str]:
+        """Names of what lies in its own folder, as long as there is one."""
+        return {path.name for folder in self.place.glob(f"{PREFIX}.{self.process.pid}.*") for path in folder.iterdir()}
+
     def stop(self, number: signal.Signals) -> int:
         """Send a signal; the exit status. Everything must be gone in time, files included."""
+        status = self.end(number)
+        assert list(self.place.glob(f"{PREFIX}.{self.process.pid}.*")) == []
+        return status
+
+    def end(self, number: signal.Signals, *, whole_family: bool = False) -> int:
+        """Send a signal, to the services too if so said; the exit status. Every process must be gone in time."""
         family = [self.process, *self.process.children(recursive=True)]
-        self.process.send_signal(number)
+        for process in family if whole_family else family[:1]:
+            process.send_signal(number)
         _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN)
         assert alive == [], self.err.read_text()
-        assert list(self.place.iterdir()) == []
         return int(self.process.returncode)
 
 
 @contextmanager
-def serving(model: Path, folder: Path, *flags: str, name: str = "tiny") -> Iterator[Server]:
-    """A server for the time of the block."""
-    server = Server(model, folder, *flags, name=name)
-    try:
-        yield server
-    finally:
-        if server.process.is_running():
-            server.process.kill()  # its children follow
-            server.process.wait()
+def serving(model: Path, folder: Path, *flags: str, name: str = "tiny", place: Path | None = None) -> Iterator[Server]:
+    """A server for the time of the block, in a place of its own unless one is given."""
+    with ExitStack() as stack:
+        place = place or stack.enter_context(short_folder())
+        server = Server(model, folder, *flags, name=name, place=place)
+        try:
+            yield server
+        finally:
+            if server.process.is_running():
+                server.process.kill()  # its children follow
+                server.process.wait()
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A temporary folder whose path leaves room for sockets'."""
+    with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def free_ports(count: int) -> list[int]:
+    """So many ports that are free now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def health(url: str) -> int | None:

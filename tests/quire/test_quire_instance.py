@@ -43,7 +43,7 @@ def test_it_goes_when_the_start_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kills_in_a_row_leave_no_more_than_the_last(tmp_path: Path) -> None:
+def test_prc_04_kills_in_a_row_leave_no_more_than_the_last(tmp_path: Path) -> None:
     for _ in range(3):
         process, folder = hold(tmp_path)
         (folder / "gateways.sock").touch()
@@ -53,7 +53,7 @@ def test_kills_in_a_row_leave_no_more_than_the_last(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [own]
 
 
-def test_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
+def test_prc_04_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
     process, theirs = hold(tmp_path)
     try:
         (theirs / "gateways.sock").touch()
@@ -64,7 +64,7 @@ def test_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
         end(process)
 
 
-def test_only_folders_of_ours_are_reclaimed(tmp_path: Path) -> None:
+def test_prc_04_only_folders_of_ours_are_reclaimed(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}.12.abc").mkdir()
     (tmp_path / f"{PREFIX}.notes").mkdir()
     (tmp_path / "other").mkdir()

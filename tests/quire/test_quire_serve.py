@@ -5,12 +5,17 @@ import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.quire.serving import healthy, serving
+from quire.instance import reclaim
+from tests.quire.serving import Server, free_ports, healthy, serving, short_folder
+
+BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
+SOCKETS = {"gateways.sock", "workers.sock"}
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -20,28 +25,70 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-def test_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def continuation(url: str) -> str:
+    text: str = post(f"{url}/v1/completions", BODY)["choices"][0]["text"]
+    return text
+
+
+def wait_until(holds: Callable[[], bool], server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, server.err.read_text()
+        time.sleep(0.02)
+
+
+def kill_and_await_the_next(server: Server, name: str) -> None:
+    victim = server.children()[name]
+    victim.kill()
+    wait_until(lambda: healthy(server.url) and server.children().get(name) not in (victim, None), server)
+
+
+def test_prc_01_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path) as server:
         url = server.url
+        assert server.files() >= SOCKETS
         command = next(line for line in server.out.read_text().splitlines() if line.startswith("  curl"))
         shown = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
         assert json.loads(shown)["choices"][0]["message"]["role"] == "assistant"
-        body = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
-        before = post(f"{url}/v1/completions", body)["choices"][0]["text"]
+        before = continuation(url)
         for name in ("worker", "scheduler", "gateway"):
-            victim = server.children()[name]
-            victim.kill()
-            deadline = time.monotonic() + 60
-            while not healthy(url) or server.children().get(name) in (victim, None):
-                assert time.monotonic() < deadline, server.err.read_text()
-                time.sleep(0.05)
-            assert post(f"{url}/v1/completions", body)["choices"][0]["text"] == before
+            kill_and_await_the_next(server, name)
+            assert continuation(url) == before
         assert server.stop(signal.SIGTERM) == 0
+        assert list(server.place.iterdir()) == []
     assert "Traceback" not in server.err.read_text()
 
 
+def test_prc_01_prc_04_what_is_killed_leaves_nothing_and_hurts_no_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers die one after the other while their model loads: the supervisor alone, or every process of theirs."""
+    temporary, shared = tmp_path / "temporary", Path("/dev/shm")
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    port, before = f"--port={free_ports(1)[0]}", set(shared.iterdir())
+    with short_folder() as place, serving(folder, tmp_path / "live", place=place) as live:
+        for at in range(3):
+            with serving(folder, tmp_path / f"killed{at}", port, place=place) as server:
+                wait_until(lambda: server.files() >= SOCKETS and len(server.children()) == 3, server)
+                server.end(signal.SIGKILL, whole_family=at % 2 == 1)
+            wait_until(lambda: set(shared.iterdir()) <= before, server)
+            assert len(list(place.iterdir())) == 2  # the last one's and the living one's
+            assert list(temporary.iterdir()) == []
+        with serving(folder, tmp_path / "next", port, place=place) as server:
+            wait_until(lambda: len(server.children()) == 3, server)
+            for name in ("gateway", "scheduler"):  # these come back, in the time of the start too
+                server.children()[name].kill()
+            assert continuation(server.url) == continuation(live.url)
+            server.end(signal.SIGKILL)
+        assert len(reclaim(place)) == 1
+        assert live.files() >= SOCKETS
+        assert live.stop(signal.SIGTERM) == 0
+        assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize("seconds", [0.2, 1.0, 3.0, 6.0])
-def test_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, tmp_path: Path, seconds: float) -> None:
+def test_prc_05_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, tmp_path: Path, seconds: float) -> None:
     with serving(folder, tmp_path) as server:
         time.sleep(seconds)
         announced = "ready in" in server.out.read_text()
@@ -50,7 +97,7 @@ def test_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, tmp_path
     assert "Traceback" not in server.err.read_text()
 
 
-def test_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
+def test_prc_05_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, "--ready-timeout=0.5") as server:
         assert server.process.wait(timeout=30) == 1
         assert list(server.place.iterdir()) == []
@@ -72,12 +119,17 @@ def test_a_broken_model_ends_the_start_with_the_reason(folder: Path, tmp_path: P
     assert "Traceback" not in shown
 
 
-def test_two_servers_at_once_do_not_meet(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir()
-    with serving(folder, tmp_path) as one, serving(folder, tmp_path / "two") as two:
-        body = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
-        assert len({post(f"{server.url}/v1/completions", body)["choices"][0]["text"] for server in (one, two)}) == 1
-        assert one.url != two.url
+def test_prc_08_two_servers_started_at_once_do_not_meet(folder: Path, tmp_path: Path) -> None:
+    flags = [f"--port={port}" for port in free_ports(2)]
+    with (
+        short_folder() as place,
+        serving(folder, tmp_path / "one", flags[0], place=place) as one,
+        serving(folder, tmp_path / "two", flags[1], place=place) as two,
+    ):
+        assert continuation(one.url) == continuation(two.url)
+        assert one.files() >= SOCKETS
         assert one.stop(signal.SIGTERM) == 0
+        assert two.files() >= SOCKETS
         assert healthy(two.url)
         assert two.stop(signal.SIGTERM) == 0
+        assert list(place.iterdir()) == []
