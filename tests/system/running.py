@@ -28,6 +28,7 @@ from tests.text.vocabulary import write_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 20.0  # seconds; reached only by tests that fail
+UNSTEADY = os.pathsep.join([str(ROOT / "tests/system/unsteady"), str(ROOT)])  # a PYTHONPATH, see there
 
 
 class Child:

@@ -5,6 +5,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import openai
 import pytest
@@ -25,7 +26,7 @@ from tests.system.asking import (
     settled,
     talk,
 )
-from tests.system.running import Server, until
+from tests.system.running import UNSTEADY, Server, until
 from tests.system.running import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -99,8 +100,22 @@ async def shows(server: Server, figure: str, count: int) -> bool:
 
 async def test_prc_06_a_gateway_that_stands_still_loses_nothing(server: Server) -> None:
     """The steps go on meanwhile; what it cannot take waits for it."""
-    before, prompts = await settled(server), [[CHAIN, 4 + at % 250, 4 + at // 250] for at in range(300)]
-    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    before = await settled(server)
+    await stand_still(server, 300)
+    assert (await settled(server, before, 300))["vllm:generation_tokens_total"] == 300 * 40
+
+
+async def test_prc_06_with_room_for_ten_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", UNSTEADY)
+    monkeypatch.setenv("UNSTEADY_HIGH_WATER", "10")
+    async with serving(talk(), "--max-num-seqs=16") as narrow:
+        await stand_still(narrow, 100, logprobs=5)  # large messages, or they would all find room in the socket
+
+
+async def stand_still(server: Server, count: int, **fields: Any) -> None:
+    """The gateway does, for two seconds, while so many streams run. They must all get what is theirs."""
+    prompts = [[CHAIN, 4 + at % 250, 4 + at // 250] for at in range(count)]
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
     running = [asyncio.create_task(complete(server, prompt, 40, **fields)) for prompt in prompts]
     await until(partial(shows, server, "vllm:num_requests_running", 16))
     server.gateway.signal(signal.SIGSTOP)
@@ -111,8 +126,6 @@ async def test_prc_06_a_gateway_that_stands_still_loses_nothing(server: Server) 
         assert texts(chunks) == {0: chained(prompt, 40)}
         assert ends(chunks) == {0: ["length"]}
         assert chunks[-1]["usage"]["completion_tokens"] == 40
-    grown = await settled(server, before, 300)
-    assert grown["vllm:generation_tokens_total"] == 300 * 40
     assert (server.gateway.lives, server.engine.scheduler.lives) == (1, 1)
 
 

@@ -1,7 +1,6 @@
 """What a whole server's figures say of what happened to it, and that nothing about them can hurt it."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,7 +34,7 @@ from tests.system.asking import (
     talk,
     wire,
 )
-from tests.system.running import ROOT, Server, until
+from tests.system.running import UNSTEADY, Server, until
 from tests.system.running import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -139,7 +138,7 @@ async def test_met_04_counters_never_fall_and_failing_metrics_fail_alone(
 ) -> None:
     """In processes whose wall clock steps back at every look."""
     broken, port = tmp_path / "broken", Port(free_port(GatewayConfig(host="127.0.0.1", port=0)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests/system/unsteady"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", UNSTEADY)
     monkeypatch.setenv("UNSTEADY_METRICS", str(broken))
     flags = ("--max-num-seqs=8", "--max-num-batched-tokens=64", f"--metrics-port={port.port}")
     async with serving(talk(delay=0.002, blocks=24), *flags) as server:

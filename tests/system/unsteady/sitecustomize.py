@@ -1,5 +1,8 @@
-"""Loaded by every Python process that finds this folder in PYTHONPATH: its wall clock is an hour earlier at each look,
-and its engine metrics cannot be collected while the file named by UNSTEADY_METRICS is there."""
+"""Loaded by every Python process that finds this folder in PYTHONPATH, to make its surroundings worse than they are.
+
+UNSTEADY_METRICS=FILE: its wall clock is an hour earlier at each look, and its engine metrics cannot be collected while
+that file is there. UNSTEADY_HIGH_WATER=N: so many messages may wait on a connection.
+"""
 
 import itertools
 import os
@@ -9,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
+import shared.transport
 from shared.metrics import EngineCollector
 
 _looks, _now, _collect = itertools.count(), time.time, EngineCollector.collect
@@ -24,5 +28,8 @@ def _collect_or_fail(self: EngineCollector) -> Iterator[Metric]:
     return _collect(self)
 
 
-time.time = _earlier
-EngineCollector.collect = _collect_or_fail  # type: ignore[method-assign]
+if "UNSTEADY_METRICS" in os.environ:
+    time.time = _earlier
+    EngineCollector.collect = _collect_or_fail  # type: ignore[method-assign]
+if "UNSTEADY_HIGH_WATER" in os.environ:
+    shared.transport.HIGH_WATER = int(os.environ["UNSTEADY_HIGH_WATER"])
