@@ -24,6 +24,7 @@ from tests.system.asking import (
     figures,
     says,
     settled,
+    streaming,
     talk,
 )
 from tests.system.running import UNSTEADY, Server, until
@@ -36,7 +37,9 @@ BURST = 500
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    async with serving(talk(), "--max-num-seqs=16", "--max-num-queued-reqs=5000", "--max-model-len=128") as made:
+    async with serving(
+        talk(delay=0.001), "--max-num-seqs=16", "--max-num-queued-reqs=5000", "--max-model-len=128"
+    ) as made:
         yield made
 
 
@@ -108,7 +111,7 @@ async def test_prc_06_a_gateway_that_stands_still_loses_nothing(server: Server) 
 async def test_prc_06_with_room_for_ten_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", UNSTEADY)
     monkeypatch.setenv("UNSTEADY_HIGH_WATER", "10")
-    async with serving(talk(), "--max-num-seqs=16") as narrow:
+    async with serving(talk(delay=0.005), "--max-num-seqs=16") as narrow:
         await stand_still(narrow, 100, logprobs=5)  # large messages, or they would all find room in the socket
 
 
@@ -116,13 +119,15 @@ async def stand_still(server: Server, count: int, **fields: Any) -> None:
     """The gateway does, for two seconds, while so many streams run. They must all get what is theirs."""
     prompts = [[CHAIN, 4 + at % 250, 4 + at // 250] for at in range(count)]
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    running = [asyncio.create_task(complete(server, prompt, 40, **fields)) for prompt in prompts]
-    await until(partial(shows, server, "vllm:num_requests_running", 16))
-    server.gateway.signal(signal.SIGSTOP)
-    await asyncio.sleep(2.0)  # the point
-    server.gateway.signal(signal.SIGCONT)
-    for prompt, answer in zip(prompts, await asyncio.gather(*running), strict=True):
-        chunks = events(answer.text)
+    *others, last = prompts
+    running = [asyncio.create_task(complete(server, prompt, 40, **fields)) for prompt in others]
+    async with streaming(server, last, 40, **fields) as stream:  # so all of them have been passed on
+        server.gateway.signal(signal.SIGSTOP)
+        await asyncio.sleep(2.0)  # the point
+        server.gateway.signal(signal.SIGCONT)
+        found = [*[answer.text for answer in await asyncio.gather(*running)], await stream.rest()]
+    for prompt, text in zip(prompts, found, strict=True):
+        chunks = events(text)
         assert texts(chunks) == {0: chained(prompt, 40)}
         assert ends(chunks) == {0: ["length"]}
         assert chunks[-1]["usage"]["completion_tokens"] == 40
