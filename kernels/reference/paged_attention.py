@@ -13,25 +13,43 @@ Queries that share a kv head are laid side by side, so that its keys and values 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_LONGEST = 256
+"""Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
+
 _BLOCK = 32  # queries; see `spare_queries`
+
+
+class Piece(NamedTuple):
+    """Consecutive queries of a row, all of it unless it is long. Sorts by place in the batch."""
+
+    row: int
+    first: int  # query's place in the batch
+    start: int  # its position
+    size: int  # queries
+
+    @property
+    def end(self) -> int:
+        """The position behind the last."""
+        return self.start + self.size
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one count, padded to the blocks of the longest. N rows, C queries each, L = padded positions."""
+    """N pieces of one size C, padded to the blocks of the longest: L positions."""
 
     queries: Tensor | None  # (N C,) int64: their places in the batch; None if the group is the whole batch in order
-    count: int  # C
+    size: int  # C
     length: int  # L
-    blocks: Tensor  # (N Hkv L/block_size,) int64: which (block, head) pieces of the cache to gather, row by row
-    beyond: Tensor  # int64: which of the gathered (N Hkv L) vectors lie behind their row's last position
+    blocks: Tensor  # (N Hkv L/block_size,) int64: which (block, head) parts of the cache to gather
+    beyond: Tensor  # int64: which of the gathered (N Hkv L) vectors lie behind their piece's last position
     positions: Tensor  # (N, C, 1) absolute positions of the queries
-    masks: dict[int, Tensor] = field(default_factory=dict)  # by window; (N, 1, C, L), made when first used
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by window; see `_mask`; made when first used
 
 
 @dataclass(frozen=True)
@@ -50,16 +68,15 @@ def plan_attention(
     `offsets[r]` to `offsets[r + 1] - 1`, the first of them at position `starts[r]`. `tables` (R, M) int32 or int64 on
     the device holds at least the blocks of each row's last position.
     """
-    counts = offsets.diff()
-    lengths = starts + counts
-    groups = []
-    for rows in _alike(counts.tolist(), (-(-lengths // block_size)).tolist()):
-        index = torch.tensor(rows)
-        whole = rows == list(range(len(counts)))
-        groups.append(
-            _group(offsets[index], starts[index], lengths[index], tables, index, whole, block_size, num_kv_heads)
+    pieces = [
+        Piece(row, first + done, start + done, min(_LONGEST, count - done))
+        for row, (first, start, count) in enumerate(
+            zip(offsets[:-1].tolist(), starts.tolist(), offsets.diff().tolist(), strict=True)
         )
-    return AttentionPlan(groups)
+        for done in range(0, count, _LONGEST)
+    ]
+    groups = list(_alike(pieces, block_size))
+    return AttentionPlan([_group(group, tables, block_size, num_kv_heads, whole=len(groups) == 1) for group in groups])
 
 
 def paged_attention(
@@ -89,43 +106,35 @@ def paged_attention(
     return q.new_empty(q.shape) if out is None else out
 
 
-def _alike(counts: list[int], blocks: list[int]) -> Iterator[list[int]]:
-    """Row numbers, grouped so that padding stays under a quarter of what is read, or not worth another group."""
-    group: list[int] = []
+def _alike(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
+    """Pieces of one size, with padding under a quarter of what is read, or not worth another group."""
+    group: list[Piece] = []
     held = 0
-    for row in sorted(range(len(counts)), key=lambda row: (counts[row], blocks[row])):
-        padding = blocks[row] * len(group) - held
-        if group and (counts[row] != counts[group[0]] or padding > 16 + held // 4):
+    for piece in sorted(pieces, key=lambda piece: (piece.size, piece.end)):
+        blocks = -(-piece.end // block_size)
+        padding = blocks * len(group) - held
+        if group and (piece.size != group[0].size or padding > 16 + held // 4):
             yield sorted(group)
             group, held = [], 0
-        group.append(row)
-        held += blocks[row]
+        group.append(piece)
+        held += blocks
     if group:
         yield sorted(group)
 
 
-def _group(
-    firsts: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    whole: bool,
-    block_size: int,
-    heads: int,
-) -> Group:
-    count = int(lengths[0] - starts[0])
-    width = -(-int(lengths.max()) // block_size)
-    device = tables.device
-    steps = torch.arange(count)
-    pieces = tables[rows.to(device), :width].long()[:, None, :] * heads + torch.arange(heads, device=device)[:, None]
-    behind = torch.arange(width * block_size) >= lengths[:, None]
+def _group(pieces: list[Piece], tables: Tensor, block_size: int, heads: int, whole: bool) -> Group:
+    rows, firsts, starts, sizes = torch.tensor(pieces).T
+    ends = starts + sizes
+    width = -(-int(ends.max()) // block_size)
+    device, steps = tables.device, torch.arange(pieces[0].size)
+    blocks = tables[rows.to(device), :width].long()
+    beyond = torch.arange(width * block_size) >= ends[:, None]
     return Group(
         queries=None if whole else (firsts[:, None] + steps).flatten().to(device),
-        count=count,
+        size=len(steps),
         length=width * block_size,
-        blocks=pieces.flatten(),
-        beyond=behind[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0].to(device),
+        blocks=(blocks[:, None, :] * heads + torch.arange(heads, device=device)[:, None]).flatten(),
+        beyond=beyond[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0].to(device),
         positions=(starts[:, None] + steps)[..., None].to(device),
     )
 
@@ -136,10 +145,10 @@ def _attend(
     """Attention of one group: `q` (N C, Hq, D)."""
     num_heads, dim = q.shape[1:]
     kv_heads, shared = key_cache.shape[1], num_heads // key_cache.shape[1]
-    count, length = group.count, group.length
+    size, length = group.size, group.length
     keys = _gather(key_cache, group).view(-1, kv_heads, length, dim)
     values = _gather(value_cache, group).view(-1, kv_heads, length, dim)
-    q = q.reshape(-1, count, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * count, dim)
+    q = q.reshape(-1, size, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * size, dim)
     mask = _mask(group, window, shared, dim, q.dtype)
     q = F.pad(q, (0, 0, 0, mask.shape[2] - q.shape[2]))
     if softcap:
@@ -147,17 +156,17 @@ def _attend(
     else:
         out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
     return (
-        out[:, :, : shared * count]
-        .reshape(-1, kv_heads, shared, count, dim)
+        out[:, :, : shared * size]
+        .reshape(-1, kv_heads, shared, size, dim)
         .permute(0, 3, 1, 2, 4)
         .reshape(-1, num_heads, dim)
     )
 
 
 def _gather(cache: Tensor, group: Group) -> Tensor:
-    """The group's vectors (N Hkv L, D). What lies behind a row's end is zeroed: a NaN there would not mind the mask."""
-    pieces = cache.flatten(0, 1).flatten(1).index_select(0, group.blocks)
-    return pieces.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
+    """The group's vectors (N Hkv L, D). What lies behind an end is zeroed: a NaN there would not mind the mask."""
+    parts = cache.flatten(0, 1).flatten(1).index_select(0, group.blocks)
+    return parts.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
 
 
 def _mask(group: Group, window: int, shared: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -169,7 +178,7 @@ def _mask(group: Group, window: int, shared: int, dim: int, dtype: torch.dtype) 
             seen &= keys > group.positions - window
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         mask = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
-        group.masks[window] = F.pad(mask, (0, 0, 0, spare_queries(shared * group.count, dim)))
+        group.masks[window] = F.pad(mask, (0, 0, 0, spare_queries(shared * group.size, dim)))
     return group.masks[window]
 
 

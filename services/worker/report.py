@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.load import Ops
-from services.worker.batch import Batch, Ints
+from services.worker.batch import Batch
 from services.worker.models.decoder import Decoder
+from services.worker.sampler import Draws
 from services.worker.slots import Slots
 from shared.protocol import TokenLogprobs
 
@@ -17,16 +18,17 @@ _SLICE = 256
 
 
 def sampled_logprobs(
-    logits: Tensor, tokens: Tensor, slots: Ints, state: Slots, ops: Ops
+    logits: Tensor, tokens: Tensor, draws: Draws, state: Slots, ops: Ops
 ) -> dict[int, list[TokenLogprobs]]:
-    """By slot, for those of N sampled tokens (N,) whose requests want them. `logits` (N, V) are the raw ones."""
-    asked = np.flatnonzero(state.logprobs[slots] >= 0)
+    """By slot, for those of the drawn `tokens` (N,) whose requests want them. `logits` (L, V) are the raw ones."""
+    asked = np.flatnonzero(state.logprobs[draws.slots] >= 0)
     if not len(asked):
         return {}
-    wanted = state.logprobs[slots[asked]].tolist()
-    index = torch.from_numpy(asked).to(logits.device)
-    entries = _entries(ops.logprobs(logits[index], tokens[index], max(wanted)), wanted)
-    return {slot: [entry] for slot, entry in zip(slots[asked].tolist(), entries, strict=True)}
+    slots = draws.slots[asked]
+    wanted = state.logprobs[slots].tolist()
+    index, rows = (torch.from_numpy(array).to(logits.device) for array in (asked, draws.rows[asked]))
+    entries = _entries(ops.logprobs(logits[rows], tokens[index], max(wanted)), wanted)
+    return {slot: [entry] for slot, entry in zip(slots.tolist(), entries, strict=True)}
 
 
 def prompt_logprobs(

@@ -133,11 +133,9 @@ class Runner:
         last = torch.from_numpy(batch.offsets[1:][batch.samples > 0] - 1).to(self.device)
         logits = self._decoder.logits(hidden[last])
         tokens = epoch.sampler.sample(logits, draws)
-        slots, positions, rows = (
-            torch.from_numpy(array).to(self.device) for array in (draws.slots, draws.positions, draws.rows)
-        )
+        slots, positions = (torch.from_numpy(array).to(self.device) for array in (draws.slots, draws.positions))
         epoch.state.put(slots, positions, tokens)
-        return tokens.tolist(), report.sampled_logprobs(logits[rows], tokens, draws.slots, epoch.state, self._ops)
+        return tokens.tolist(), report.sampled_logprobs(logits, tokens, draws, epoch.state, self._ops)
 
 
 def draws_of(batch: Batch, forks: Sequence[Fork]) -> Draws:

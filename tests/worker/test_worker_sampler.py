@@ -315,7 +315,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, -1.0]] * 3)
     tokens = torch.tensor(table.draw(logits, [0, 1, 2]))
     assert tokens.tolist() == [4, 1, 1]
-    found = sampled_logprobs(logits, tokens, np.arange(3), table.state, ops(CPU))
+    found = sampled_logprobs(logits, tokens, Draws(np.arange(3), np.ones(3, int), np.arange(3)), table.state, ops(CPU))
     assert sorted(found) == [0, 2]
     expected = torch.log_softmax(logits[0], -1).tolist()
     (first,), (last,) = found[0], found[2]
