@@ -1,0 +1,144 @@
+"""The embedded model: what a request gets does not hang on its neighbours, on chunks, on preemption or on the cache.
+
+Undisturbed is each request alone, in a pool where nothing is shared; margin.py has the rule by which runs are compared.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from quire.embedded import folder
+from quire.engine import Engine
+from services.worker.runner import Runner
+from shared.params import MAX_LOGPROBS, SamplingParams
+from shared.protocol import NewSequence, StepPlan, StepResult
+from shared.text.tokenizer import Tokenizer
+from tests.exactness.margin import Run, assert_same, compare
+from tests.exactness.workload import EDGES, Output, Request, draw_requests, engine, serve
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests to run one by one
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return draw_requests(32, seed=6)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    """An engine with room for all, that shares nothing."""
+    return engine(enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def caching() -> Engine:
+    return engine()
+
+
+@pytest.fixture(scope="module")
+def alone(requests: list[Request], plain: Engine) -> list[Run]:
+    return [serve(plain, [request])[0].run for request in requests]
+
+
+def runs(outputs: Sequence[Output]) -> list[Run]:
+    return [output.run for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def together(requests: list[Request], caching: Engine) -> list[Output]:
+    """All requests in one batch, none of their prompts known before."""
+    return serve(caching, requests)
+
+
+def test_a_batch_gives_each_request_what_it_gets_alone(
+    alone: list[Run], together: list[Output], caching: Engine
+) -> None:
+    assert_same(alone, runs(together), caching.facts.vocab_size)
+
+
+def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
+    requests: list[Request], alone: list[Run], together: list[Output], caching: Engine
+) -> None:
+    again = serve(caching, requests)
+    assert_same(alone, runs(again), caching.facts.vocab_size)
+    lengths = [len(request.prompt) for request in requests]
+    assert set(EDGES) <= set(lengths)
+    expected = [min(length // BLOCK * BLOCK, length - 1) for length in lengths]
+    assert [output.cached_tokens for output in again] == expected
+
+
+def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH-03
+    requests: list[Request], alone: list[Run]
+) -> None:
+    small = engine(num_gpu_blocks_override=39, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
+    outputs = serve(small, requests)
+    found = small.core.snapshot()
+    print(f"{found.preemptions} preemptions in {found.steps} steps")
+    assert found.preemptions > 0
+    assert_same(alone, runs(outputs), small.facts.vocab_size)
+
+
+def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None:  # SMP-01
+    one = ask(plain, "The sea was calm, and the keeper", SamplingParams(seed=42, temperature=0.8, top_k=19))
+    unseeded, seeded = (
+        ask(plain, "Once upon a time", SamplingParams(seed=seed, temperature=0.8)) for seed in (None, 7)
+    )
+    (undisturbed,) = serve(plain, [one])
+    beside = [serve(plain, [one, unseeded])[0], serve(plain, [seeded, one])[1]]
+    assert_same([undisturbed.run] * 2, runs(beside), plain.facts.vocab_size)
+
+
+def ask(engine: Engine, text: str, params: SamplingParams) -> Request:
+    """A request as the front doors make it of `params`, except that nothing ends it early."""
+    prompt = Tokenizer.load(folder()).encode(text)
+    params = msgspec.structs.replace(params, logprobs=MAX_LOGPROBS, ignore_eos=True)
+    facts, length = engine.facts, engine.limits.max_model_len
+    return Request(
+        prompt,
+        params.lower(prompt_len=len(prompt), max_model_len=length, vocab_size=facts.vocab_size, eos_token_ids=()),
+    )
+
+
+class Confused:
+    """A runner that gets new sequences other than the scheduler sent them."""
+
+    def __init__(self, runner: Runner, spoil: Callable[[list[NewSequence]], list[NewSequence]]) -> None:
+        self.runner = runner
+        self.spoil = spoil
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.runner.execute(msgspec.structs.replace(plan, new=self.spoil(plan.new)))
+
+
+def with_other_noise(new: list[NewSequence]) -> list[NewSequence]:
+    replace = msgspec.structs.replace
+    return [replace(one, sampling=replace(one.sampling, seed=one.sampling.seed ^ 1)) for one in new]
+
+
+def with_one_block_in_two_tables(new: list[NewSequence]) -> list[NewSequence]:
+    return [msgspec.structs.replace(one, blocks=[new[0].blocks[0], *one.blocks[1:]]) for one in new]
+
+
+@pytest.mark.parametrize("spoil", [with_other_noise, with_one_block_in_two_tables])
+def test_a_fault_is_found(
+    requests: list[Request],
+    alone: list[Run],
+    plain: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[list[NewSequence]], list[NewSequence]],
+) -> None:
+    some = [index for index, request in enumerate(requests) if 1 < len(request.prompt) < 2 * BLOCK][:6]
+    monkeypatch.setattr(plain, "runner", Confused(plain.runner, spoil))
+    outputs = serve(plain, [requests[index] for index in some])
+    vocab_size = plain.facts.vocab_size
+    pairs = zip((alone[index] for index in some), runs(outputs), strict=True)
+    faulty = [bool(compare(run, other, vocab_size).fault) for run, other in pairs]
+    if spoil is with_other_noise:
+        sampled = [requests[index].sampling.temperature > 0 for index in some]
+        assert sum(faulty) > sum(sampled) / 2
+        assert not any(found and not noisy for found, noisy in zip(faulty, sampled, strict=True))
+    else:
+        assert sum(faulty) > len(some) / 2

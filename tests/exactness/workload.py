@@ -1,0 +1,119 @@
+"""Mixed requests for the embedded model, and an engine's way through them, row by row.
+
+Everything is drawn from a seed. Prompts are half text and half arbitrary ids; half of the requests are greedy. All
+report the 20 likeliest tokens, which the margin rule wants to see, and none ends before its max_tokens.
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from quire.embedded import folder
+from quire.engine import Engine
+from services.scheduler.config import SchedulerConfig
+from services.worker.config import WorkerConfig
+from shared.params import MAX_LOGPROBS
+from shared.protocol import Finish, ProgressRow, Sampling, Submit, pack_tokens
+from shared.text.tokenizer import Tokenizer
+from tests.exactness.margin import Run
+
+TEXT = (
+    "The lighthouse keeper wrote a letter every evening and gave it to the first ship that passed in the morning. "
+    "Nobody on the island knew who answered them, but an answer came with each spring tide, in a blue envelope, and "
+    "he read it aloud to the gulls. In the year of the great storm the ships stayed away for thirty days. He went on "
+    "writing, put the letters in a row along the window and numbered them. When the sea was calm again, a boat came "
+    "with a single passenger, who carried a bag of blue envelopes and asked for the way to the tower. "
+)
+SAMPLED_FROM_FEW: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 12},
+    {"temperature": 1.3, "top_k": 18, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 5, "top_p": 0.95},
+)
+"""So few that all of them are reported, however flat the distribution is, as it is behind arbitrary ids."""
+
+SAMPLED = (*SAMPLED_FROM_FEW, {"temperature": 0.7, "top_p": 0.4}, {"temperature": 0.2})
+EDGES = (15, 16, 17, 31, 32, 33, 48)
+"""Prompt lengths around the ends of blocks of 16 tokens."""
+
+
+class Request(NamedTuple):
+    """A prompt and how it is to be continued."""
+
+    prompt: list[int]
+    sampling: Sampling
+
+
+def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Request]:
+    """`count` requests: prompts of `EDGES` and of 1 to `longest` tokens, short ones more often; 4 to 24 of output.
+
+    Texts of the lengths `EDGES` are beginnings of each other.
+    """
+    rng = random.Random(seed)
+    tokenizer = Tokenizer.load(folder())
+    words = tokenizer.encode(TEXT, add_special_tokens=False)
+    ordinary = [id for id in range(tokenizer.vocab_size) if tokenizer.special_text(id) is None]
+    lengths = [1, longest, *EDGES]
+    lengths += [round(longest ** rng.random() ** 1.3) for _ in range(count - len(lengths))]
+    rng.shuffle(lengths)
+    requests = []
+    for index, length in enumerate(lengths):
+        max_tokens = 4 + round((20 if length < 64 else 4) * rng.random() ** 4)  # short ones grow, and crowd the pool
+        sampling = Sampling(max_tokens=max_tokens, seed=rng.getrandbits(64), logprobs=MAX_LOGPROBS, temperature=0.0)
+        if of_text := index % 4 < 2:
+            start = 0 if length in EDGES else rng.randrange(len(words))
+            prompt = [words[place % len(words)] for place in range(start, start + length)]
+        else:
+            prompt = rng.sample(ordinary, length)
+        if index % 2:
+            ways = SAMPLED if of_text else SAMPLED_FROM_FEW
+            sampling = replace(sampling, **ways[index // 4 % len(ways)])
+        requests.append(Request(prompt, sampling))
+    return requests
+
+
+def engine(**settings: Any) -> Engine:
+    """The embedded model in float32 on one CPU thread, with these settings of the scheduler's."""
+    worker = WorkerConfig(model=str(folder()), device="cpu", dtype="float32", num_threads=1, kv_cache_memory=0.25)
+    return Engine(SchedulerConfig(**settings), worker)
+
+
+class Output(Struct):
+    """What was told of one request."""
+
+    run: Run
+    cached_tokens: int = 0
+    finish: Finish | None = None
+
+
+_ids = itertools.count()  # no engine may see one twice
+
+
+def serve(engine: Engine, requests: Sequence[Request]) -> list[Output]:
+    """All requests at once, to their ends. Each row must continue its request where the last one left it."""
+    outputs = {next(_ids): Output(Run(request.sampling, [], [])) for request in requests}
+    for (id, output), request in zip(outputs.items(), requests, strict=True):
+        tokens = pack_tokens(request.prompt)
+        engine.submit(Submit(id=id, tokens=tokens, prompt_len=len(request.prompt), sampling=output.run.sampling))
+    while not engine.core.idle:
+        for row in engine.step():
+            _apply(row, outputs[row.id])
+    assert all(output.finish is Finish.LENGTH for output in outputs.values())
+    found = engine.core.snapshot()
+    assert found.running == found.waiting == 0
+    assert found.blocks_free == found.blocks
+    return list(outputs.values())
+
+
+def _apply(row: ProgressRow, output: Output) -> None:
+    tokens, entries = output.run.tokens, output.run.entries
+    assert output.finish is None
+    assert row.position == len(tokens)  # nothing is told twice, and nothing left out
+    assert row.logprobs is not None
+    assert len(row.logprobs) == len(row.tokens) > 0
+    tokens += row.tokens
+    entries += row.logprobs
+    output.cached_tokens, output.finish = max(output.cached_tokens, row.cached_tokens), row.finish
