@@ -54,7 +54,7 @@ class Server:
 
     def children(self) -> dict[str, psutil.Process]:
         """Services by name."""
-        found = {}
+        found: dict[str, psutil.Process] = {}
         for child in self.process.children():
             with suppress(psutil.Error):  # it has just ended
                 argv = child.cmdline()

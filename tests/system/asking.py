@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -175,7 +175,7 @@ def says(content: str) -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
-Figures = Counter[str]
+Figures = defaultdict[str, float]
 SAMPLES, SEQUENCES = "vllm:request_success_total", "quire:sequences_finished_total"  # as gateway and engine count ends
 
 
@@ -183,7 +183,7 @@ async def figures(at: Listening) -> Figures:
     """The samples of /metrics; those that differ by a reason or a status as `name:reason`."""
     answer = await ask(at, "/metrics")
     assert answer.status == 200
-    found = Counter[str]()
+    found = Figures(float)
     for family in text_string_to_metric_families(answer.text):
         for name, labels, value, *_ in family.samples:
             kind = labels.get("finished_reason") or labels.get("code")
@@ -193,7 +193,7 @@ async def figures(at: Listening) -> Figures:
 
 def change(since: Figures, now: Figures) -> Figures:
     """How much each figure grew."""
-    return Counter({name: value - since[name] for name, value in now.items()})
+    return Figures(float, {name: value - since[name] for name, value in now.items()})
 
 
 def idle(now: Figures) -> bool:
@@ -216,7 +216,7 @@ async def settled(at: Listening, since: Figures | None = None, requests: int = 0
     async with asyncio.timeout(PATIENCE):
         while True:
             now = await figures(at)
-            grown = change(since or Counter(), now)
+            grown = change(since or Figures(float), now)
             enough = sum(ended(grown, SAMPLES).values()) >= requests
             there, here = sum(ended(now, SEQUENCES).values()), sum(ended(now, SAMPLES).values())
             if enough and idle(now) and there == here == now["quire:requests_accepted_total"]:

@@ -111,7 +111,7 @@ async def test_prc_03_a_request_that_breaks_every_step_fails_alone(server: Serve
 
 async def broken_stream(at: Listening, prompt: list[int]) -> int:
     """The code of the error in which a stream ends; its shape is checked."""
-    answer = await complete(at, prompt, TOKENS, stream=True)
+    answer = await complete(at, prompt, 1500, stream=True)
     if answer.status != 200:  # it failed before its headers were sent
         return int(answer.error["code"])
     *_, last, done, end = answer.text.split("\n\n")
@@ -125,7 +125,7 @@ async def broken_stream(at: Listening, prompt: list[int]) -> int:
 async def test_a_killed_scheduler_ends_its_streams_with_an_error_and_service_resumes() -> None:
     async with serving(talk(delay=0.02)) as server:
         streams = [asyncio.create_task(broken_stream(server, [ENDLESS])) for _ in range(8)]
-        plain = [asyncio.create_task(complete(server, [ENDLESS], TOKENS)) for _ in range(4)]
+        plain = [asyncio.create_task(complete(server, [ENDLESS], 1500)) for _ in range(4)]
         await until(lambda: generated(server, 40))
         server.engine.scheduler.signal(signal.SIGKILL)
         assert await asyncio.gather(*streams) == [500] * 8

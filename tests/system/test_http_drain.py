@@ -14,7 +14,7 @@ from tests.system.running import Child, Server, until
 from tests.system.running import server as serving
 
 STREAMS = PLAIN = 10
-TOKENS = 40
+TOKENS = 80
 
 
 async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio.Task[Answer]"]:

@@ -162,7 +162,7 @@ async def test_met_04_counters_never_fall_and_failing_metrics_fail_alone(
 
 async def scrape(at: Listening) -> None:
     """Until cancelled. Fails if a counter falls."""
-    last = Figures()
+    last = Figures(float)
     while True:
         now = await figures(at)
         fallen = {name: grown for name, grown in change(last, now).items() if grown < 0 and counts(name)}
@@ -178,8 +178,9 @@ def counts(name: str) -> bool:
 async def work(at: Listening) -> None:
     """Equal ids, preemption, a prompt in chunks, and one that is left in its prompt. 11 ends and that one."""
     async with client(at) as official:
-        fields = {"model": MODEL, "prompt": "view", "max_tokens": 9, "extra_headers": {"X-Request-Id": "same"}}
-        same = await asyncio.gather(*(official.completions.create(**fields) for _ in range(2)))
+        create, headers = official.completions.create, {"X-Request-Id": "same"}
+        pair = (create(model=MODEL, prompt="view", max_tokens=9, extra_headers=headers) for _ in range(2))
+        same = await asyncio.gather(*pair)
         assert [answer.id for answer in same] == ["cmpl-same"] * 2
     prompts = [[CHAIN, 10 + one, *[9] * 38] for one in range(8)]
     answers = await asyncio.gather(*(complete(at, prompt, 60, stream=True) for prompt in prompts))
