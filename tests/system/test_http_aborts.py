@@ -65,7 +65,7 @@ async def test_abt_01_streams_that_are_left_one_after_another(server: Server, ho
     for _ in range(20):
         async with streaming(server, [ENDLESS], 2000, ignore_eos=True) as stream:
             for _ in range(5):
-                assert '" two"' in await stream.event()
+                assert ' two"' in await stream.event()
             await go(stream, how)
     grown = await settled(server, since, 20)
     assert ended(grown, SAMPLES) == ended(grown, SEQUENCES) == {"abort": 20}
@@ -213,7 +213,7 @@ async def test_leaving_the_queue_lets_the_running_one_go_on(narrow: Server) -> N
             assert await queued.event() == ": queued"
             await queued.reset()
         await until(lambda: waiting(narrow, 0))
-        assert '" two"' in await running.event()
+        assert ' two"' in await running.event()
         await running.reset()
     grown = await settled(narrow, since, 2)
     assert ended(grown, SEQUENCES) == {"abort": 2}
