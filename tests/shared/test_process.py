@@ -1,0 +1,32 @@
+"""A service ends with its supervisor, with the kernel's help or without."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+CHILD = """
+import os, sys, time
+sys.platform = {platform!r}
+from shared.process import follow
+follow(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+SUPERVISOR = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("platform", ["linux", "another"])
+def test_prc_01_a_service_ends_with_its_supervisor(platform: str) -> None:
+    argv = [sys.executable, "-c", SUPERVISOR, CHILD.format(platform=platform)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        service = psutil.Process(int(supervisor.stdout.readline()))
+        supervisor.kill()
+    service.wait(timeout=10)
+
+
+def test_a_service_whose_supervisor_is_gone_does_not_start() -> None:
+    argv = [sys.executable, "-c", "from shared.process import follow; follow(1_000_000_000)"]
+    assert subprocess.run(argv, check=False).returncode == 1
