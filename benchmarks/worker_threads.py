@@ -1,6 +1,6 @@
 """Tokens a second of the worker alone, for several numbers of threads: decoding at some batch sizes, and prefill.
 
-    python benchmarks/worker_threads.py [MODEL FOLDER] [--threads 1,2] [--batches 1,8,32] [--context 256]
+    python -m benchmarks.worker_threads [MODEL FOLDER] [--threads 1,2] [--batches 1,8,32] [--context 256]
 
 Each number of threads gets a process of its own. Steps are run as a scheduler would plan them, without one; the best
 and the median of the steps are shown. Without a folder, the embedded model is measured.
@@ -43,7 +43,7 @@ def main() -> None:
         return
     print(f"| threads | what | rows | ms/step median (best) | tok/s |\n|{'---|' * 5}")
     for threads in options.threads.split(","):
-        command = [sys.executable, __file__, *sys.argv[1:], "--json", "--threads", threads]
+        command = [sys.executable, "-m", "benchmarks.worker_threads", *sys.argv[1:], "--json", "--threads", threads]
         found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         for what, rows, tokens, median, best in json.loads(found):
             print(f"| {threads} | {what} | {rows} | {median:.1f} ({best:.1f}) | {tokens / median * 1e3:.0f} |")
