@@ -146,7 +146,6 @@ async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had(server:
         leaving = [asyncio.create_task(broken_off(second)) for _ in range(6)]
         await until(lambda: running(server, 6))
         staying = asyncio.create_task(stream_text(server, [CHAIN, 5]))
-        second.restart = False
         second.signal(signal.SIGKILL)
         await asyncio.gather(*leaving)
         assert await staying == chained([CHAIN, 5], TOKENS)
@@ -155,6 +154,8 @@ async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had(server:
         assert ended(grown, SEQUENCES) == {"length": 3, "abort": 6}
         assert ended(grown, SAMPLES) == {"length": 2}
         assert await server.gateway.healthy()
+        await until(second.healthy)
+        assert await plain_text(second, [CHAIN, 6], 9) == chained([CHAIN, 6], 9)
 
 
 async def broken_off(at: Gateway) -> None:
