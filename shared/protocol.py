@@ -66,7 +66,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     """
 
     max_tokens: Count  # output tokens at most; 0 only scores the prompt
-    seed: Annotated[int, Meta(ge=0)]  # 64 bits; noise is Philox(key=(seed, sample), counter=(output position, token))
+    seed: Annotated[int, Meta(ge=0)]  # 64 bits; noise is Philox(key=seed, counter=(token, output position, sample))
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # 1 is off
     top_k: Count = 0  # 0 is off
@@ -147,7 +147,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     blocks: int = 0  # of the pool
     blocks_free: int = 0  # with no holder, cached ones included
     blocks_cached: int = 0  # published in the prefix index, held or not
-    tokens_held: int = 0  # positions stored in held blocks (shared ones once); shows internal waste
+    tokens_held: int = 0  # positions handed out in held blocks (shared ones once); shows internal waste
     in_flight: int = 0  # plans sent whose result is not back
     steps: int = 0  # counter: results committed
     preemptions: int = 0  # counter
