@@ -75,7 +75,8 @@ class Server:
         """Send a signal, to the services too if so said; the exit status. Every process must be gone in time."""
         family = [self.process, *self.process.children(recursive=True)]
         for process in family if whole_family else family[:1]:
-            process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # they follow their supervisor by themselves
+                process.send_signal(number)
         _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN)
         assert alive == [], self.err.read_text()
         return int(self.process.returncode)
