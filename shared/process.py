@@ -5,13 +5,8 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 
 PR_SET_PDEATHSIG = 1
-
-WATCH = 1.0
-"""Seconds between two looks at whether the supervisor is there."""
 
 EXIT_REFUSED = 2
 """Exit status of a service that cannot run with these settings or this model; one line on stderr says why."""
@@ -31,11 +26,3 @@ def follow(supervisor: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != supervisor:  # it ended before the kernel was told
         sys.exit(1)
-    threading.Thread(target=_end_with, args=(supervisor,), name="follow", daemon=True).start()
-
-
-def _end_with(supervisor: int) -> None:
-    """For systems whose kernel does not tell, and as a second line of defence on those that do."""
-    while os.getppid() == supervisor:
-        time.sleep(WATCH)
-    os._exit(1)
