@@ -5,7 +5,9 @@ Which sequence runs, in which slot and in which blocks, is the scheduler's to sa
 
 import os
 
-# Threads that wait must sleep: they share the cores with the gateway, the scheduler and the clients, and a spinning
-# one keeps the thread that it waits for from running (measured on two busy cores: 228 ms instead of 3 for 30 matrix
-# products). OpenMP reads this when torch is loaded, so it stands before any import of it; a user's own setting holds.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A thread that waits for the others must not spin for long: the worker shares its cores with the gateway, the
+# scheduler and the clients, and spinning keeps the very thread that it waits for from running. Half a millisecond
+# bridges the gaps within a step; libgomp's own default is thirty times that (benchmarks/results/worker_threads.md).
+# It is read when torch is loaded, so it stands before any import of it; a user's own settings hold.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
