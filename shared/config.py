@@ -135,7 +135,7 @@ def _add_flag(parser: argparse.ArgumentParser, knob: Knob) -> None:
     if _bare(knob.type) is bool:
         parser.add_argument(knob.flag, action=argparse.BooleanOptionalAction, help=help_text)
     elif _is_list(knob.type):
-        parser.add_argument(knob.flag, action="append", metavar="VALUE", help=help_text)
+        parser.add_argument(knob.flag, action="extend", nargs="+", metavar="VALUE", help=help_text)
     else:
         parser.add_argument(knob.flag, metavar="VALUE", help=help_text)
 

@@ -12,8 +12,8 @@ Name = Annotated[str, Meta(min_length=1)]
 class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     """Settings of one gateway process. Any number of them may stand before the same engines."""
 
-    engines: Annotated[list[Name], Meta(description="Address of an engine's scheduler; repeat it for several.")] = (
-        field(default_factory=lambda: ["tcp://127.0.0.1:5557"])
+    engines: Annotated[list[Name], Meta(description="Address of an engine's scheduler, or several.")] = field(
+        default_factory=lambda: ["tcp://127.0.0.1:5557"]
     )
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any that is free.")] = 8000
@@ -21,10 +21,11 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         bool, Meta(description="Let several gateways listen on one port; the system spreads connections over them.")
     ] = False
     served_model_name: Annotated[
-        list[Name], Meta(description="Name of the model in the API, the first of several in answers; unset: --model.")
+        list[Name],
+        Meta(description="Name of the model in the API; of several, the first stands in answers; unset: --model."),
     ] = []
     api_key: Annotated[
-        list[Name], Meta(description="Key that requests must carry as a bearer token; repeat it for several.")
+        list[Name], Meta(description="Key that requests must carry as a bearer token; of several, any.")
     ] = []
     chat_template: Annotated[str | None, Meta(description="File of a chat template, instead of the model's own.")] = (
         None

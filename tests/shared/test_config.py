@@ -44,6 +44,7 @@ def test_flags_of_every_kind() -> None:
     wanted = Sample(name="a b", size=9, share=1.0, limit=7, fast=True, safe=False, policy="priority", block_size=8)
     assert read(*argv, "--block-size=8") == wanted
     assert read("--keys=a", "--keys=b,c").keys == ["a", "b,c"]
+    assert read("--keys", "a", "b", "--fast", "--keys", "c").keys == ["a", "b", "c"]
 
 
 def test_environment_of_every_kind() -> None:
