@@ -3,7 +3,7 @@
     raw logits ─▶ log-probabilities, as reported
         └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ temperature ─▶ min_p ─▶ top_k ─▶ top_p ─▶ draw
 
-A draw is the maximum of logit + Gumbel noise, the noise being a function of (seed, sample, output position, token).
+A draw is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token).
 So the token of a row depends on that row's logits, parameters and position only. Work is done for the rows that ask
 for it: greedy rows without edits take an argmax and nothing else. What is gathered for many rows at once is exact row
 by row, or summed in float64; how wide a search is follows from the row's own parameters.
@@ -26,7 +26,6 @@ GREEDY_BELOW = 1e-5
 WIDTHS = (64, 256, 4096)
 """Candidates that are searched for top_k and top_p, before the whole vocabulary is sorted: 32 rows of 49,152 take
 4, 5 and 20 ms that way, and 135 ms whole."""
-
 
 Bools = npt.NDArray[np.bool_]
 
@@ -148,7 +147,7 @@ class Sampler:
         top_k = np.where(state.top_k[slots] > 0, state.top_k[slots], vocab)
         within = torch.arange(width, device=z.device) < self._tensor(top_k)[:, None]
         best = best.masked_fill(~within, -torch.inf)
-        done = top_k <= width
+        done = (top_k <= width) | (width == vocab)
         limited = state.top_p[slots] < 1
         if limited.any():
             limits = np.where(limited, state.top_p[slots], np.inf)
