@@ -104,12 +104,19 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             stop_ids |= dict.fromkeys(eos_token_ids)
         unseeded = self.seed is None or self.seed == -1
         wanted = self.num_logprobs
+        max_tokens = self._room(prompt_len, max_model_len)
+        _check(
+            self.min_tokens <= max_tokens,
+            "min_tokens",
+            f"must be at most {max_tokens}, which is the room left",
+            self.min_tokens,
+        )
         return Sampling(
-            max_tokens=self._room(prompt_len, max_model_len),
+            max_tokens=max_tokens,
             seed=secrets.randbits(64) if unseeded else (self.seed or 0) % 2**64,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=max(self.top_k, 0),
+            top_k=self.top_k if 0 < self.top_k < vocab_size else 0,
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

@@ -77,7 +77,10 @@ class Message(NamedTuple):
 
 
 class Monitor:
-    """Connections of one socket, as they come and go. `socket` may be polled."""
+    """Connections of one socket, as they come and go. `socket` may be polled.
+
+    To be made before the socket is bound or connected: what happened earlier is never told.
+    """
 
     def __init__(self, watched: "zmq.Socket[Any]") -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
@@ -101,16 +104,17 @@ class Monitor:
                 self.connected.add(event["value"])
 
     def close(self) -> None:
-        self._watched.disable_monitor()
+        if not self._watched.closed:
+            self._watched.disable_monitor()
         self.socket.close(linger=0)
 
 
 class Listener:
     """A bound ROUTER with its monitor."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor) -> None:
         self.socket = socket
-        self.monitor = Monitor(socket)
+        self.monitor = monitor
 
     def receive(self) -> Message | None:
         """The next message, if one is there. Anything but two frames is passed over: it is not of ours."""
@@ -156,23 +160,27 @@ def listen(
     _check_exposure(address, insecure)
     with _locked(address), _socket(context, zmq.ROUTER, address) as socket:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        _bind(socket, address)
-        listener = Listener(socket)
+        monitor = Monitor(socket)
         try:
-            yield listener
+            _bind(socket, address)
+            yield Listener(socket, monitor)
         finally:
-            listener.monitor.close()
+            monitor.close()
             socket.close(linger=linger_ms)
 
 
 @contextmanager
-def dial(context: "zmq.Context[S]", address: str, name: bytes) -> "Iterator[S]":
-    """A DEALER called `name` that keeps trying to connect to `address`, for the time of the block."""
+def dial(context: "zmq.Context[S]", address: str, name: bytes) -> "Iterator[tuple[S, Monitor]]":
+    """A DEALER called `name` that keeps trying to connect to `address`, and its monitor, for the time of the block."""
     check_address(address)
     with _socket(context, zmq.DEALER, address) as socket:
         socket.setsockopt(zmq.IDENTITY, name)
-        socket.connect(address)
-        yield socket
+        monitor = Monitor(socket)
+        try:
+            socket.connect(address)
+            yield socket, monitor
+        finally:
+            monitor.close()
 
 
 def check_address(address: str) -> None:

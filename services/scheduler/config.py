@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from services.scheduler.core import Limits, fit_model_len
+from services.scheduler.core import Limits, check_wishes, fit_model_len
 from shared.errors import ConfigError
 from shared.protocol import Register
 
@@ -16,7 +16,7 @@ GPU_BATCHED_TOKENS = 8192
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Settings of one scheduler, the head of one engine."""
+    """Settings of one scheduler, the head of one engine. Raises `ConfigError` for those that cannot work together."""
 
     gateways: Annotated[str, Meta(description="Address to bind for gateways (ipc:// or tcp://).")] = (
         "tcp://127.0.0.1:5557"
@@ -79,6 +79,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
+
+    def __post_init__(self) -> None:
+        check_wishes(self.max_num_batched_tokens, self.max_num_seqs, self.scheduling_policy, self.priority_ageing)
 
 
 def limits(config: SchedulerConfig, worker: Register) -> Limits:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
 import msgspec
 from msgspec import Struct
@@ -173,7 +174,7 @@ class Gateways:
             self._greet(message, content, now)
             return None
         if gateway is None:
-            log.debug("a message of %s, who is not known (any more)", show(message.peer))
+            self._turn_away(message, content)
             return None
         gateway.heard = now
         match content:
@@ -199,6 +200,14 @@ class Gateways:
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
         log.info("gateway %s connected", show(message.peer))
+
+    def _turn_away(self, message: Message, content: Submit | Abort | Ping) -> None:
+        """Answer one who said no Hello, or was given up and may not know it: it must not wait for what never comes."""
+        log.debug("a message of %s, who is not known (any more)", show(message.peer))
+        if isinstance(content, Submit):
+            refused = Refused(content.id, Refusal.DRAINING, "the engine does not know this gateway (any more)")
+            with suppress(PeerGone, PeerSlow):
+                self._listener.send(message.peer, encode(refused))
 
     def _submit(self, gateway: Gateway, submit: Submit) -> Submit | None:
         if submit.id in gateway.ids:

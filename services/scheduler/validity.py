@@ -11,6 +11,9 @@ from shared.errors import ProtocolError
 from shared.params import MAX_LOGPROBS, MAX_N
 from shared.protocol import Sampling, Submit, unpack_tokens
 
+MAX_COUNT = 2**31 - 1
+"""Workers keep counts in signed integers."""
+
 
 def fault(submit: Submit, vocab_size: int) -> str:
     """Why a request cannot be computed by any worker of this model; empty if it can."""
@@ -19,6 +22,8 @@ def fault(submit: Submit, vocab_size: int) -> str:
         return f"a request has at most {MAX_N} samples"
     if max(sampling.logprobs, sampling.prompt_logprobs) > MAX_LOGPROBS:
         return f"at most {MAX_LOGPROBS} log-probabilities are reported for a token"
+    if max(sampling.top_k, sampling.min_tokens, sampling.max_tokens) > MAX_COUNT:
+        return f"top_k, min_tokens and max_tokens are at most {MAX_COUNT}"
     if not all(math.isfinite(number) for number in _numbers(sampling)):
         return "sampling parameters must be finite"
     token = _stranger(submit, vocab_size)

@@ -9,9 +9,8 @@ from kernels.load import Ops
 from services.worker.config import WorkerConfig
 from services.worker.fingerprint import fingerprint
 from services.worker.loader import checkpoint_dtype, load_weights, random_weights
-from services.worker.models.config_json import read_config
 from services.worker.models.decoder import Decoder
-from services.worker.models.registry import family
+from services.worker.models.registry import read_folder
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
 
@@ -35,11 +34,7 @@ class Model:
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
     """Read config and weights. Raises ModelError for whatever is missing, broken or not supported."""
-    read = read_config(folder)
-    if read.get("quantization_config"):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported (config.json has a quantization_config)")
-    found = family(read)
-    spec = found.spec(read)
+    found, spec = read_folder(folder)
     if config.load_format == "dummy":
         dtype = _dtype(config, device, torch.bfloat16)
         weights, paths = random_weights(spec, dtype, device), []

@@ -133,13 +133,9 @@ class _Connection:
 
     def run(self) -> End:
         name = identity("worker")
-        with dial(self._context, self._config.scheduler, name) as socket:
-            monitor = Monitor(socket)
-            try:
-                socket.send(encode(self._register(show(name))))
-                end = self._serve(socket, monitor)
-            finally:
-                monitor.close()
+        with dial(self._context, self._config.scheduler, name) as (socket, monitor):
+            socket.send(encode(self._register(show(name))))
+            end = self._serve(socket, monitor)
             socket.close(linger=LINGER_MS if end is End.FAILED else 0)
             return end
 

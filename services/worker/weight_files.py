@@ -1,25 +1,20 @@
 """The tensors of a model folder, whichever way they are stored, read one by one.
 
-Safetensors and PyTorch's own files, whole or in shards. With an index, its files are read and no others: folders
-also hold backups and other formats of the same weights. Nothing is unpickled but tensors. Whatever is absent, cut
+Safetensors and PyTorch's own files, whole or in shards. Nothing is unpickled but tensors. Whatever is absent, cut
 short or unreadable is a ModelError naming the file.
 """
 
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.worker.weight_paths import Format, find_weights
 from shared.errors import ModelError
-
-Format = Literal["auto", "safetensors", "pt"]
-
-_FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
 class Shard(Protocol):
@@ -34,7 +29,7 @@ class WeightFiles:
     """All tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
 
     def __init__(self, folder: Path, wanted: Format = "auto") -> None:
-        kind, self.paths = _find(folder, wanted)
+        kind, self.paths = find_weights(folder, wanted)
         opener: Callable[[Path], Shard] = _open_safetensors if kind == "safetensors" else _PickledShard
         self._shards: dict[str, Shard] = {}  # by tensor
         for path in self.paths:
@@ -92,31 +87,3 @@ def _open_safetensors(path: Path) -> Shard:
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     return shard
-
-
-def _find(folder: Path, wanted: Format) -> tuple[str, list[Path]]:
-    """(format, files): those of an index before a single file, safetensors before pickles."""
-    kinds = _FILES if wanted == "auto" else {wanted: _FILES[wanted]}
-    for kind, name in kinds.items():
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            return kind, _of_index(index)
-        if (folder / name).exists():
-            return kind, [folder / name]
-    lone = list(folder.glob("*.safetensors")) if "safetensors" in kinds else []
-    if len(lone) == 1:  # under a name of its own, but there is no mistaking it
-        return "safetensors", lone
-    raise ModelError(f"{folder}: no weights; none of {', '.join(kinds.values())} or their .index.json is there")
-
-
-def _of_index(index: Path) -> list[Path]:
-    try:
-        read = msgspec.json.decode(index.read_bytes(), type=dict[str, object])
-        names = msgspec.convert(read.get("weight_map"), dict[str, str])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelError(f"{index}: {error}") from error
-    paths = [index.parent / name for name in dict.fromkeys(names.values())]
-    for path in paths:
-        if not path.exists():
-            raise ModelError(f"{path} is missing; {index.name} lists it")
-    return paths

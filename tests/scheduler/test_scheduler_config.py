@@ -72,6 +72,8 @@ def test_every_wish_reaches_the_core() -> None:
         ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), "the model has no token -7"),
         ([5], Sampling(5, 0, logit_bias=[(3, math.nan)]), "sampling parameters must be finite"),
         ([5], Sampling(5, 0, temperature=math.inf), "sampling parameters must be finite"),
+        ([5], Sampling(5, 0, top_k=2**31), "top_k, min_tokens and max_tokens are at most 2147483647"),
+        ([5], Sampling(5, 0, min_tokens=2**63), "top_k, min_tokens and max_tokens are at most 2147483647"),
         ([5], Sampling(5, 0, logprobs=21), "at most 20 log-probabilities are reported for a token"),
         ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],

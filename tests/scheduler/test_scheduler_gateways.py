@@ -217,6 +217,18 @@ def test_one_that_is_heard_is_not_given_up(world: World) -> None:
     assert world.gateways.orphans() == []
 
 
+def test_one_that_was_given_up_is_not_left_waiting(world: World) -> None:
+    world.gateways.expire(PATIENCE + 1.0)
+    world.net.hear(A, submit(9), 1)
+    world.net.unreachable.add(B)
+    world.net.hear(B, submit(9), 2)
+    assert world.receive(PATIENCE + 2.0) == []
+    (refused,) = world.flush(A)
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.reason) == (9, Refusal.DRAINING)
+    assert world.flush(B) == []
+
+
 def test_a_message_from_a_connection_that_has_ended_makes_no_gateway(world: World) -> None:
     world.net.hear(b"late", Hello(VERSION, "late"), 5)
     world.net.leave(5)
@@ -267,4 +279,5 @@ def test_another_version_is_not_served(world: World) -> None:
     world.net.hear(b"old", submit(1), 5)
     assert world.receive() == []
     world.gateways.status(STATUS)
-    assert world.flush(b"old") == []
+    (refused,) = world.flush(b"old")
+    assert isinstance(refused, Refused)

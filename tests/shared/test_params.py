@@ -164,3 +164,12 @@ def test_stop_strings_are_a_tuple_either_way() -> None:
     assert SamplingParams(stop="a").stop_strings == ("a",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
     assert SamplingParams().stop_strings == ()
+
+
+def test_top_k_beyond_the_vocabulary_is_off() -> None:
+    assert [lower(SamplingParams(top_k=top_k)).top_k for top_k in (5, 10**30)] == [5, 0]
+
+
+def test_min_tokens_must_fit_the_room_that_no_max_tokens_leaves() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most"):
+        lower(SamplingParams(max_tokens=None, min_tokens=2**63))

@@ -17,7 +17,6 @@ from shared.transport import (
     HIGH_WATER,
     Listener,
     Message,
-    Monitor,
     PeerGone,
     PeerSlow,
     check_address,
@@ -80,7 +79,7 @@ def port() -> int:
 def test_a_message_tells_who_sent_it_and_by_which_connection(context: Any, address: str, port: int, over: str) -> None:
     address = address if over == "ipc" else f"tcp://127.0.0.1:{port}"
     with listen(context, address) as listener:
-        with dial(context, address, b"one") as one, dial(context, address, b"two") as two:
+        with dial(context, address, b"one") as (one, _), dial(context, address, b"two") as (two, _):
             one.send(b"hello")
             first = wait(listener)
             two.send(b"hi")
@@ -103,7 +102,7 @@ def test_sending_to_nobody_is_an_error(context: Any, address: str) -> None:
 
 
 def test_sending_to_one_that_does_not_read_is_an_error_and_loses_nothing(context: Any, address: str) -> None:
-    with listen(context, address) as listener, dial(context, address, b"slow") as slow:
+    with listen(context, address) as listener, dial(context, address, b"slow") as (slow, _):
         slow.send(b"hello")
         wait(listener)
         sent = fill(listener, b"slow")
@@ -114,7 +113,7 @@ def test_sending_to_one_that_does_not_read_is_an_error_and_loses_nothing(context
 
 
 def test_messages_of_other_shapes_are_passed_over(context: Any, address: str) -> None:
-    with listen(context, address) as listener, dial(context, address, b"odd") as odd:
+    with listen(context, address) as listener, dial(context, address, b"odd") as (odd, _):
         odd.send_multipart([b"a", b"b"])
         odd.send_multipart([b"a"] * 50)
         odd.send(b"fine")
@@ -123,7 +122,7 @@ def test_messages_of_other_shapes_are_passed_over(context: Any, address: str) ->
 
 
 def test_a_frame_beyond_the_limit_ends_the_connection(context: Any, address: str) -> None:
-    with listen(context, address) as listener, dial(context, address, b"big") as big:
+    with listen(context, address) as listener, dial(context, address, b"big") as (big, _):
         big.send(b"hello")
         fd = wait(listener).fd
         big.send(bytes(MAX_FRAME + 1))
@@ -131,8 +130,7 @@ def test_a_frame_beyond_the_limit_ends_the_connection(context: Any, address: str
 
 
 def test_a_dialler_sees_the_end_of_its_listener(context: Any, address: str) -> None:
-    with dial(context, address, b"patient") as socket:
-        monitor = Monitor(socket)
+    with dial(context, address, b"patient") as (socket, monitor):
         socket.send(b"hello")
         with listen(context, address) as listener:
             wait(listener)
@@ -142,7 +140,15 @@ def test_a_dialler_sees_the_end_of_its_listener(context: Any, address: str) -> N
         assert monitor.socket.poll(PATIENCE)
         assert len(monitor.drain()) == 1
         assert not monitor.connected
-        monitor.close()
+
+
+def test_no_connection_is_too_quick_to_be_seen(context: Any, address: str) -> None:
+    with listen(context, address):
+        for number in range(100):
+            with dial(context, address, b"%d" % number) as (_, monitor):
+                while not monitor.connected:
+                    assert monitor.socket.poll(PATIENCE)
+                    assert monitor.drain() == []
 
 
 def test_an_ipc_path_is_guarded_private_and_left_clean(context: Any, address: str) -> None:
@@ -155,7 +161,7 @@ def test_an_ipc_path_is_guarded_private_and_left_clean(context: Any, address: st
     assert list(path.parent.iterdir()) == []
     path.write_text("left by a process that was killed")
     path.with_suffix(".sock.lock").touch()
-    with listen(context, address) as listener, dial(context, address, b"one") as one:
+    with listen(context, address) as listener, dial(context, address, b"one") as (one, _):
         one.send(b"hello")
         assert wait(listener).body == b"hello"
 
@@ -196,7 +202,7 @@ def test_tcp_for_other_hosts_needs_insecure(context: Any, host: str) -> None:
 def test_insecure_tcp_binds(context: Any, port: int) -> None:
     with (
         listen(context, f"tcp://0.0.0.0:{port}", insecure=True) as listener,
-        dial(context, f"tcp://127.0.0.1:{port}", b"one") as one,
+        dial(context, f"tcp://127.0.0.1:{port}", b"one") as (one, _),
     ):
         one.send(b"hello")
         assert wait(listener).body == b"hello"

@@ -32,7 +32,7 @@ from tests.system.running import Child, Engine, complete, engine, rest, serving,
 async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
     context = zmq.asyncio.Context()
     try:
-        with dial(context, address, b"stranger") as found:
+        with dial(context, address, b"stranger") as (found, _):
             yield found
     finally:
         context.destroy(linger=0)

@@ -302,6 +302,12 @@ def test_a_wide_nucleus_is_not_cut_at_the_candidates() -> None:
     assert max(flat_draws(5000, count=64, top_k=3000)) in range(1024, 3000)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_top_k_beyond_the_vocabulary_is_none(top_p: float) -> None:
+    for top_k in (40, 41, 10**6):
+        assert flat_draws(40, top_k=top_k, top_p=top_p) == flat_draws(40, top_p=top_p)
+
+
 def test_broken_logits_still_give_ids() -> None:
     for params in ({}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.0}, {"min_p": 0.1}):
         assert one([float("nan")] * 100, **params) in range(100)

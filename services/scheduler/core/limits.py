@@ -34,12 +34,18 @@ class Limits(Struct, frozen=True, kw_only=True):
         _check(1 <= self.depth <= MAX_DEPTH, "depth", f"must be from 1 to {MAX_DEPTH}", self.depth)
         _check(self.max_queued_tokens >= 0, "max_queued_tokens", "must be at least 0", self.max_queued_tokens)
         _check(self.priority_ageing >= 0, "priority_ageing", "must be at least 0", self.priority_ageing)
-        if self.policy == "fcfs":  # it would do nothing
-            _check(not self.priority_ageing, "priority_ageing", "needs --scheduling-policy priority", "fcfs")
-        room = self.max_num_seqs + 1  # all sequences may take a step, and still some prompt is read: nothing starves
-        chunk = self.max_num_batched_tokens
-        _check(chunk >= room, "max_num_batched_tokens", "must be more than --max-num-seqs", chunk)
+        check_wishes(self.max_num_batched_tokens, self.max_num_seqs, self.policy, self.priority_ageing)
         check_pool(self.max_model_len, self.num_blocks, self.block_size)
+
+
+def check_wishes(max_num_batched_tokens: int | None, max_num_seqs: int, policy: str, priority_ageing: float) -> None:
+    """Raises `ConfigError` for what cannot work together on any device; None stands for a size that is chosen to."""
+    if policy == "fcfs":  # it would do nothing
+        _check(not priority_ageing, "priority_ageing", "needs --scheduling-policy priority", priority_ageing)
+    if max_num_batched_tokens is not None:  # all sequences may take a step, and still some prompt is read
+        enough = max_num_batched_tokens > max_num_seqs
+        rule = f"must be more than --max-num-seqs, which is {max_num_seqs}"
+        _check(enough, "max_num_batched_tokens", rule, max_num_batched_tokens)
 
 
 def check_pool(max_model_len: int, num_blocks: int, block_size: int) -> None:

@@ -1,10 +1,12 @@
-"""Which architectures there are. A family's module is loaded when a model needs it."""
+"""Which architectures there are. A family's module is loaded when a model needs it; none of them imports torch."""
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from services.worker.models.spec import Family
+from services.worker.models.config_json import read_config
+from services.worker.models.spec import DecoderSpec, Family
 from shared.errors import ModelError
 
 ARCHITECTURES = {
@@ -23,3 +25,12 @@ def family(config: Mapping[str, Any]) -> Family:
             return found
     asked = ", ".join(map(str, names)) or f"none named, model_type {config.get('model_type')!r}"
     raise ModelError(f"config.json: architecture {asked} is not supported (supported: {', '.join(ARCHITECTURES)})")
+
+
+def read_folder(folder: Path) -> tuple[Family, DecoderSpec]:
+    """What a model folder's config.json describes. Raises ModelError for whatever is not supported."""
+    config = read_config(folder)
+    if config.get("quantization_config"):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported (config.json has a quantization_config)")
+    found = family(config)
+    return found, found.spec(config)
