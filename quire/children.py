@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from shared.errors import QuireError
+from shared.process import EXIT_REFUSED
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 LIVED_A_WHILE = 10.0  # seconds after which a death does not count as one more in a row
@@ -33,6 +34,7 @@ class Log:
 
     def __init__(self, out: BinaryIO) -> None:
         self.out = out
+        self.last: dict[str, str] = {}  # line of each child
         self.erase = b"\x1b[K" if out.isatty() else b""  # what is left of a longer progress bar in this line
 
     def write(self, name: str, line: bytes) -> None:
@@ -50,9 +52,13 @@ class Log:
                 lines, rest = [*lines, rest + b"\n"], b""
             for line in lines:
                 if line.strip():
-                    self.write(name, line)
+                    self._note(name, line)
         if rest.strip():
-            self.write(name, rest + b"\n")
+            self._note(name, rest + b"\n")
+
+    def _note(self, name: str, line: bytes) -> None:
+        self.last[name] = line.decode(errors="replace").strip()
+        self.write(name, line)
 
 
 class Child:
@@ -137,10 +143,17 @@ class Child:
         """Seconds until the next start, after `deaths` in a row. Raises `StartFailed` if there is to be none."""
         if not self.established and (status >= 0 or deaths >= DEATHS_BEFORE_READY):
             often = f" {deaths} times" if deaths > 1 else ""
-            raise StartFailed(f"the {self.name} ended{often} before it was ready ({describe(status)})")
+            raise StartFailed(f"the {self.name} ended{often} before it was ready{self._reason(status)}")
         pause: float = min(FIRST_PAUSE * 2.0 ** min(deaths - 1, 16), LONGEST_PAUSE)
         self.log.write(self.name, f"ended ({describe(status)}); starts again in {pause:.1f} s\n".encode())
         return pause
+
+    def _reason(self, status: int) -> str:
+        """Why it ended: in its own words, if it has said so."""
+        said = self.log.last.get(self.name, "")
+        if status == EXIT_REFUSED and said.startswith(f"{self.name}: "):
+            return said.removeprefix(self.name)
+        return f" ({describe(status)})" + (f"; its last line: {said}" if said else "")
 
 
 def describe(status: int) -> str:

@@ -79,6 +79,7 @@ def pull(argv: list[str]) -> int:
     """Put a model into the cache, and print where."""
     import os
 
+    from quire.checks import check_model
     from quire.embedded import fetch
     from shared.config import ModelConfig, flag_parser, resolve
 
@@ -88,7 +89,9 @@ def pull(argv: list[str]) -> int:
     name_model(flags)
     interruptible()
     config = resolve(ModelConfig, flags, os.environ)
-    print(fetch(config.model, config.revision))
+    folder = fetch(config.model, config.revision)
+    check_model(folder)
+    print(folder)
     return 0
 
 

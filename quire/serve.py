@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from quire.banner import banner
+from quire.checks import check_files, check_model
 from quire.children import Child, Log
 from quire.embedded import fetch
 from quire.instance import instance_folder
@@ -26,7 +27,9 @@ def serve(settings: Settings, began: float) -> int:
     Raises `QuireError` if the server cannot be started.
     """
     port = free_port(settings.gateway)  # before minutes are spent on a model
+    check_files(settings.gateway)
     folder = fetch(settings.worker.model, settings.worker.revision)
+    check_model(folder, settings.worker.load_format)
     with instance_folder() as sockets:
         bound = bind_together(settings, port, sockets)
         supervisor = Supervisor(

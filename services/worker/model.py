@@ -10,7 +10,7 @@ from services.worker.config import WorkerConfig
 from services.worker.fingerprint import fingerprint
 from services.worker.loader import checkpoint_dtype, load_weights, random_weights
 from services.worker.models.decoder import Decoder
-from services.worker.models.registry import read_folder
+from services.worker.models.registry import family, read_supported
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
 
@@ -34,7 +34,9 @@ class Model:
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
     """Read config and weights. Raises ModelError for whatever is missing, broken or not supported."""
-    found, spec = read_folder(folder)
+    described = read_supported(folder)
+    found = family(described)
+    spec = found.spec(described)
     if config.load_format == "dummy":
         dtype = _dtype(config, device, torch.bfloat16)
         weights, paths = random_weights(spec, dtype, device), []

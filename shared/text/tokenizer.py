@@ -22,6 +22,8 @@ from shared.text.bytes import byte_decoder
 logger = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+SHRINKING = 4
 SOURCES = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 
 
@@ -35,7 +37,9 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.special = dict(special)
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = len(vocabulary)
+        self._longest = max(map(len, vocabulary), default=1)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._special_tokens = {
             id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -47,6 +51,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """The tokenizer of a model folder. Raises `ModelError` naming the file that is missing or broken."""
+        check_there(folder)
         backend = _read(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _convert(folder)
         special = _special(folder)
         return cls(backend, special=special, eos_token_ids=_eos_token_ids(folder, backend, special))
@@ -57,10 +62,23 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the tokenizer's own BOS and the like if `add_special_tokens`."""
+        return self.encode_all([text], add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each of the texts. Meanwhile other threads run: unlike `encode`, the batch form lets them."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the library makes of a lone surrogate
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from error
+        return [encoding.ids for encoding in encodings]
+
+    def most_characters(self, tokens: int) -> int:
+        """More characters than these are taken to be more than so many tokens, without tokenizing them.
+
+        A token stands for at most the characters of the longest; `SHRINKING` allows for normalizers that shorten a
+        text, as by joining runs of spaces. (One that joins runs of any length could make less of a text yet.)
+        """
+        return tokens * self._longest * SHRINKING
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids that the tokenizer does not have (of a padded vocabulary) are nothing."""
@@ -94,6 +112,12 @@ class Tokenizer:
             return self._added[id].encode()
         token = self.backend.id_to_token(id)
         return b"" if token is None else self._to_bytes(token)
+
+
+def check_there(folder: Path) -> None:
+    """Raises `ModelError` if a model folder has nothing that a tokenizer could be made of."""
+    if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        raise ModelError(f"{folder} has no tokenizer; none of {', '.join(VOCABULARIES)} is there")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -40,6 +42,9 @@ def quire(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         (["serve", "--scheduler=ipc:///x"], "quire: unrecognized arguments: --scheduler=ipc:///x"),
         (["serve", "--config", "/no/such.yaml"], "quire: --config /no/such.yaml: [Errno 2]"),
         (["serve", "--host", "not an address"], "quire: --host not an address: "),
+        (["serve", "--max-num-batched-tokens=9"], "quire: --max-num-batched-tokens must be more than --max-num-seqs"),
+        (["serve", "--priority-ageing=1"], "quire: --priority-ageing needs --scheduling-policy priority"),
+        (["serve", "--chat-template=/no/such"], "quire: cannot read the chat template /no/such"),
         (["pull", "/no/such/model"], "quire: there is no folder /no/such/model"),
     ],
 )
@@ -79,10 +84,28 @@ def test_help_usage_and_version_work() -> None:
     assert quire("version").returncode == 0
 
 
-def test_pull_prints_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert quire("pull", str(tmp_path)).stdout == f"{tmp_path}\n"
-    assert quire("pull", QUIRE_MODEL=str(tmp_path)).stdout == f"{tmp_path}\n"
+def test_pull_prints_the_folder(folder: Path) -> None:
+    assert quire("pull", str(folder)).stdout == f"{folder}\n"
+    assert quire("pull", QUIRE_MODEL=str(folder)).stdout == f"{folder}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "pull"])
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(folder: Path, command: str) -> None:
+    """One thing after the other is put right."""
+    with TemporaryDirectory() as place:
+        broken = Path(place)
+
+        def said() -> str:
+            result = quire(command, place, *(["--port=0"] if command == "serve" else []))
+            assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+            return result.stderr
+
+        (broken / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+        assert "architecture GPT2LMHeadModel is not supported (supported: LlamaForCausalLM," in said()
+        shutil.copy(folder / "config.json", broken)
+        assert "has no tokenizer" in said()
+        shutil.copy(folder / "tokenizer.json", broken)
+        assert "no weights; none of model.safetensors," in said()
 
 
 def test_ctrl_c_in_the_first_moments_leaves_no_traceback(tmp_path: Path) -> None:

@@ -105,17 +105,20 @@ def test_prc_05_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: 
 
 
 def test_a_broken_model_ends_the_start_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    """One that only the worker can see to be broken."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in folder.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
-    config = json.loads((broken / "config.json").read_bytes()) | {"architectures": ["NoSuchForCausalLM"]}
+    config = json.loads((broken / "config.json").read_bytes()) | {"hidden_size": 36}
     (broken / "config.json").write_text(json.dumps(config))
     with serving(broken, tmp_path) as server:
         assert server.process.wait(timeout=60) == 1
         assert list(server.place.iterdir()) == []
     shown = server.err.read_text()
-    assert "NoSuchForCausalLM is not supported" in shown
+    last = shown.splitlines()[-1]
+    assert last.startswith("quire: the worker ended before it was ready: ")
+    assert "tensor model.decoder.project_in.weight is missing" in last
     assert "Traceback" not in shown
 
 

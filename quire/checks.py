@@ -1,0 +1,27 @@
+"""What can be told to be wrong before any service is started: the same functions that the services will call.
+
+Only what takes no torch and no time: whether the files are there, and are of a kind that is supported.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from services.gateway.config import GatewayConfig
+from services.worker.models.registry import read_supported
+from services.worker.weight_paths import find_weights
+from shared.text.template import ChatTemplate
+from shared.text.tokenizer import check_there
+
+
+def check_files(config: GatewayConfig) -> None:
+    """Raises `ModelError` if a file that a flag names cannot be used."""
+    if config.chat_template:
+        ChatTemplate.load(Path(), {}, Path(config.chat_template))
+
+
+def check_model(folder: Path, load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto") -> None:
+    """Raises `ModelError` if the model in `folder` is not supported, or lacks weights or a tokenizer."""
+    read_supported(folder)
+    check_there(folder)
+    if load_format != "dummy":
+        find_weights(folder, load_format)
