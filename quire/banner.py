@@ -1,11 +1,14 @@
 """What `quire serve` says once it serves: where, and a command to try it with."""
 
 import json
+import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.gateway.config import GatewayConfig
 from shared.checkpoint import EMBEDDED
+from shared.text.template import ChatTemplate
 
 QUESTION = "What is the capital of France?"
 
@@ -34,14 +37,16 @@ def curl(config: GatewayConfig, url: str, chat: bool) -> str:
     """A command that asks the model something."""
     prompt = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": QUESTION}
     body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32, "temperature": 0})
-    key = '-H "Authorization: Bearer $QUIRE_API_KEY" ' if config.api_key else ""
+    key = f"-H {authorization(config.api_key, os.environ.get('QUIRE_API_KEY'))} " if config.api_key else ""
     path = "chat/completions" if chat else "completions"
     return f"curl -s {url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
 
 
+def authorization(keys: Sequence[str], variable: str | None) -> str:
+    """A header as a shell's word. A key is never shown: it is the user's own variable's, or theirs to put in."""
+    return '"Authorization: Bearer ' + ('$QUIRE_API_KEY"' if variable in keys else '<your key>"')
+
+
 def has_chat_template(config: GatewayConfig, folder: Path) -> bool:
     """Whether the model can chat."""
-    if config.chat_template or any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
-        return True
-    settings = folder / "tokenizer_config.json"
-    return settings.is_file() and "chat_template" in json.loads(settings.read_bytes())
+    return ChatTemplate.load(folder, {}, Path(config.chat_template) if config.chat_template else None).exists

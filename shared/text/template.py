@@ -42,6 +42,10 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"cannot read the chat template {file}: {error}") from error
 
+    @property
+    def exists(self) -> bool:
+        return self._template is not None
+
     def render(
         self,
         messages: Sequence[Any],

@@ -151,7 +151,7 @@ def test_services_get_all_settings_and_no_secret_on_their_command_line(
 
 
 def test_the_announcement_names_an_address_and_a_command(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": null}')
     config = GatewayConfig(model="owner/name", served_model_name=["it's"], port=8123)
     text = banner(config, tmp_path, 4.24)
     assert "Quire serves it's at http://localhost:8123 (ready in 4.2 s)" in text
@@ -161,7 +161,18 @@ def test_the_announcement_names_an_address_and_a_command(tmp_path: Path) -> None
     (tmp_path / "chat_template.jinja").write_text("")
     assert has_chat_template(config, tmp_path)
     assert "/v1/chat/completions" in banner(config, tmp_path, 4.24)
-    assert "Bearer $QUIRE_API_KEY" in banner(GatewayConfig(api_key=["secret"]), tmp_path, 1.0)
+
+
+def test_the_announcement_shows_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GatewayConfig(api_key=["secret", "other"])
+    for variable in ("another", "secret,other"):  # neither is what the shell would put in
+        monkeypatch.setenv("QUIRE_API_KEY", variable)
+        assert "Bearer <your key>" in banner(config, tmp_path, 1.0)
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    assert "Bearer $QUIRE_API_KEY" in banner(config, tmp_path, 1.0)
+    monkeypatch.delenv("QUIRE_API_KEY")
+    assert "Bearer <your key>" in banner(config, tmp_path, 1.0)
+    assert "secret" not in banner(config, tmp_path, 1.0)
 
 
 @pytest.mark.parametrize(
