@@ -39,7 +39,7 @@ async def _job(gateway: Gateway, request: ChatRequest, arrived: float) -> Job:
     model.check(request.model)
     params = chat_params(request, model.defaults)
     return gateway.job(
-        await chat_prompt(request, model.tokenizer, model.template),
+        await chat_prompt(request, model.tokenizer, model.template, max_model_len=gateway.welcome.max_model_len),
         params,
         default_max_tokens=model.defaults.max_tokens,
         priority=priority_of(request),

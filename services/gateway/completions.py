@@ -41,7 +41,10 @@ async def _jobs(gateway: Gateway, request: CompletionRequest, arrived: float) ->
     model = gateway.model
     model.check(request.model)
     params = completion_params(request, model.defaults)
-    prompts = await completion_prompts(request, model.tokenizer, gateway.welcome.facts.vocab_size)
+    welcome = gateway.welcome
+    prompts = await completion_prompts(
+        request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.facts.vocab_size
+    )
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "prompt")
     default = COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens

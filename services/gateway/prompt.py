@@ -1,12 +1,13 @@
-"""From a request's prompt or messages to token ids, checked against the vocabulary.
+"""From a request's prompt or messages to token ids, checked against the vocabulary and the context.
 
-Long texts are tokenized in a thread, so that they do not stop the other streams of this gateway; the library lets go of
-the interpreter meanwhile.
+One loop serves all streams of this gateway, so whatever may take long is done in a thread: the tokenizer lets go of the
+interpreter meanwhile, a template is interrupted every few milliseconds. What cannot fit is refused before that, by its
+number of characters or messages.
 """
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -18,6 +19,8 @@ from shared.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
 LONG = 20_000  # characters; about ten milliseconds of tokenizing
+MANY = 64  # messages; about a millisecond of rendering
+GROUP = 1_000_000  # characters that are tokenized at once; what the library makes of them is some hundred megabytes
 
 
 class Prompt(Struct, frozen=True):
@@ -27,21 +30,29 @@ class Prompt(Struct, frozen=True):
     text: str | None = None  # as it was given, if it was text
 
 
-async def completion_prompts(request: CompletionRequest, tokenizer: Tokenizer, vocab_size: int) -> list[Prompt]:
+async def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
+) -> list[Prompt]:
     """One prompt for each text or list of ids in the request. Raises `InvalidRequest` naming `prompt`."""
-    add_special_tokens = request.add_special_tokens is not False
-    return [
-        _from_ids(given, vocab_size)
-        if not isinstance(given, str)
-        else await _from_text(given, tokenizer, add_special_tokens, "prompt")
-        for given in _split(request.prompt)
-    ]
+    given = _split(request.prompt)
+    texts = [part for part in given if isinstance(part, str)]
+    if texts:
+        return await _from_texts(texts, tokenizer, request.add_special_tokens is not False, max_model_len, "prompt")
+    return [_from_ids(part, max_model_len, vocab_size) for part in given if not isinstance(part, str)]
 
 
-async def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate) -> Prompt:
+async def chat_prompt(
+    request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate, *, max_model_len: int
+) -> Prompt:
     """The messages as the template puts them. It prints BOS itself, so none is added unless the request says so."""
-    text = render(request, template)
-    return await _from_text(text, tokenizer, request.add_special_tokens is True, "messages")
+    if len(request.messages) > max_model_len:  # however little a message is, its role is a token or more
+        raise InvalidRequest(
+            f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
+            "messages",
+        )
+    text = render(request, template) if _is_short(request) else await asyncio.to_thread(render, request, template)
+    (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
+    return prompt
 
 
 def render(request: ChatRequest, template: ChatTemplate) -> str:
@@ -75,19 +86,64 @@ def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int
     return parts
 
 
-async def _from_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, param: str) -> Prompt:
-    if len(text) > LONG:
-        ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
-    else:
-        ids = tokenizer.encode(text, add_special_tokens)
-    if not ids:
+def _is_short(request: ChatRequest) -> bool:
+    """Whether the template surely is quick: few messages, with nothing but short texts."""
+    if len(request.messages) > MANY or request.chat_template_kwargs:
+        return False
+    parts = [part for message in request.messages for part in message.values()]
+    return all(isinstance(part, str) for part in parts) and sum(map(len, parts)) <= LONG
+
+
+async def _from_texts(
+    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str
+) -> list[Prompt]:
+    most = tokenizer.most_characters(max_model_len)
+    for text in texts:
+        if len(text) > most:
+            raise InvalidRequest(
+                f"the context of this model is {max_model_len} tokens, so at most {most} characters, "
+                f"but {param} has {len(text)}",
+                param,
+            )
+    if sum(map(len, texts)) <= LONG:
+        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param)
+    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param)
+
+
+def _tokenize(
+    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str
+) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    for group in _groups(texts):
+        for text, ids in zip(group, tokenizer.encode_all(group, add_special_tokens), strict=True):
+            _check_length(len(ids), max_model_len, param)
+            prompts.append(Prompt(array("i", ids), text))
+    return prompts
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """The texts in order, as many at a time as have `GROUP` characters together, or one that is longer."""
+    group: list[str] = []
+    length = 0
+    for text in texts:
+        if group and length + len(text) > GROUP:
+            yield group
+            group, length = [], 0
+        group.append(text)
+        length += len(text)
+    yield group
+
+
+def _check_length(count: int, max_model_len: int, param: str) -> None:
+    """For what is no prompt whatever else is asked; how much room the output needs is checked with the parameters."""
+    if not count:
         raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
-    return Prompt(array("i", ids), text)
+    if count > max_model_len:
+        raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
 
 
-def _from_ids(ids: list[int], vocab_size: int) -> Prompt:
-    if not ids:
-        raise InvalidRequest("prompt must not be empty: it has no tokens", "prompt")
+def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> Prompt:
+    _check_length(len(ids), max_model_len, "prompt")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
         raise InvalidRequest(

@@ -1,11 +1,19 @@
 """What is too long, too much or out of range is refused, naming the field, and the next request is served."""
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.gateway.openai import ChatRequest
+from services.gateway.prompt import chat_prompt
 from shared.text.generation import SamplingDefaults
-from tests.gateway.fakes import VOCAB, Client, FakeBackend, endless, ids, serve
+from shared.text.template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+from tests.gateway.fakes import TOKENIZER, VOCAB, Client, FakeBackend, endless, ids, serve
+from tests.text.vocabulary import CHATML, make_backend
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 USER = {"role": "user", "content": "hi"}
@@ -142,7 +150,7 @@ async def test_lim12_a_long_prompt_is_never_cut() -> None:
     async with serve(backend) as client:
         await refuses(client, PATHS[0], {"prompt": "x y " * 256}, "prompt")
         history = [USER, {"role": "assistant", "content": "x y " * 200}, USER]
-        await refuses(client, PATHS[1], {"messages": history}, "prompt")
+        await refuses(client, PATHS[1], {"messages": history}, "messages")
         usage = (await client.complete(prompt="hello six"))["usage"]
         assert usage["prompt_tokens"] == len(ids("hello six")) == len(backend.attempts[-1].tokens)
 
@@ -292,3 +300,84 @@ async def test_without_the_models_defaults_vllms_are_used() -> None:
         await client.chat()
     sampling = backend.attempts[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+
+
+class Recorder(Tokenizer):
+    """Notes in which thread it tokenizes, and what at once."""
+
+    def __init__(self) -> None:
+        super().__init__(make_backend(), special=TOKENIZER.special, eos_token_ids=TOKENIZER.eos_token_ids)
+        self.calls: list[tuple[bool, list[str]]] = []
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        self.calls.append((threading.current_thread() is threading.main_thread(), list(texts)))
+        return super().encode_all(texts, add_special_tokens)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: str) -> None:
+    tokenizer = Recorder()
+    most = tokenizer.most_characters(256)
+    async with serve(tokenizer=tokenizer) as client:
+        for length, tokenized in ((most - 100, True), (most + 1, False)):
+            text = "x" * length
+            fields = {"prompt": text} if path == PATHS[0] else {"messages": [{"role": "user", "content": text}]}
+            tokenizer.calls.clear()
+            await refuses(client, path, fields, next(iter(fields)), "256" if tokenized else str(most))
+            assert any(text in one for _, texts in tokenizer.calls for one in texts) is tokenized
+
+
+async def test_many_prompts_are_tokenized_off_the_loop_and_few_on_it() -> None:
+    tokenizer = Recorder()
+    async with serve(FakeBackend(max_model_len=40_000), tokenizer=tokenizer) as client:
+        answer = await client.complete(prompt=["ab", "c" * 30_000], max_tokens=1)
+        assert answer["usage"]["prompt_tokens"] == 30_002
+        assert tokenizer.calls == [(False, ["ab", "c" * 30_000])]
+        tokenizer.calls.clear()
+        await client.complete(prompt=["ab", "c"], max_tokens=1)
+        assert tokenizer.calls == [(True, ["ab", "c"])]
+
+
+async def test_tokenizing_goes_by_groups_and_ends_with_the_first_prompt_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.gateway.prompt.GROUP", 1000)
+    tokenizer = Recorder()
+    prompts = [letter * 400 for letter in "abcde"]
+    async with serve(FakeBackend(max_model_len=401), tokenizer=tokenizer) as client:
+        answer = await client.complete(prompt=prompts, max_tokens=1)
+        assert answer["usage"]["prompt_tokens"] == 2000
+        assert [texts for _, texts in tokenizer.calls] == [prompts[:2], prompts[2:4], prompts[4:]]
+    tokenizer.calls.clear()
+    async with serve(FakeBackend(max_model_len=399), tokenizer=tokenizer) as client:
+        await refuses(client, PATHS[0], {"prompt": prompts}, "prompt", "399")
+        assert [texts for _, texts in tokenizer.calls] == [prompts[:2], ["hi"]]
+
+
+async def test_more_messages_than_the_context_has_tokens_are_not_rendered() -> None:
+    template = "{% if messages | length > 256 %}{{ raise_exception('rendered') }}{% endif %}x"
+    async with serve(template=template) as client:
+        await client.chat(messages=[USER] * 256)
+        await refuses(client, PATHS[1], {"messages": [USER] * 257}, "messages", "257 messages")
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_loop"),
+    [
+        ({"messages": [USER] * 64}, True),
+        ({"messages": [USER] * 65}, False),
+        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, False),
+        ({"messages": [USER], "chat_template_kwargs": {"a": [1]}}, False),
+    ],
+)
+async def test_what_may_take_long_is_rendered_off_the_loop(fields: dict[str, Any], on_loop: bool) -> None:
+    threads: list[bool] = []
+
+    class Template(ChatTemplate):
+        def render(self, messages: Sequence[Any], **options: Any) -> str:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return super().render(messages, **options)
+
+    await chat_prompt(msgspec.convert(fields, ChatRequest), TOKENIZER, Template(CHATML), max_model_len=40_000)
+    assert threads == [on_loop]

@@ -21,6 +21,22 @@ def test_text_goes_to_ids_and_back() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_the_ids_are_those_of_the_librarys_plain_form(bos: bool, add_special_tokens: bool) -> None:
+    tokenizer = make_tokenizer(bos=bos)
+    texts = ["", "hello one two", "<|im_start|>user\nhé 一<|im_end|>", "preview " * 50]
+    plain = [tokenizer.backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+    assert tokenizer.encode_all(texts, add_special_tokens) == plain
+    assert [tokenizer.encode(text, add_special_tokens) for text in texts] == plain
+
+
+def test_no_text_of_few_tokens_is_too_long() -> None:
+    tokenizer = make_tokenizer()
+    text = "<|im_start|>" * 5  # the longest token
+    assert len(text) <= tokenizer.most_characters(len(tokenizer.encode(text))) < 10 * len(text)
+
+
 def test_bos_is_added_only_where_it_is_wanted() -> None:
     tokenizer = make_tokenizer(bos=True)
     bos = tokenizer.token_id("<s>")
