@@ -31,7 +31,7 @@ def fetch(model: str, revision: str | None = None) -> Path:
 
 
 def folder() -> Path:
-    """The embedded model's folder; converts it first, with a progress bar, if that has not been done.
+    """The embedded model's folder; converts it first, telling stderr of the progress, if that has not been done.
 
     Raises `ModelError` if the package that carries the model is not installed, or the cache cannot be written.
     """

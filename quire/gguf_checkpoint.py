@@ -16,9 +16,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
 
 from shared.errors import ModelError
+from shared.progress import progress
 
 TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -41,7 +41,7 @@ Fields = dict[str, Any]
 
 
 def write_folder(source: Path, folder: Path, sampling: Mapping[str, Any]) -> None:
-    """Write the model in the GGUF file `source` into the existing `folder`, with a progress bar on stderr.
+    """Write the model in the GGUF file `source` into the existing `folder`, and tell stderr of the progress.
 
     GGUF says nothing of how the model likes to be sampled; `sampling` goes into generation_config.json.
     Raises `ModelError` for a file of another architecture or tokenizer.
@@ -128,14 +128,14 @@ def _weights(reader: GGUFReader, fields: Fields) -> Iterator[tuple[str, NDArray[
     heads = fields["llama.attention.head_count"]
     rotary = {"attn_q": heads, "attn_k": fields.get("llama.attention.head_count_kv", heads)}
     total = sum(int(tensor.n_elements) * 2 for tensor in reader.tensors)
-    with tqdm(total=total, desc="converting the embedded model", unit="B", unit_scale=True) as bar:
+    with progress("converting the embedded model", total) as done:
         for tensor in reader.tensors:
             name, part = hugging_face_name(tensor.name)
             weight = dequantize(tensor.data, tensor.tensor_type)
             if part in rotary:
                 weight = halves_from_pairs(weight, rotary[part])
             yield name, bfloat16_bits(weight)
-            bar.update(2 * weight.size)
+            done(2 * weight.size)
 
 
 def hugging_face_name(name: str) -> tuple[str, str]:

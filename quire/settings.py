@@ -15,6 +15,7 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import Knob, arguments, knobs, read_file, resolve
 from shared.errors import ConfigError
+from shared.progress import VARIABLE, on_terminal
 
 INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "insecure"})
 
@@ -81,6 +82,8 @@ def service_environment(settings: Settings) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in mine}
     if settings.gateway.api_key:
         environment["QUIRE_API_KEY"] = ",".join(settings.gateway.api_key)
+    if on_terminal():
+        environment[VARIABLE] = "1"
     environment["HF_HUB_OFFLINE"] = "1"  # the start has fetched the model; all services shall see that same one
     return environment
 

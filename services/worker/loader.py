@@ -7,17 +7,16 @@ checked: a model with a random or missing weight must not start.
 
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
+from shared.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +35,10 @@ def load_weights(
     _warn_of_others(files, wanted, names)
     weights: dict[str, Tensor] = {}
     total = sum(math.prod(shape) for parts in wanted.values() for _, shape in parts) * dtype.itemsize
-    with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, file=sys.stderr) as bar:
+    with progress("loading weights", total) as done:
         for name, parts in wanted.items():
             weights[name] = _assemble(files, parts, dtype, device)
-            bar.update(weights[name].nbytes)
+            done(weights[name].nbytes)
     return weights
 
 
