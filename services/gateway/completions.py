@@ -1,6 +1,8 @@
 """POST /v1/completions"""
 
+import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,15 +12,20 @@ from services.gateway.body import Head, read
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import completion_logprobs, prompt_logprobs
 from services.gateway.openai import CompletionRequest
-from services.gateway.prompt import completion_prompts
+from services.gateway.prompt import Prompt, completion_prompts
 from services.gateway.sampling import COMPLETION_TOKENS, completion_params, priority_of
 from services.gateway.serving import GATEWAY, REQUEST_ID, Gateway, Job
 from services.gateway.stream import collect, stream
 from services.gateway.usage import usage
 from shared.errors import InvalidRequest
+from shared.params import SamplingParams
+from shared.text.logprobs import LogprobEntry
 
 MAX_CHOICES = 4096
 """Prompts times n. Each choice costs the gateway some kilobytes, and the answer is in one piece."""
+
+MAX_SCORES = 1_000_000
+"""Log-probabilities of prompt tokens in one answer, alternatives included. They make some 30 MB of JSON."""
 
 _text = msgspec.json.Encoder().encode
 
@@ -33,7 +40,10 @@ async def completions(http: web.Request) -> web.StreamResponse:
         return await stream(http, gateway, jobs, _Chunks(head), request.stream_options)
     generations = await collect(gateway, jobs)
     scores = request.prompt_logprobs is not None
-    choices = [choice for at, generation in enumerate(generations) for choice in _choices(at, generation, scores)]
+    choices: list[dict[str, Any]] = []
+    for at, generation in enumerate(generations):
+        choices += _choices(at, generation, scores)
+        await asyncio.sleep(0)  # the other requests' turn: many log-probabilities take long
     return head.answer(choices, usage=usage(generations))
 
 
@@ -49,6 +59,7 @@ async def _jobs(gateway: Gateway, request: CompletionRequest, arrived: float) ->
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "prompt")
     default = COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
+    _check_scores(prompts, params)
     return [
         gateway.job(
             prompt, params, default_max_tokens=default, priority=priority, arrived=arrived, echo=request.echo is True
@@ -60,6 +71,7 @@ async def _jobs(gateway: Gateway, request: CompletionRequest, arrived: float) ->
 def _choices(position: int, generation: Generation, with_scores: bool) -> list[dict[str, Any]]:
     """The choices of the prompt at `position`."""
     job = generation.job
+    echoed = _echoed(generation)
     scores = None
     if with_scores and job.params.prompt_logprobs is not None:
         scores = prompt_logprobs(generation.prompt_entries(), job.params.prompt_logprobs)
@@ -67,7 +79,7 @@ def _choices(position: int, generation: Generation, with_scores: bool) -> list[d
         {
             "index": position * job.params.n + at,
             "text": (job.echo or "") + sample.text,
-            "logprobs": _logprobs(generation, Update(at, sample.text, generation.entries[at]), job.echo is not None),
+            "logprobs": _logprobs(generation, generation.entries[at], echoed),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
             "prompt_logprobs": scores,
@@ -76,12 +88,34 @@ def _choices(position: int, generation: Generation, with_scores: bool) -> list[d
     ]
 
 
-def _logprobs(generation: Generation, update: Update, with_prompt: bool) -> dict[str, Any] | None:
+def _check_scores(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    if params.prompt_logprobs is None:
+        return
+    count = sum(len(prompt.tokens) for prompt in prompts) * params.n * (params.prompt_logprobs + 1)
+    if count > MAX_SCORES:
+        raise InvalidRequest(
+            f"this asks for {count} log-probabilities of prompt tokens (tokens times n times alternatives and the "
+            f"token itself), but one answer holds at most {MAX_SCORES}",
+            "prompt_logprobs",
+        )
+
+
+def _echoed(generation: Generation) -> dict[str, list[Any]] | None:
+    """The log-probabilities that come before those of each choice's own tokens; None if none do."""
+    job = generation.job
+    if job.echo is None or job.params.logprobs is None:
+        return None
+    return completion_logprobs(generation.prompt_entries(), job.params.logprobs)
+
+
+def _logprobs(
+    generation: Generation, entries: Sequence[LogprobEntry], echoed: dict[str, list[Any]] | None
+) -> dict[str, list[Any]] | None:
     count = generation.job.params.logprobs
     if count is None:
         return None
-    prompt = generation.prompt_entries() if with_prompt else []
-    return completion_logprobs(prompt + update.entries, count)
+    own = completion_logprobs(entries, count)
+    return own if echoed is None else {name: echoed[name] + values for name, values in own.items()}
 
 
 class _Chunks:
@@ -89,7 +123,8 @@ class _Chunks:
 
     def __init__(self, head: Head) -> None:
         self.head = head.opening
-        self._echoed: set[int] = set()
+        self._begun: set[int] = set()  # choices whose echo was sent
+        self._echoed: dict[int, dict[str, list[Any]] | None] = {}  # by prompt
 
     def opening(self, index: int, generation: Generation) -> bytes:
         job = generation.job
@@ -99,13 +134,22 @@ class _Chunks:
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample, job = generation.samples[update.sample], generation.job
-        echo = job.echo is not None and job.params.logprobs is not None and index not in self._echoed
-        self._echoed.add(index)
-        text = _text((job.echo or "") + update.text if echo else update.text)
-        logprobs = _text(_logprobs(generation, update, with_prompt=echo))
+        echoed = self._once(index, generation)
+        text = _text(update.text if echoed is None else (job.echo or "") + update.text)
+        logprobs = _text(_logprobs(generation, update.entries, echoed))
         if sample.finish_reason is None:
             return _MIDDLE % (index, text, logprobs)
         return _LAST % (index, text, logprobs, _text(sample.finish_reason), _text(sample.stop_reason))
+
+    def _once(self, index: int, generation: Generation) -> dict[str, list[Any]] | None:
+        """The echo's log-probabilities, for the first chunk of a choice."""
+        if index in self._begun:
+            return None
+        self._begun.add(index)
+        prompt = index // generation.job.params.n
+        if prompt not in self._echoed:
+            self._echoed[prompt] = _echoed(generation)
+        return self._echoed[prompt]
 
 
 _MIDDLE = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null,"stop_reason":null}'

@@ -52,6 +52,7 @@ class Generation:
         self._unfinished = job.params.n
         self._refused = False
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_entries: list[LogprobEntry] | None = None
 
     @property
     def done(self) -> bool:
@@ -63,9 +64,14 @@ class Generation:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def prompt_entries(self) -> list[LogprobEntry]:
-        """Log-probabilities of the prompt, if the job asked for them; complete with the first output token."""
-        skip = self.job.params.skip_special_tokens
-        return prompt_entries(self._tokenizer, self.job.tokens, self._prompt_logprobs, skip)
+        """Log-probabilities of the prompt, if the job asked for them; to be taken from the first update on.
+
+        They are complete then, and made once: a prompt of thousands of tokens has a hundred thousand alternatives.
+        """
+        if self._prompt_entries is None:
+            skip = self.job.params.skip_special_tokens
+            self._prompt_entries = prompt_entries(self._tokenizer, self.job.tokens, self._prompt_logprobs, skip)
+        return self._prompt_entries
 
     async def updates(self) -> list[Update]:
         """Waits for rows. One update a sample that has text to show or has ended, whatever number of rows came.

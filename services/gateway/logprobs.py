@@ -20,7 +20,7 @@ def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, Any]:
+def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, list[Any]]:
     """Four parallel lists. An entry's alternatives are the `count` likeliest tokens and the token itself."""
     return {
         "text_offset": [entry.offset for entry in entries],

@@ -1,10 +1,13 @@
 """Log-probabilities in the answers of both endpoints."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from shared.text.logprobs import LogprobEntry, prompt_entries
+from shared.text.tokenizer import Tokenizer
 from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, says, serve
 
 
@@ -141,3 +144,39 @@ async def test_no_logprobs_unless_asked_for() -> None:
     assert choice["logprobs"] is None
     assert choice["prompt_logprobs"] is None
     assert (backend.attempts[0].sampling.logprobs, backend.attempts[0].sampling.prompt_logprobs) == (-1, -1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_them(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def counting(tokenizer: Tokenizer, prompt: Sequence[int], *rest: Any) -> list[LogprobEntry]:
+        made.append(len(prompt))
+        return prompt_entries(tokenizer, prompt, *rest)
+
+    monkeypatch.setattr("services.gateway.generation.prompt_entries", counting)
+    async with serve(FakeBackend(says("one", "two"))) as client:
+        fields = {"prompt": [[20, 21], [22, 23, 24]], "echo": True, "logprobs": 1, "n": 3, "max_tokens": 1}
+        if stream:
+            choices = [chunk["choices"][0] for chunk in await client.stream_completion(**fields)]
+        else:
+            choices = (await client.complete(**fields))["choices"]
+        assert sorted(made) == [2, 3]
+        assert {choice["index"]: len(choice["logprobs"]["tokens"]) for choice in choices} == {
+            0: 3, 1: 3, 2: 3, 3: 4, 4: 4, 5: 4
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", [{"echo": True, "logprobs": 3}, {"prompt_logprobs": 3}])
+async def test_scores_of_prompts_have_a_limit(scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.completions.MAX_SCORES", 2 * 50 * 5 * 4)
+    async with serve() as client:
+        fields = {"prompt": [[20] * 50] * 2, "max_tokens": 1, **scores}
+        await client.complete(**fields, n=5)
+        status, error = await client.refused("/v1/completions", fields | {"n": 6})
+        assert (status, error["param"]) == (400, "prompt_logprobs")
+        assert "2400" in error["message"]
+        assert "2000" in error["message"]
+        await client.complete(prompt=[[20] * 50] * 2, n=6, logprobs=3)  # not of prompts
