@@ -170,8 +170,7 @@ class LLM:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
+                variables={"tools": tools} | dict(chat_template_kwargs or {}),
             )
             ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
             prompts.append({"prompt": text, "prompt_token_ids": ids})

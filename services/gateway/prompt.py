@@ -57,15 +57,11 @@ async def chat_prompt(
 
 def render(request: ChatRequest, template: ChatTemplate) -> str:
     """The text of a chat's prompt. Raises `InvalidRequest`, with the template's own words if it raised."""
-    variables = dict(request.chat_template_kwargs or {})
-    for name in ("messages", "add_generation_prompt", "continue_final_message"):
-        if name in variables:
-            raise InvalidRequest(f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
     return template.render(
         request.messages,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=request.continue_final_message is True,
-        **variables,
+        variables=request.chat_template_kwargs,
     )
 
 

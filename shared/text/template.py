@@ -21,14 +21,18 @@ from shared.errors import InvalidRequest, ModelError
 from shared.text.messages import plain_messages
 from shared.text.tokenizer import read_json
 
+RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
+
 
 class ChatTemplate:
     """`render` messages to the text of a prompt. A `source` of None stands for a model that has no template."""
 
     def __init__(self, source: str | None, special: Mapping[str, str] | None = None) -> None:
         self._special = dict(special or {})
+        environment = _environment()
+        self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
         try:
-            self._template = None if source is None else _environment().from_string(source)
+            self._template = None if source is None else environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
 
@@ -52,23 +56,27 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt, special tokens included (so encode it without adding any).
 
         With `continue_final_message` it ends with the last message's content, its white space kept, whatever the
-        template would have put behind it. `variables` are for the template. Raises `InvalidRequest`.
+        template would have put behind it. `variables` are for the template, under any name that it does not have
+        from here: not a special token's, nor a function's. Raises `InvalidRequest`.
         """
+        given = dict(variables or {})
+        if taken := sorted(self._reserved & given.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(taken)}", "chat_template_kwargs")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
             )
         plain = plain_messages(messages)
         if not continue_final_message:
-            return self._run(plain, add_generation_prompt, variables)
+            return self._run(plain, add_generation_prompt, given)
         mark = uuid.uuid4().hex  # the content's end in the output, even if the template trims or repeats it
         plain[-1]["content"] += mark
-        before, found, _ = self._run(plain, False, variables).rpartition(mark)
+        before, found, _ = self._run(plain, False, given).rpartition(mark)
         if not found:
             raise InvalidRequest("the chat template leaves out the final message's content", "messages")
         return before

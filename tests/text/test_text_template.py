@@ -119,7 +119,25 @@ def test_templates_have_what_they_expect() -> None:
     )
     template += "{% endgeneration %}{{ {'a': 'é'} | tojson }}{{ tools is none }}{{ extra }}"
     special = {"bos_token": "<s>"}
-    assert ChatTemplate(template, special).render([USER], extra="!") == '<s>20{"a": "é"}True!'
+    assert ChatTemplate(template, special).render([USER], variables={"extra": "!"}) == '<s>20{"a": "é"}True!'
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["messages", "add_generation_prompt", "continue_final_message", "self", "bos_token", "raise_exception",
+     "strftime_now", "range", "namespace"],
+)  # fmt: skip
+def test_what_a_template_has_from_here_is_no_name_for_a_variable(name: str) -> None:
+    template = ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"})
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        template.render([USER], variables={"mine": 1, name: 1})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("name", ["variables", "context", "args", "tools", "documents", "loop", "eos_token"])
+def test_any_other_name_is_free_for_a_variable(name: str) -> None:
+    template = ChatTemplate("{{ bos_token }}{{ " + name + " }}", {"bos_token": "<s>"})
+    assert template.render([USER], variables={name: "mine", "": 1, "a b": 2}) == "<s>mine"
 
 
 @pytest.mark.parametrize(
