@@ -36,6 +36,7 @@ def serve(settings: Settings, began: float) -> int:
             children(bound, Log(sys.stderr.buffer)),
             ready=lambda: is_healthy(reachable(bound.gateway.host), port),
             announce=lambda: print(banner(bound.gateway, folder, time.monotonic() - began), flush=True),
+            say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.drain_timeout,
         )

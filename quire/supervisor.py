@@ -16,12 +16,14 @@ PROBE_PAUSE = 0.05
 PROBE_PATIENCE = 2.0
 QUICK_STOP = 3.0  # seconds between SIGTERM and SIGKILL when there is nothing to drain
 PARTING = 15.0  # seconds beyond the drain for the first child to send its last answers
+STOPPING = "stopping: running requests may finish (Ctrl-C again ends at once)"
 INTERRUPTED = 128  # plus the signal's number: the exit status that shells know
 
 
 class Supervisor:
     """Runs `children` until a signal. `ready` tells whether they serve; `announce` is called once they do.
 
+    `say` gets a line for the user when the first signal has come, and when all is ended by one.
     `drain_timeout` is what the first child may take to finish its work after SIGTERM, in seconds.
     """
 
@@ -31,12 +33,14 @@ class Supervisor:
         *,
         ready: Callable[[], Awaitable[bool]],
         announce: Callable[[], None],
+        say: Callable[[str], None],
         ready_timeout: float,
         drain_timeout: float,
     ) -> None:
         self.children = children
         self.ready = ready
         self.announce = announce
+        self.say = say
         self.ready_timeout = ready_timeout
         self.drain_timeout = drain_timeout
         self._signals: asyncio.Queue[int] = asyncio.Queue()
@@ -50,14 +54,17 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
         keepers = [asyncio.ensure_future(child.keep_running()) for child in self.children]
         try:
-            if (status := await self._start(keepers)) is not None:
-                return status
-            await self._signals.get()
-            return await self._drain()
+            status = await self._start(keepers)
+            if status is None:
+                await self._signals.get()
+                self.say(STOPPING)
+                status = await self._drain()
         finally:
             for child in self.children:
                 child.kill()
             await asyncio.gather(*keepers, return_exceptions=True)
+        self.say("stopped")
+        return status
 
     async def _start(self, keepers: Sequence["asyncio.Future[None]"]) -> int | None:
         """Wait until the children serve; an exit status instead, if a signal came first."""

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 """Routes that need no key, as they were declared; whatever does not resolve to one of them does."""
 
+PROBES = frozenset({"/health", "/ping", "/metrics"})
+"""Asked every few seconds by machines; in the log they would hide the requests of people."""
+
 LONGEST_ID = 128
 CLIENT_LEFT = 499  # in the counts only: there is nobody to send it to
 
@@ -42,7 +45,7 @@ async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     gateway.metrics.answered(_route(request), response.status)
     if gateway.lifecycle.draining:
         response.force_close()
-    if gateway.config.enable_log_requests:
+    if gateway.config.enable_log_requests and _route(request) not in PROBES:
         took = time.monotonic() - started
         logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, request.path, response.status, took)
     return response

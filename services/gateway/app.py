@@ -51,9 +51,11 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """Empty 200 if some engine can make progress; 503 if none can, or this gateway is draining."""
-    if not request.app[GATEWAY].ready:
-        return faults.respond(faults.fault_of(Unavailable("no engine can make progress, or the server is draining")))
+    """Empty 200 if some engine can make progress; 503 if none can, or this gateway is draining, and which of these."""
+    try:
+        request.app[GATEWAY].check_ready()
+    except Unavailable as error:
+        return faults.respond(faults.fault_of(error))
     return web.Response()
 
 

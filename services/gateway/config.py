@@ -44,4 +44,6 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
-    enable_log_requests: Annotated[bool, Meta(description="Write a line to the log for each request.")] = False
+    enable_log_requests: Annotated[
+        bool, Meta(description="Write a line to the log for each request, probes left out.")
+    ] = False

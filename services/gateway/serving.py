@@ -37,9 +37,18 @@ class Gateway(Struct, frozen=True):
     metrics: Metrics
     lifecycle: Lifecycle
 
-    @property
-    def ready(self) -> bool:
-        return self.backend.ready() and not self.lifecycle.draining
+    def check_ready(self) -> None:
+        """Raises `Unavailable`, saying why, unless requests can make progress."""
+        if self.lifecycle.draining:
+            raise Unavailable("the server is draining: it ends once its running requests have ended")
+        if self.backend.welcome is None:
+            raise Unavailable("the server is starting: no engine has answered yet")
+        if not self.backend.ready():
+            statuses = self.backend.statuses().values()
+            draining = bool(statuses) and all(status.draining for status in statuses)
+            raise Unavailable(
+                "every engine is draining" if draining else "no engine has a worker that can make progress"
+            )
 
     @property
     def welcome(self) -> Welcome:

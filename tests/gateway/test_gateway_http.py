@@ -91,6 +91,9 @@ async def test_gtw06_every_answer_has_a_request_id(given: str | None) -> None:
 async def test_gtw06_the_id_is_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serve(enable_log_requests=True) as client:
+        for path in ("/health", "/ping", "/metrics"):
+            await client.get(path)
+        assert not [record for record in caplog.records if record.name.startswith("services")]
         response = await client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "abc"})
         assert (await response.json())["id"] == "cmpl-abc"
     assert any("abc POST /v1/completions: 200" in record.message for record in caplog.records)
@@ -259,7 +262,21 @@ async def test_health_is_whether_an_engine_can_go_on() -> None:
                 assert (response.status, await response.read()) == (200, b"")
             backend.is_ready = False
             async with client.get(path) as response:
-                assert (response.status, (await error_of(response))["type"]) == (503, "ServiceUnavailableError")
+                assert response.status == 503
+                error = await error_of(response)
+            assert error["type"] == "ServiceUnavailableError"
+            assert error["message"] == "no engine has a worker that can make progress"
+
+
+async def test_health_says_why_there_is_none() -> None:
+    backend = FakeBackend()
+    backend.welcome = None
+    async with serve(backend) as client:
+        async with client.get("/health") as response:
+            assert "is starting" in (await error_of(response))["message"]
+        client.gateway.lifecycle.drain()
+        async with client.get("/health") as response:
+            assert "is draining" in (await error_of(response))["message"]
 
 
 async def test_before_an_engine_has_answered_requests_are_refused_for_now() -> None:

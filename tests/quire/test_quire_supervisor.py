@@ -15,7 +15,7 @@ import pytest
 
 from quire import children
 from quire.children import Child, Log, StartFailed
-from quire.supervisor import INTERRUPTED, Supervisor
+from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
 
 SERVICE = """
 import os, signal, sys, time
@@ -50,6 +50,7 @@ class Fakes:
         self.names = list(modes)
         self.out = io.BytesIO()
         self.announced = 0
+        self.said: list[str] = []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
         self.children = [
             Child(name, ["fake_service", str(folder), name, mode, str(os.getpid())], Log(self.out), environment)
@@ -61,6 +62,7 @@ class Fakes:
             self.children,
             ready=self.ready,
             announce=self.announce,
+            say=self.said.append,
             ready_timeout=ready_timeout,
             drain_timeout=drain_timeout,
         )
@@ -113,6 +115,7 @@ async def test_a_signal_stops_the_children_in_order(tmp_path: Path) -> None:
         assert await run == 0
         assert own_children() == []
     assert fakes.stopped() == ["gateway", "scheduler", "worker"]
+    assert fakes.said == [STOPPING, "stopped"]
 
 
 async def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
@@ -135,6 +138,7 @@ async def test_prc_05_a_signal_before_readiness_ends_the_start(tmp_path: Path) -
         os.kill(os.getpid(), signal.SIGINT)
         assert await run == INTERRUPTED + signal.SIGINT
     assert fakes.announced == 0
+    assert fakes.said == ["stopped"]
 
 
 async def never() -> bool:
