@@ -95,8 +95,14 @@ class Metrics:
         self._families.responses.labels(handler, str(status)).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type, in the format that the scraper's Accept header asks for."""
-        encoder, content_type = choose_encoder(accept)
+        """The exposition and its content type, in the format that the scraper's Accept header asks for.
+
+        It is plain text if that cannot be understood: the library raises on a version that is no number.
+        """
+        try:
+            encoder, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            encoder, content_type = choose_encoder("")
         return encoder(self._registry), content_type
 
 

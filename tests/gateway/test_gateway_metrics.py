@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.errors import EngineFailure, Overloaded
@@ -122,3 +123,11 @@ async def test_paths_that_do_not_exist_are_one_label() -> None:
     async with serve() as client:
         await asyncio.gather(*(client.get(f"/nowhere/{at}") for at in range(3)))
         assert (await figures(client))("quire:http_responses_total", handler="none", code="404") == 3
+
+
+@pytest.mark.parametrize("version", ["1..0", "x", "\udcff", "9" * 5000])
+async def test_a_scraper_whose_accept_header_makes_no_sense_gets_plain_text(version: str) -> None:
+    async with serve() as client:
+        data, content_type = client.gateway.metrics.render(f"application/openmetrics-text; version={version};q=zz")
+        assert content_type.startswith("text/plain")
+        assert b"quire:http_responses_total" in data
