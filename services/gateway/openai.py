@@ -1,8 +1,8 @@
 """The bodies of OpenAI's API, as structs that decode and check themselves.
 
-What is accepted is honoured: a field that is not declared here is refused by its name, and so is a declared one that
-is set to something not supported. Null means the default, everywhere. Whole numbers may be written as 5.0, since some
-clients' languages have no other numbers.
+What is accepted is honoured: a field that is not declared here is refused by its name (those in `unsupported.py` may be
+there if they ask for nothing), and so is a declared one that is set to something not supported. Null means the
+default, everywhere. Whole numbers may be written as 5.0, since some clients' languages have no other numbers.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from services.gateway.unsupported import without_neutral
 from shared.errors import InvalidRequest
 
 Integer = int | float
@@ -50,7 +51,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Integer | None = None
-    user: str | None = None  # OpenAI's label for abuse reports: taken, not used
+    user: str | None = None  # OpenAI's label for abuse reports: taken, not used, like the next two
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     response_format: dict[str, Any] | None = None  # only {"type": "text"}, which is the default
 
 
@@ -82,7 +85,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 def decode(body: bytes, kind: type[R]) -> R:
     """The request in `body`. Raises `InvalidRequest` naming the field at fault, where there is one."""
     try:
-        request = _decoder(kind).decode(body)
+        request = _decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except msgspec.DecodeError as error:
@@ -107,6 +110,19 @@ _DECODERS: dict[type[Any], "msgspec.json.Decoder[Any]"] = {}
 
 def _decoder(kind: type[R]) -> "msgspec.json.Decoder[R]":
     return _DECODERS.setdefault(kind, msgspec.json.Decoder(kind))
+
+
+def _decode(body: bytes, kind: type[R]) -> R:
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError:
+        whole_body = msgspec.json.decode(body)
+        if not isinstance(whole_body, dict):
+            raise
+        rest = without_neutral(whole_body, frozenset(kind.__struct_fields__))
+        if len(rest) == len(whole_body):
+            raise
+    return _decoder(kind).decode(msgspec.json.encode(rest))
 
 
 def _invalid(message: str) -> InvalidRequest:

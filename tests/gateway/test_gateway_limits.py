@@ -9,6 +9,7 @@ import pytest
 
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import chat_prompt
+from services.gateway.unsupported import NEUTRAL
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -228,7 +229,8 @@ async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
     fields = {
         "top_k": 7.0, "min_p": 0.1, "top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "min_tokens": 2,
         "presence_penalty": 0.3, "frequency_penalty": -0.3, "ignore_eos": True, "stop_token_ids": [9, 8], "n": 2,
-        "max_tokens": 4, "priority": -3, "user": "someone", "response_format": {"type": "text"},
+        "max_tokens": 4, "priority": -3, "user": "someone", "safety_identifier": "a",
+        "prompt_cache_key": "b", "response_format": {"type": "text"},
     }  # fmt: skip
     async with serve(backend) as client, client.post(path, json=body(path, **fields)) as response:
         assert response.status == 200
@@ -242,7 +244,7 @@ async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("field", ["foo", "best_off", "guided_json", "use_beam_search"])
+@pytest.mark.parametrize("field", ["foo", "best_off", "top_logprob", "maximum"])
 async def test_smp22_an_unknown_field_is_refused_by_name(path: str, field: str) -> None:
     async with serve() as client:
         await refuses(client, path, body(path, **{field: None}), field, field)
@@ -262,11 +264,24 @@ async def test_smp22_an_unknown_field_is_refused_by_name(path: str, field: str) 
         (PATHS[1], {"response_format": {}}, "response_format"),
         (PATHS[0], {"stream_options": {"foo": 1}}, "stream_options.foo"),
         (PATHS[0], {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (PATHS[1], {"store": True}, "store"),
+        (PATHS[1], {"store": 0}, "store"),
+        (PATHS[1], {"length_penalty": True}, "length_penalty"),
+        (PATHS[1], {"metadata": {"a": "b"}, "service_tier": "auto"}, "metadata"),
+        (PATHS[1], {"store": False, "temperature": 9}, "temperature"),
+        (PATHS[0], {"service_tier": "flex"}, "service_tier"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[str, Any], param: str) -> None:
     async with serve() as client:
         await refuses(client, path, body(path) | fields, param)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -> None:
+    async with serve() as client:
+        for name in NEUTRAL.keys() - ({"echo"} if path == PATHS[0] else set()):
+            await refuses(client, path, body(path, **{name: "x"}), name, f"{name} is not supported")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +292,9 @@ async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[
         (PATHS[1], {"tools": [], "tool_choice": "none", "parallel_tool_calls": True}),
         (PATHS[1], {"tool_choice": "auto"}),
         (PATHS[0], {"temperature": 0, "n": 3}),
+        *((path, dict.fromkeys(NEUTRAL)) for path in PATHS),
+        (PATHS[1], {name: values[0] for name, values in NEUTRAL.items() if values}),
+        (PATHS[0], {"service_tier": "default", "store": False, "logit_bias": {"5": 1}}),
     ],
 )
 async def test_what_changes_nothing_is_taken(path: str, fields: dict[str, Any]) -> None:
