@@ -20,6 +20,7 @@ from services.gateway.app import make_app
 from services.gateway.backend import Backend
 from services.gateway.config import GatewayConfig
 from services.gateway.lifecycle import Lifecycle
+from services.gateway.listener import Runner
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
@@ -50,7 +51,7 @@ async def serve(config: GatewayConfig, model: ServedModel) -> None:
     backend, lifecycle, stop = Backend(config.engines), Lifecycle(), asyncio.Event()
     _on_signals(lifecycle, stop, supervised=config.supervisor > 0)
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
-    runner = web.AppRunner(
+    runner = Runner(
         make_app(Gateway(config, model, backend, metrics, lifecycle)),
         handler_cancellation=True,  # or a client that leaves would never be noticed
         access_log=None,
