@@ -55,6 +55,10 @@ def run(argv: list[str], began: float) -> int:
         case ["help" | "--help" | "-h"]:
             print(USAGE, end="")
             return 0
+        case ["knobs" | "version" | "--version" as command, *_]:
+            print(f"quire: {command} takes no arguments\n", file=sys.stderr)
+        case [command, *_]:
+            print(f"quire: there is no command {command}\n", file=sys.stderr)
     print(USAGE, end="", file=sys.stderr)
     return EXIT_WRONG
 

@@ -86,16 +86,20 @@ def flag_parser(configs: Iterable[type[Struct]], *, prog: str, description: str 
 def resolve(config: type[C], flags: Mapping[str, Any], environment: Mapping[str, str]) -> C:
     """A `config` from parsed flags (those of other configs are passed over), `environment` and the `--config` file."""
     values: dict[str, Any] = {}
-    names = {knob.name for knob in knobs(config)}
-    if "config" in flags:
-        values |= {name: value for name, value in read_file(flags["config"]).items() if name in names}
+    sources: dict[str, str] = {}  # what the user wrote each value to
+    from_file = read_file(flags["config"]) if "config" in flags else {}
     for knob in knobs(config):
+        if knob.name in from_file:
+            values[knob.name] = from_file[knob.name]
+            sources[knob.name] = f"--config {flags['config']}: {knob.flag[2:]}"
         if knob.variable in environment:
             raw = environment[knob.variable]
             values[knob.name] = raw.split(",") if _is_list(knob.type) else raw
+            sources[knob.name] = knob.variable
         if knob.name in flags:
             values[knob.name] = flags[knob.name]
-    return _build(config, values)
+            sources[knob.name] = knob.flag
+    return _build(config, values, sources)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -137,17 +141,20 @@ def _add_flag(parser: argparse.ArgumentParser, knob: Knob) -> None:
     elif _is_list(knob.type):
         parser.add_argument(knob.flag, action="extend", nargs="+", metavar="VALUE", help=help_text)
     else:
-        parser.add_argument(knob.flag, metavar="VALUE", help=help_text)
+        choices = _choices(knob.type)
+        parser.add_argument(knob.flag, metavar=f"{{{','.join(choices)}}}" if choices else "VALUE", help=help_text)
 
 
-def _build(config: type[C], values: Mapping[str, Any]) -> C:
+def _build(config: type[C], values: Mapping[str, Any], sources: Mapping[str, str]) -> C:
     for knob in knobs(config):
         if knob.name not in values:
             continue
         try:  # one by one, so that the error can name the knob
             msgspec.convert(values[knob.name], knob.type, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{knob.flag} {values[knob.name]!r}: {error}") from error
+            choices = _choices(knob.type)
+            rule = f"must be one of {', '.join(choices)}" if choices else error
+            raise ConfigError(f"{sources[knob.name]} {values[knob.name]!r}: {rule}") from error
     return msgspec.convert(dict(values), config, strict=False)
 
 
@@ -186,10 +193,16 @@ def _is_list(hint: Any) -> bool:
     return typing.get_origin(_bare(hint)) is list
 
 
+def _choices(hint: Any) -> list[str]:
+    """What an enumeration allows; empty for other types."""
+    bare = _bare(hint)
+    return [str(choice) for choice in typing.get_args(bare)] if typing.get_origin(bare) is typing.Literal else []
+
+
 def _describe(hint: Any) -> str:
     bare = _bare(hint)
-    if typing.get_origin(bare) is typing.Literal:
-        return " | ".join(str(choice) for choice in typing.get_args(bare))
+    if choices := _choices(bare):
+        return " | ".join(choices)
     name = "list of " + _describe(typing.get_args(bare)[0]) if _is_list(bare) else bare.__name__
     bounds = [
         f"{sign} {getattr(meta, key)}"

@@ -81,6 +81,8 @@ def test_help_usage_and_version_work() -> None:
     assert quire("--help").stdout.startswith("usage: quire COMMAND")
     assert quire().returncode == 2
     assert quire("fly").returncode == 2
+    assert quire("fly").stderr.startswith("quire: there is no command fly\n\nusage: ")
+    assert quire("version", "x").stderr.startswith("quire: version takes no arguments\n")
     assert quire("version").returncode == 0
 
 

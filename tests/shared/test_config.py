@@ -77,9 +77,9 @@ def test_flags_win_over_environment_which_wins_over_the_file(tmp_path: Path) -> 
         (["--size=ten"], "--size 'ten'"),
         (["--size=1.5"], "--size '1.5'"),
         (["--share=0"], "--share '0'"),
-        (["--policy=lifo"], "--policy 'lifo'"),
+        (["--policy=lifo"], "--policy 'lifo': must be one of fcfs, priority"),
         (["--limit=0"], "--limit '0'"),
-        (["--block-size=9"], "--block-size '9'"),
+        (["--block-size=9"], "--block-size '9': must be one of 8, 16"),
         (["--name="], "--name ''"),
         (["--siz=1"], "--siz=1"),
         (["stray"], "stray"),
@@ -90,6 +90,16 @@ def test_what_is_wrong_is_named(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(*argv)
     assert said in str(caught.value)
+
+
+def test_the_place_of_a_wrong_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^QUIRE_SIZE 'ten': "):
+        read(environment={"QUIRE_SIZE": "ten"})
+    file = tmp_path / "settings.yaml"
+    file.write_text("block-size: 9\n")
+    with pytest.raises(ConfigError, match=r"^--config .*settings\.yaml: block-size 9: must be one of 8, 16$"):
+        read(f"--config={file}")
+    assert read(f"--config={file}", environment={"QUIRE_BLOCK_SIZE": "8"}).block_size == 8
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: b: c", "just text"])
@@ -148,6 +158,8 @@ def test_every_knob_says_what_it_does_and_what_it_takes(
         load(config, ["--help"], {}, prog="x")
     said = capsys.readouterr().out
     assert all(knob.flag in said and knob.variable in said for knob in knobs(config))
+    if config is Sample:
+        assert "--policy {fcfs,priority}" in said
 
 
 def test_kinds_are_shown_with_their_bounds() -> None:
