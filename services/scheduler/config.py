@@ -26,7 +26,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     )
     engine: Annotated[str, Meta(min_length=1, description="Name of this engine in metrics and logs.")] = "0"
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=2)] | None,
         Meta(description="Tokens of prompt and output; at most, and if unset, the model's own limit. Reduced to fit."),
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at the same time.")] = 128

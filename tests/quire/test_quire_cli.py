@@ -44,6 +44,7 @@ def quire(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         (["serve", "--host", "not an address"], "quire: --host not an address: "),
         (["serve", "--max-num-batched-tokens=9"], "quire: --max-num-batched-tokens must be more than --max-num-seqs"),
         (["serve", "--priority-ageing=1"], "quire: --priority-ageing needs --scheduling-policy priority"),
+        (["serve", "--max-model-len=1"], "quire: --max-model-len '1': Expected `int` >= 2"),
         (["serve", "--chat-template=/no/such"], "quire: cannot read the chat template /no/such"),
         (["pull", "/no/such/model"], "quire: there is no folder /no/such/model"),
     ],
