@@ -7,17 +7,18 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from services.gateway.faults import UnreadableBody, UnsupportedMediaType
+from services.gateway.faults import UnreadableBody
 from services.gateway.openai import GenerationRequest, decode
+from shared.errors import InvalidRequest
 
 R = TypeVar("R", bound=GenerationRequest)
 
 
 async def read(request: web.Request, kind: type[R]) -> R:
-    """The body as a `kind`. A body without a declared type is taken as JSON."""
+    """The body as a `kind`. A body without a declared type is taken as JSON; other types get 400, as in vLLM."""
     declared = request.content_type if "Content-Type" in request.headers else "application/json"
     if declared != "application/json" and not declared.endswith("+json"):
-        raise UnsupportedMediaType(f"the body must be application/json, not {declared}")
+        raise InvalidRequest(f"the body must be application/json, not {declared}")
     try:
         body = await request.read()
     except web.RequestPayloadError as error:

@@ -23,7 +23,6 @@ TYPES: Mapping[int, str] = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
@@ -53,10 +52,6 @@ class UnreadableBody(Exception):
     """The body is not encoded as its headers say; where it ends is not known, so the connection is of no more use."""
 
 
-class UnsupportedMediaType(Exception):
-    """The body is declared to be something other than JSON."""
-
-
 def fault_of(error: BaseException) -> Fault:
     """What a client is told of `error`; of a group, its first."""
     match error:
@@ -73,8 +68,6 @@ def fault_of(error: BaseException) -> Fault:
         case UnreadableBody():
             message = "the body does not have the Content-Encoding or Transfer-Encoding that its headers name"
             return Fault(400, message, None, {"Connection": "close"})
-        case UnsupportedMediaType():
-            return Fault(415, str(error))
         case Overloaded():
             return Fault(429, error.message, None, {"Retry-After": str(max(math.ceil(error.retry_after), 1))})
         case Unavailable():
