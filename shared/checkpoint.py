@@ -108,11 +108,11 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):
-        return f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN"
+        return f"{name} is gated: accept its terms on Hugging Face and set HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
         return f"{name} has no revision {revision!r}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no folder {name}, and no such model on huggingface.co that this HF_TOKEN may see"
+        return f"there is no folder {name}, and no such model on Hugging Face that this HF_TOKEN may see"
     if HF_HUB_OFFLINE:
         return f"{name} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to fetch it"
-    return f"there is no folder {name}, and it cannot be fetched from huggingface.co ({type(error).__name__}: {error})"
+    return f"there is no folder {name}, and it cannot be fetched from Hugging Face ({type(error).__name__}: {error})"
