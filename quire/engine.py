@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.scheduler.config import SchedulerConfig, limits
+from services.scheduler.config import SchedulerConfig, configuration, limits
 from services.scheduler.core import Scheduler
 from services.worker.config import WorkerConfig
 from services.worker.runner import Runner
 from shared.errors import EngineFailure, InvalidRequest
-from shared.protocol import VERSION, Configure, Epoch, Finish, ProgressRow, Register, Submit
+from shared.protocol import VERSION, Epoch, Finish, ProgressRow, Register, Submit
 
 UNBOUNDED = 2**31 - 1  # requests that may wait: the caller's list is in memory anyway
 
@@ -66,15 +66,5 @@ class Engine:
 
     def _begin_epoch(self) -> None:
         self._epoch = msgspec.structs.replace(self._epoch, count=self._epoch.count + 1)
-        sizes = self.limits
-        self.runner.configure(
-            Configure(
-                epoch=self._epoch,
-                block_size=sizes.block_size,
-                num_blocks=sizes.num_blocks,
-                max_num_seqs=sizes.max_num_seqs,
-                max_model_len=sizes.max_model_len,
-                max_num_batched_tokens=sizes.max_num_batched_tokens,
-            )
-        )
-        self.core.begin_epoch(self._epoch, sizes.num_blocks)
+        self.runner.configure(configuration(self.limits, self._epoch, self.limits.num_blocks))
+        self.core.begin_epoch(self._epoch, self.limits.num_blocks)

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from services.scheduler.core import Limits, check_wishes, fit_model_len
 from shared.errors import ConfigError
-from shared.protocol import Register
+from shared.protocol import Configure, Epoch, Register
 
 CPU_BATCHED_TOKENS = 512
 GPU_BATCHED_TOKENS = 8192
@@ -111,3 +111,15 @@ def count_blocks(config: SchedulerConfig, worker: Register) -> int:
     if num_blocks < 1:
         raise ConfigError(f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}")
     return num_blocks
+
+
+def configuration(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:
+    """What begins `epoch` at a worker whose pool has `num_blocks`; all else is as the core was told."""
+    return Configure(
+        epoch=epoch,
+        block_size=limits.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )

@@ -8,7 +8,7 @@ import secrets
 
 import msgspec
 
-from services.scheduler.config import SchedulerConfig, count_blocks, limits
+from services.scheduler.config import SchedulerConfig, configuration, count_blocks, limits
 from services.scheduler.core import Scheduler
 from services.scheduler.validity import fault
 from shared.protocol import (
@@ -68,14 +68,7 @@ class Engine:
         num_blocks = count_blocks(self._config, worker)
         self._epoch = Epoch(self._epoch.boot, self._epoch.count + 1)
         core.begin_epoch(self._epoch, num_blocks)
-        return Configure(
-            epoch=self._epoch,
-            block_size=core.limits.block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=core.limits.max_num_seqs,
-            max_model_len=core.limits.max_model_len,
-            max_num_batched_tokens=core.limits.max_num_batched_tokens,
-        )
+        return configuration(core.limits, self._epoch, num_blocks)
 
     def welcome(self) -> Welcome | None:
         """What gateways need to know; None before the first worker has come."""
