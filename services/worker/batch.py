@@ -12,7 +12,7 @@ import torch
 
 from kernels.layout import KVLayout, flat_slots
 from kernels.load import Ops
-from services.worker.models.decoder import Inputs
+from services.worker.models.causal_lm import Inputs
 from services.worker.slots import Slots
 from shared.protocol import Row
 

@@ -9,6 +9,7 @@ from kernels.load import Ops
 from services.worker.config import WorkerConfig
 from services.worker.fingerprint import fingerprint
 from services.worker.loader import checkpoint_dtype, load_weights, random_weights
+from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import family, read_supported
 from services.worker.weight_files import WeightFiles
@@ -27,7 +28,7 @@ _DTYPES = {
 class Model:
     """A loaded model."""
 
-    decoder: Decoder
+    decoder: CausalLM
     dtype: torch.dtype
     fingerprint: str
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.load import Ops
 from services.worker.batch import Batch
-from services.worker.models.decoder import Decoder
+from services.worker.models.causal_lm import CausalLM
 from services.worker.sampler import Draws
 from services.worker.slots import Slots
 from shared.protocol import TokenLogprobs
@@ -32,7 +32,7 @@ def sampled_logprobs(
 
 
 def prompt_logprobs(
-    hidden: Tensor, batch: Batch, state: Slots, decoder: Decoder, ops: Ops
+    hidden: Tensor, batch: Batch, state: Slots, decoder: CausalLM, ops: Ops
 ) -> dict[int, list[TokenLogprobs]]:
     """By slot, for the rows of `batch` that want them: of positions start + 1 to min(start + count, prompt_len - 1).
 

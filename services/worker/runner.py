@@ -62,16 +62,16 @@ class Runner:
         model = load_model(folder, config, self.device, self._ops)
         self._decoder, self._dtype = model.decoder, model.dtype
         self._epoch: _Epoch | None = None
-        speeds = warm_up(self, self._decoder.spec, self.device)
+        speeds = warm_up(self, self._decoder.shape, self.device)
         self._epoch = None
-        spec = self._decoder.spec
+        shape = self._decoder.shape
         self._facts = Facts(
             facts=ModelFacts(
                 model=config.model or str(folder),
-                architecture=spec.architecture,
+                architecture=shape.architecture,
                 dtype=str(model.dtype).removeprefix("torch."),
-                max_positions=spec.max_positions,
-                vocab_size=spec.vocab_size,
+                max_positions=shape.max_positions,
+                vocab_size=shape.vocab_size,
                 fingerprint=model.fingerprint,
             ),
             device=str(self.device),
@@ -107,12 +107,12 @@ class Runner:
     def _begin(self, message: Configure) -> _Epoch:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
-        state = Slots(message, self._decoder.spec.vocab_size, self.device)
+        state = Slots(message, self._decoder.shape.vocab_size, self.device)
         return _Epoch(layout, storage, layer_views(storage), state, Sampler(state, self._ops))
 
     def _layout(self, block_size: int) -> KVLayout:
-        spec = self._decoder.spec
-        return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, self._dtype)
+        shape = self._decoder.shape
+        return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._dtype)
 
     def _compute(self, plan: StepPlan, epoch: _Epoch) -> list[SampledRow]:
         batch = build(plan.rows, epoch.state, epoch.layout, self._ops)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from services.worker.models.spec import DecoderSpec
+from services.worker.models.causal_lm import Shape
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, StepResult, pack_tokens
 
 _BLOCK = 16
@@ -32,9 +32,9 @@ class Speeds(NamedTuple):
     activations: int  # bytes that a large step takes on a GPU, beside weights and KV
 
 
-def warm_up(steps: Steps, spec: DecoderSpec, device: torch.device) -> Speeds:
+def warm_up(steps: Steps, shape: Shape, device: torch.device) -> Speeds:
     """Run a long and a short step a few times. Leaves `steps` configured for these; configure it anew."""
-    count = max(2, min(_TOKENS[device.type], spec.max_positions - 1))
+    count = max(2, min(_TOKENS[device.type], shape.max_positions - 1))
     blocks = -(-(count + 1) // _BLOCK)
     epoch = Epoch(boot="warm-up", count=0)
     steps.configure(
@@ -47,7 +47,7 @@ def warm_up(steps: Steps, spec: DecoderSpec, device: torch.device) -> Speeds:
             max_num_batched_tokens=count,
         )
     )
-    tokens = pack_tokens(index % spec.vocab_size for index in range(count))
+    tokens = pack_tokens(index % shape.vocab_size for index in range(count))
     sampling = Sampling(max_tokens=1, seed=0, temperature=1.0, top_p=0.9)
     sequence = NewSequence(
         slot=0, tokens=tokens, prompt_len=count, blocks=list(range(blocks)), sampling=sampling, sample=0

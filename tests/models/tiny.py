@@ -82,8 +82,8 @@ class Forward:
         self.ops = ops(device)
         model = load_model(folder, WorkerConfig(**{"device": "cpu"} | config), device, self.ops)
         self.decoder, self.dtype = model.decoder, model.dtype
-        spec = self.decoder.spec
-        self.layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, model.dtype)
+        shape = self.decoder.shape
+        self.layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, model.dtype)
         self.storage = self.layout.allocate(blocks, device)
         sizes = Configure(
             epoch=EPOCH,
@@ -93,7 +93,7 @@ class Forward:
             max_model_len=128,
             max_num_batched_tokens=512,
         )
-        self.state = Slots(sizes, spec.vocab_size, device)
+        self.state = Slots(sizes, shape.vocab_size, device)
         self.decoder.reach(129)
 
     def enter(self, slot: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:

@@ -57,7 +57,7 @@ def chunks(chooser: random.Random, length: int) -> list[int]:
 def test_logits(name: str, tmp_path: Path) -> None:
     chooser = random.Random(name)
     forward = Forward(save(SHAPES[name](), tmp_path), slots=SLOTS, blocks=SLOTS * BLOCKS, block_size=16)
-    vocab = forward.decoder.spec.vocab_size
+    vocab = forward.decoder.shape.vocab_size
     texts = [[chooser.randrange(3, vocab) for _ in range(LENGTH)] for _ in range(SLOTS)]
     blocks = chooser.sample(range(SLOTS * BLOCKS), SLOTS * BLOCKS)
     for slot, text in enumerate(texts):

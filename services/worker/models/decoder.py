@@ -4,12 +4,13 @@ It knows tensors only. A row of the batch is tokens at consecutive positions who
 of the cache; how many there are makes no difference here.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.load import Ops
+from services.worker.models.causal_lm import Inputs, Shape
 from services.worker.models.spec import DecoderSpec, Rope
 
 
@@ -32,15 +33,6 @@ class Layer(NamedTuple):
     down: Linear
 
 
-class Inputs(NamedTuple):
-    """One step's batch, on the device."""
-
-    tokens: Tensor  # (T,) int
-    positions: Tensor  # (T,) int64
-    slots: Tensor  # (T,) int64, flat places in the cache
-    attention: Any  # the plan made by the kernels
-
-
 class Decoder:
     """A model's weights and its forward pass.
 
@@ -58,6 +50,10 @@ class Decoder:
         self._final_norm = _norm(weights, "final_norm") if spec.final_norm else None
         self._layers = [_layer(weights, f"layers.{index}.", ops) for index in range(spec.num_layers)]
         self._angles: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.spec.shape
 
     def reach(self, length: int) -> None:
         """Be ready for positions below `length`."""

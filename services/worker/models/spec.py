@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from services.worker.models.causal_lm import Shape
+
 
 class Rope(Struct, frozen=True):
     """Rotary positions. The angle of pair i at position p is `p * inverse_frequencies[i]`."""
@@ -41,6 +43,11 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     rope: Rope | None = None
     learned_positions: int | None = None  # rows of the position table that lie before position 0
+
+    @property
+    def shape(self) -> Shape:
+        """What the rest of the worker needs to know."""
+        return Shape(**{name: getattr(self, name) for name in Shape.__struct_fields__})
 
     @property
     def scale(self) -> float:
