@@ -1,25 +1,31 @@
 """Which implementation of each operation a device gets. The only place that chooses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.cpu import gelu_tanh as cpu_gelu_tanh
 from kernels.cpu import linear as cpu_linear
+from kernels.cpu import silu_and_mul as cpu_silu_and_mul
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.embedding import embedding
+from kernels.reference.gelu_tanh import gelu_tanh, gelu_tanh_and_mul
 from kernels.reference.greedy import greedy
 from kernels.reference.gumbel import gumbel
 from kernels.reference.layer_norm import add_layer_norm, layer_norm
 from kernels.reference.linear import linear, pack_linear
 from kernels.reference.logprobs import logprobs
 from kernels.reference.min_p import min_p
+from kernels.reference.mix_experts import mix_experts
 from kernels.reference.paged_attention import paged_attention, plan_attention
 from kernels.reference.penalties import penalties
+from kernels.reference.relu import relu
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rotary import rotary
+from kernels.reference.route import route
 from kernels.reference.silu_and_mul import silu_and_mul
 from kernels.reference.temperature import temperature
 from kernels.reference.top_k import top_k
@@ -41,6 +47,11 @@ class Ops:
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
+    gelu_tanh: Callable[[Tensor], Tensor]
+    gelu_tanh_and_mul: Callable[[Tensor], Tensor]
+    relu: Callable[[Tensor], Tensor]
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    mix_experts: Callable[[Tensor, Tensor, Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
     pack_linear: Callable[[Tensor], Tensor]  # what `linear` wants as its weight
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     embedding: Callable[[Tensor, Tensor], Tensor]
@@ -65,6 +76,11 @@ _REFERENCE = Ops(
     layer_norm=layer_norm,
     add_layer_norm=add_layer_norm,
     silu_and_mul=silu_and_mul,
+    gelu_tanh=gelu_tanh,
+    gelu_tanh_and_mul=gelu_tanh_and_mul,
+    relu=relu,
+    route=route,
+    mix_experts=mix_experts,
     pack_linear=pack_linear,
     linear=linear,
     embedding=embedding,
@@ -78,7 +94,14 @@ _REFERENCE = Ops(
     logprobs=logprobs,
 )
 
-_CPU = replace(_REFERENCE, pack_linear=cpu_linear.pack_linear, linear=cpu_linear.linear)
+_CPU = replace(
+    _REFERENCE,
+    pack_linear=cpu_linear.pack_linear,
+    linear=cpu_linear.linear,
+    silu_and_mul=cpu_silu_and_mul.silu_and_mul,
+    gelu_tanh=cpu_gelu_tanh.gelu_tanh,
+    gelu_tanh_and_mul=cpu_gelu_tanh.gelu_tanh_and_mul,
+)
 
 _OPS = {"cpu": _CPU, "cuda": _REFERENCE}
 

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` (..., H), `weight` (H,). The mean is taken in float32; the product with `weight` in `x`'s dtype."""
+    """`x` (..., H), `weight` (H,) in `x`'s dtype or float32: the product's, before it is rounded to `x`'s."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype).mul_(weight)
+    return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,22 @@
-"""From a model folder to weights on the device.
+"""From a checkpoint to weights on the device, one parameter at a time.
 
-Each parameter's memory is taken once, in its final type and place, and the checkpoint's tensors are copied into their
-parts of it: fusing, converting and moving are one pass, and there is never a second copy. Every name and shape is
-checked: a model with a random or missing weight must not start.
+A parameter's memory is taken once, in its final type and place, and the checkpoint's tensors are copied into their
+parts of it: fusing, converting and moving are one pass. It is made when the decoder asks for it, which packs it and
+lets it go, so that beside the model itself no more than one parameter is in memory. Every name and shape is checked:
+a model with a random or missing weight must not start.
 """
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from services.worker.models.layers import Weights
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
@@ -20,72 +24,121 @@ from shared.progress import progress
 
 log = logging.getLogger(__name__)
 
-Parts = list[tuple[str, tuple[int, ...]]]  # (tensor of the checkpoint, its shape)
+Part = tuple[str, tuple[int, ...]]  # (tensor of the checkpoint, its shape as our parameters have it)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter comes from: tensors that are stacked along the first dimension."""
+
+    parts: list[Part]
+    transposed: bool = False  # the checkpoint has them the other way round
+
+
+class CheckpointWeights:
+    """The parameters of a checkpoint, read as they are taken."""
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        sources: Mapping[str, Source],
+        dtype: torch.dtype,
+        device: torch.device,
+        done: Callable[[int], object],
+    ) -> None:
+        self._files, self._sources = files, sources
+        self._dtype, self._device = dtype, device
+        self._done = done  # told of the bytes that were read
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def take(self, name: str) -> Tensor:
+        """Raises ModelError naming a tensor that has the wrong shape or type, or cannot be read."""
+        source = self._sources[name]
+        rows = sum(shape[0] for _, shape in source.parts)
+        whole = torch.empty((rows, *source.parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        row = 0
+        for tensor, shape in source.parts:
+            whole[row : row + shape[0]].copy_(self._read(tensor, shape, source.transposed))
+            row += shape[0]
+        self._done(whole.nbytes)
+        return whole
+
+    def _read(self, name: str, shape: tuple[int, ...], transposed: bool) -> Tensor:
+        tensor = self._files.get(name)
+        stored = shape[::-1] if transposed else shape
+        if tuple(tensor.shape) != stored:
+            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and config.json says {list(stored)}")
+        if not tensor.is_floating_point():
+            raise ModelError(f"tensor {name} is of {tensor.dtype}: quantised weights are not supported")
+        return tensor.T if transposed else tensor
+
+
+class RandomWeights:
+    """Weights drawn from a fixed seed, for measuring a shape without its checkpoint."""
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._shapes = parameters(spec)
+        self._ones = spec.norm != "rms_plus_one"
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def take(self, name: str) -> Tensor:
+        parts = self._shapes[name]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        drawn = torch.randn(shape, generator=self._generator).mul_(0.02)
+        return (drawn + 1 if self._ones and name.endswith("norm.weight") else drawn).to(self._device, self._dtype)
+
+
+@contextmanager
 def load_weights(
     files: WeightFiles, spec: DecoderSpec, names: WeightNames, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """All of `parameters(spec)`. Raises ModelError naming a tensor that is missing or has the wrong shape."""
-    wanted = dict(_sources(files, spec, names))
-    missing = [name for parts in wanted.values() for name, _ in parts if name not in files]
+) -> Iterator[Weights]:
+    """All of `parameters(spec)`, to be taken within the block. Raises ModelError naming a tensor that is missing."""
+    sources = dict(_sources(files, spec, names))
+    missing = [name for source in sources.values() for name, _ in source.parts if name not in files]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{files.paths[0].parent}: tensor {missing[0]} is missing{more}")
-    _warn_of_others(files, wanted, names)
-    weights: dict[str, Tensor] = {}
-    total = sum(math.prod(shape) for parts in wanted.values() for _, shape in parts) * dtype.itemsize
-    with progress("loading weights", total) as done:
-        for name, parts in wanted.items():
-            weights[name] = _assemble(files, parts, dtype, device)
-            done(weights[name].nbytes)
-    return weights
+    _warn_of_others(files, sources, names)
+    elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
+    with progress("loading weights", elements * dtype.itemsize) as done:
+        yield CheckpointWeights(files, sources, dtype, device, done)
 
 
-def random_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Weights drawn from a fixed seed, for measuring a shape without its checkpoint."""
-    generator = torch.Generator().manual_seed(0)
-    weights: dict[str, Tensor] = {}
-    for name, parts in parameters(spec).items():
-        shape = (sum(part[0] for part in parts), *parts[0][1:])
-        drawn = torch.randn(shape, generator=generator).mul_(0.02)
-        weights[name] = (drawn + 1 if "norm.weight" in name else drawn).to(device, dtype)
-    return weights
-
-
-def _sources(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> Iterator[tuple[str, Parts]]:
+def _sources(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> Iterator[tuple[str, Source]]:
     """Each parameter, and the tensors that make it."""
     anchor = names.modules["embedding"] + ".weight"
     prefix = next((prefix for prefix in names.prefixes if prefix + anchor in files), names.prefixes[0])
     for parameter, shapes in parameters(spec).items():
         module, kind = parameter.rsplit(".", 1)
-        if module == "head":
-            modules: tuple[str, ...] = (names.head,)
-        elif module.startswith("layers."):
-            _, layer, part = module.split(".")
-            modules = tuple(prefix + names.layer.format(layer) + name for name in names.layer_modules[part])
-        else:
-            modules = (prefix + names.modules[module],)
-        yield parameter, [(f"{name}.{kind}", shape) for name, shape in zip(modules, shapes, strict=True)]
+        modules, transposed = _modules(module, names, prefix)
+        if len(modules) == 1:  # on disk they are stacked already
+            shapes = [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
+        parts = [(f"{name}.{kind}", shape) for name, shape in zip(modules, shapes, strict=True)]
+        yield parameter, Source(parts, transposed and kind == "weight")
 
 
-def _assemble(files: WeightFiles, parts: Parts, dtype: torch.dtype, device: torch.device) -> Tensor:
-    rows = sum(shape[0] for _, shape in parts)
-    whole = torch.empty((rows, *parts[0][1][1:]), dtype=dtype, device=device)
-    row = 0
-    for name, shape in parts:
-        tensor = files.get(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and config.json says {list(shape)}")
-        if not tensor.is_floating_point():
-            raise ModelError(f"tensor {name} is of {tensor.dtype}: quantised weights are not supported")
-        whole[row : row + shape[0]].copy_(tensor)
-        row += shape[0]
-    return whole
+def _modules(module: str, names: WeightNames, prefix: str) -> tuple[tuple[str, ...], bool]:
+    """The checkpoint's modules of one of ours, and whether their weights are transposed."""
+    match module.split("."):
+        case ["head"]:
+            return (names.head,), False
+        case ["layers", layer, *path]:
+            number = path[1] if len(path) == 3 else ""  # experts, which one, what of it
+            part = ".".join(step for step in path if not step.isdecimal())
+            start = prefix + names.layer.format(layer)
+            return tuple(start + name.format(number) for name in names.layer_modules[part]), part in names.transposed
+        case _:
+            return (prefix + names.modules[module],), False
 
 
-def _warn_of_others(files: WeightFiles, wanted: dict[str, Parts], names: WeightNames) -> None:
-    used = {name for parts in wanted.values() for name, _ in parts} | {f"{names.head}.weight"}
+def _warn_of_others(files: WeightFiles, sources: Mapping[str, Source], names: WeightNames) -> None:
+    used = {name for source in sources.values() for name, _ in source.parts} | {f"{names.head}.weight"}
     others = [name for name in files.names if name not in used and not name.endswith(names.ignored)]
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""

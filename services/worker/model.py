@@ -8,7 +8,7 @@ import torch
 from kernels.load import Ops
 from services.worker.config import WorkerConfig
 from services.worker.fingerprint import fingerprint
-from services.worker.loader import checkpoint_dtype, load_weights, random_weights
+from services.worker.loader import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import family, read_supported
@@ -40,12 +40,13 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
     spec = found.spec(described)
     if config.load_format == "dummy":
         dtype = _dtype(config, device, torch.bfloat16)
-        weights, paths = random_weights(spec, dtype, device), []
-    else:
-        files = WeightFiles(folder, config.load_format)
-        dtype = _dtype(config, device, checkpoint_dtype(folder, files))
-        weights, paths = load_weights(files, spec, found.names, dtype, device), files.paths
-    return Model(Decoder(spec, weights, ops), dtype, fingerprint(folder, paths, dtype, device))
+        weights = RandomWeights(spec, dtype, device)
+        return Model(Decoder(spec, weights, ops), dtype, fingerprint(folder, [], dtype, device))
+    files = WeightFiles(folder, config.load_format)
+    dtype = _dtype(config, device, checkpoint_dtype(folder, files))
+    with load_weights(files, spec, found.names, dtype, device) as checkpoint:
+        decoder = Decoder(spec, checkpoint, ops)
+    return Model(decoder, dtype, fingerprint(folder, files.paths, dtype, device))
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -1,44 +1,28 @@
 """Each family against transformers, in float32, and against itself in other batches, chunks and block tables."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models.tiny import Forward, llama, opt, reference_logits, save
+from tests.models.tiny import Forward, reference_logits, save
+from tests.models.variants import VARIANTS
 
-VARIANTS: dict[str, PreTrainedModel] = {}
+MADE: dict[str, PreTrainedModel] = {}
 
 
 def variant(name: str) -> PreTrainedModel:
-    make: dict[str, Any] = {
-        "llama": lambda: llama(),
-        "llama, tied": lambda: llama(tie_word_embeddings=True),
-        "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True),
-        "llama, wide heads": lambda: llama(head_dim=14, num_attention_heads=3, num_key_value_heads=1),
-        "llama, no groups": lambda: llama(num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1),
-        "opt": lambda: opt(),
-        "opt, 350m's shape": lambda: opt(do_layer_norm_before=False, word_embed_proj_dim=24),
-        "opt, projected": lambda: opt(word_embed_proj_dim=24),
-        "opt, no biases": lambda: opt(enable_bias=False),
-        "opt, untied": lambda: opt(tie_word_embeddings=False),
-    }
-    if name not in VARIANTS:
-        VARIANTS[name] = make[name]()
-    return VARIANTS[name]
+    if name not in MADE:
+        MADE[name] = VARIANTS[name]()
+    return MADE[name]
 
 
-NAMES = [
-    "llama", "llama, tied", "llama, biases", "llama, wide heads", "llama, no groups",
-    "opt", "opt, 350m's shape", "opt, projected", "opt, no biases", "opt, untied",
-]  # fmt: skip
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     model = variant(request.param)
     return model, save(model, tmp_path_factory.mktemp("model"))

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from services.worker.models.decoder import rope_table
+from services.worker.models.attention import rope_table
 from services.worker.models.rope import read_max_positions, read_rope
 from shared.errors import ModelError
 
@@ -50,10 +50,11 @@ def _fresh(spelling: dict[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in spelling.items()}
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mystery"])
+@pytest.mark.parametrize("kind", ["dynamic", "proportional", "mystery"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_other_kinds_are_refused_by_name(kind: str, key: str) -> None:
-    with pytest.raises(ModelError, match=f"'{kind}' is not supported.*default, linear, llama3, yarn"):
+    known = "default, factors, linear, llama3, yarn, longrope"
+    with pytest.raises(ModelError, match=f"'{kind}' is not supported.*{known}"):
         read_rope(BASE | {"rope_scaling": {key: kind, "factor": 2.0}}, 12)
 
 

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from kernels.layout import KVLayout, layer_views
 from kernels.load import ops
@@ -52,14 +60,23 @@ def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return _settle(OPTForCausalLM(OPTConfig(**(OPT | changes))))
 
 
+def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model of this config, attending by the plainest of transformers' implementations."""
+    torch.manual_seed(seed)
+    config._attn_implementation = "eager"  # the only one with a softcap
+    return _settle(AutoModelForCausalLM.from_config(config))
+
+
 def _settle(model: PreTrainedModel) -> PreTrainedModel:
-    """Biases and norms are drawn too: at 0 and 1 a forgotten one would not show."""
+    """Biases, norms and routers are drawn too: at 0 and 1 a forgotten one would not show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif "norm" in name:
-                parameter.normal_(1, 0.2)
+            elif "norm" in name or ".ln_" in name:
+                parameter.normal_(0.0 if model.config.model_type.startswith("gemma") else 1.0, 0.2)
+            elif name.endswith("mlp.gate.weight"):
+                parameter.normal_(0, 0.5)
     return model.eval()
 
 

@@ -1,36 +1,51 @@
 """Rotary frequencies from config.json, in all the spellings that checkpoints have.
 
 `rope_theta` stands on top or inside; the scaling is called `rope_scaling` or `rope_parameters`, its kind `rope_type`
-or `type`. The plain kind is computed here; for the others transformers' own functions are asked, which are what
-checkpoints mean by these names. Kinds whose frequencies change with the length of a sequence are refused: keys that
-were cached under one length would be wrong under another.
+or `type`. The plain kind, and the one that is given as a factor for each frequency, are computed here; for the others
+transformers' own functions are asked, which are what checkpoints mean by these names.
+
+Kinds whose frequencies change with the length of a sequence are refused: keys that were cached under one length would
+be wrong under another. Of "longrope" there are two sets, for short and for long sequences; which one is used follows
+from the longest context that is served, and is the same for all sequences.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from services.worker.models.config_json import field
+from services.worker.models.config_json import convert, field
 from services.worker.models.spec import Rope
 from shared.errors import ModelError
 
 _SCALED = ("linear", "llama3", "yarn")
+_KNOWN = ("default", "factors", *_SCALED, "longrope")
 _THETA = 10000.0
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> Rope:
-    """The rotary positions of a model; raises ModelError for a kind that is not supported."""
+def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA) -> Rope:
+    """The rotary positions of a model; raises ModelError for a kind that is not supported.
+
+    `theta` is the family's, for configs that have none.
+    """
     scaling = _scaling(config)
+    theta = field(scaling, "rope_theta", float, field(config, "rope_theta", float, theta))
+    share = field(scaling, "partial_rotary_factor", float, field(config, "partial_rotary_factor", float, 1.0))
+    rotated = int(head_dim * share)
     kind = _kind(scaling)
-    theta = field(scaling, "rope_theta", float, field(config, "rope_theta", float, _THETA))
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return Rope(tuple((1.0 / theta**exponents).tolist()))
-    if kind not in _SCALED:
-        supported = ", ".join(("default", *_SCALED))
-        raise ModelError(f"config.json: rope_type {kind!r} is not supported (supported: {supported})")
-    return _scaled(config, {**scaling, "rope_type": kind, "rope_theta": theta}, head_dim)
+    match kind:
+        case "default":
+            return Rope(_plain(theta, rotated))
+        case "factors":
+            factors = _factors(scaling, "factors", rotated)
+            return Rope(tuple((torch.tensor(_plain(theta, rotated)) / factors).tolist()))
+        case "longrope" | "su":
+            return _longrope(config, scaling, theta, rotated)
+        case _ if kind in _SCALED:
+            return _scaled(config, {**scaling, "rope_type": kind, "rope_theta": theta}, head_dim, share)
+        case _:
+            raise ModelError(f"config.json: rope_type {kind!r} is not supported (supported: {', '.join(_KNOWN)})")
 
 
 def read_max_positions(config: Mapping[str, Any], default: int) -> int:
@@ -59,7 +74,41 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     return kind
 
 
-def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int) -> Rope:
+def _plain(theta: float, rotated: int) -> tuple[float, ...]:
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    return tuple((1.0 / theta**exponents).tolist())
+
+
+def _factors(scaling: Mapping[str, Any], name: str, rotated: int) -> Tensor:
+    """The list `name`, one number for each frequency."""
+    if name not in scaling:
+        raise ModelError(f"config.json: rope_scaling: {name} is missing")
+    factors = convert(scaling[name], f"rope_scaling: {name}", list[float])
+    if len(factors) != rotated // 2:
+        raise ModelError(f"config.json: rope_scaling: {name} has {len(factors)} numbers instead of {rotated // 2}")
+    return torch.tensor(factors)
+
+
+def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, rotated: int) -> Rope:
+    positions = field(config, "max_position_embeddings", int)
+    original = field(config, "original_max_position_embeddings", int, positions)
+    original = field(scaling, "original_max_position_embeddings", int, original)
+    factors = {name: _factors(scaling, name, rotated).tolist() for name in ("short_factor", "long_factor")}
+    asked = {**scaling, **factors, "rope_type": "longrope", "rope_theta": theta}
+    asked |= {"original_max_position_embeddings": original, "partial_rotary_factor": 1.0}
+    short, magnitude = _ask({"max_position_embeddings": positions}, asked, rotated)
+    long, _ = _ask({"max_position_embeddings": positions}, asked, rotated, original + 1)
+    return Rope(short, magnitude, original, long)
+
+
+def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, share: float) -> Rope:
+    return Rope(*_ask(config, {**scaling, "partial_rotary_factor": share}, head_dim))
+
+
+def _ask(
+    config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, length: int | None = None
+) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies and magnitude by transformers, for sequences of `length`."""
     from transformers import LlamaConfig  # seconds to import, and few models need it
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -68,7 +117,8 @@ def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int) -
         read = LlamaConfig(
             **{name: config[name] for name in sizes if name in config}, head_dim=head_dim, rope_parameters=scaling
         )
-        frequencies, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](read, device=torch.device("cpu"))
+        compute = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+        frequencies, magnitude = compute(read, device=torch.device("cpu"), seq_len=length)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: rope_scaling: {error}") from error
-    return Rope(tuple(frequencies.tolist()), float(magnitude))
+    return tuple(frequencies.tolist()), float(magnitude)

@@ -12,12 +12,34 @@ from msgspec import Struct
 
 from services.worker.models.causal_lm import Shape
 
+Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "relu"]
+"""Those with `and_mul` apply to one half of the up projection and multiply by the other."""
+
 
 class Rope(Struct, frozen=True):
     """Rotary positions. The angle of pair i at position p is `p * inverse_frequencies[i]`."""
 
     inverse_frequencies: tuple[float, ...]  # half as many as rotated dimensions
     magnitude: float = 1.0  # of cosine and sine
+    short_positions: int = 0  # the longest context that the above is for, where `long_inverse_frequencies` is given
+    long_inverse_frequencies: tuple[float, ...] = ()  # for all contexts where longer ones may come
+
+
+class Experts(Struct, frozen=True):
+    """A feed-forward block of which each token uses a few parts."""
+
+    count: int
+    top_k: int  # how many a token uses
+    intermediate_size: int  # of one
+    normalised: bool  # the weights of those that are used sum to 1
+
+
+class LayerSpec(Struct, frozen=True, kw_only=True):
+    """What may differ from layer to layer."""
+
+    window: int = 0  # how many positions a query sees, its own included; 0: all
+    rope: Rope | None = None
+    experts: Experts | None = None
 
 
 class DecoderSpec(Struct, frozen=True, kw_only=True):
@@ -28,21 +50,31 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
     hidden_size: int
     embedding_size: int  # of the token table; projected to `hidden_size` and back where they differ
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_positions: int  # the longest context that the model was made for
+    layers: tuple[LayerSpec, ...]
     tied: bool  # the output layer is the token table
-    norm: Literal["rms", "layer"]
+    norm: Literal["rms", "rms_plus_one", "layer"]  # the second: its weight is kept as the distance from 1
     norm_eps: float
-    activation: Literal["silu_and_mul", "relu"]  # the first: silu of one half of the up projection times the other
+    activation: Activation
     norm_first: bool = True  # a block normalises its input; otherwise the sum it gives
+    post_norms: bool = False  # a block normalises what it adds, too
     final_norm: bool = True
-    attention_bias: bool = False
+    qk_norm: bool = False  # each head's query and key are normalised before they are rotated
+    qkv_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
-    rope: Rope | None = None
     learned_positions: int | None = None  # rows of the position table that lie before position 0
+    embedding_scale: float = 1.0  # of the token table's rows, on their way in
+    attention_scale: float | None = None  # of the attention scores; head_dim ** -0.5 if not given
+    attention_softcap: float = 0.0  # the bound of scores, smoothly; 0: none
+    logit_softcap: float = 0.0  # of logits, likewise
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def shape(self) -> Shape:
@@ -52,7 +84,7 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
     @property
     def scale(self) -> float:
         """Of the attention scores."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
 
 
 @dataclass(frozen=True)
@@ -62,8 +94,11 @@ class WeightNames:
     prefixes: tuple[str, ...]  # before all names but the head's; the first that fits the checkpoint is taken
     layer: str  # prefix of a layer's names, with a place for its number
     modules: Mapping[str, str]  # of the model
-    layer_modules: Mapping[str, tuple[str, ...]]  # of a layer; several are stacked along the output dimension
+    layer_modules: Mapping[str, tuple[str, ...]]
+    """Of a layer. Several are stacked along the output dimension; one alone holds them stacked. An expert's have a
+    place for its number."""
     head: str = "lm_head"
+    transposed: tuple[str, ...] = ()  # those of `layer_modules` whose weights are stored as (in, out)
     ignored: tuple[str, ...] = ()  # endings of tensors that may be there and are not needed
 
 
@@ -75,44 +110,68 @@ class Family:
     names: WeightNames
 
 
-def parameters(spec: DecoderSpec) -> dict[str, list[tuple[int, ...]]]:
+Shapes = dict[str, list[tuple[int, ...]]]
+
+
+def parameters(spec: DecoderSpec) -> Shapes:
     """Each parameter of the model, and the shapes of the parts that are stacked to make it, in order."""
     hidden, embed = spec.hidden_size, spec.embedding_size
-    shapes: dict[str, list[tuple[int, ...]]] = {"embedding.weight": [(spec.vocab_size, embed)]}
+    shapes: Shapes = {"embedding.weight": [(spec.vocab_size, embed)]}
     if spec.learned_positions is not None:
         shapes["positions.weight"] = [(spec.max_positions + spec.learned_positions, hidden)]
     if embed != hidden:
         shapes |= {"project_in.weight": [(hidden, embed)], "project_out.weight": [(embed, hidden)]}
     if spec.final_norm:
-        shapes |= _norm("final_norm", spec)
+        shapes |= _norm("final_norm", hidden, spec)
     if not spec.tied:
         shapes["head.weight"] = [(spec.vocab_size, embed)]
-    for layer in range(spec.num_layers):
-        shapes |= {f"layers.{layer}.{name}": parts for name, parts in _layer(spec).items()}
+    for index, layer in enumerate(spec.layers):
+        parts = _attention(spec) | (_feed_forward(spec) if layer.experts is None else _experts(spec, layer.experts))
+        shapes |= {f"layers.{index}.{name}": part for name, part in parts.items()}
     return shapes
 
 
-def _layer(spec: DecoderSpec) -> dict[str, list[tuple[int, ...]]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    up = [inner, inner] if spec.activation == "silu_and_mul" else [inner]
-    return {
-        **_norm("attention_norm", spec),
-        **_linear("qkv", hidden, [queries, keys, keys], spec.attention_bias),
-        **_linear("out", queries, [hidden], spec.attention_bias),
-        **_norm("mlp_norm", spec),
-        **_linear("up", hidden, up, spec.mlp_bias),
-        **_linear("down", inner, [hidden], spec.mlp_bias),
+def _attention(spec: DecoderSpec) -> Shapes:
+    hidden, dim = spec.hidden_size, spec.head_dim
+    queries, keys = spec.num_heads * dim, spec.num_kv_heads * dim
+    shapes = {
+        **_norm("attention_norm", hidden, spec),
+        **_linear("qkv", hidden, [queries, keys, keys], spec.qkv_bias),
+        **_linear("out", queries, [hidden], spec.out_bias),
+        **_norm("mlp_norm", hidden, spec),
     }
+    if spec.qk_norm:
+        shapes |= _norm("q_norm", dim, spec) | _norm("k_norm", dim, spec)
+    if spec.post_norms:
+        shapes |= _norm("attention_post_norm", hidden, spec) | _norm("mlp_post_norm", hidden, spec)
+    return shapes
 
 
-def _norm(name: str, spec: DecoderSpec) -> dict[str, list[tuple[int, ...]]]:
+def _feed_forward(spec: DecoderSpec) -> Shapes:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    return _linear("up", hidden, _up(inner, spec), spec.mlp_bias) | _linear("down", inner, [hidden], spec.mlp_bias)
+
+
+def _experts(spec: DecoderSpec, experts: Experts) -> Shapes:
+    hidden, inner = spec.hidden_size, experts.intermediate_size
+    shapes = _linear("router", hidden, [experts.count], bias=False)
+    for expert in range(experts.count):
+        shapes |= _linear(f"experts.{expert}.up", hidden, _up(inner, spec), bias=False)
+        shapes |= _linear(f"experts.{expert}.down", inner, [hidden], bias=False)
+    return shapes
+
+
+def _up(inner: int, spec: DecoderSpec) -> list[int]:
+    return [inner, inner] if spec.activation.endswith("_and_mul") else [inner]
+
+
+def _norm(name: str, width: int, spec: DecoderSpec) -> Shapes:
     kinds = ("weight", "bias") if spec.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": [(spec.hidden_size,)] for kind in kinds}
+    return {f"{name}.{kind}": [(width,)] for kind in kinds}
 
 
-def _linear(name: str, inputs: int, outputs: list[int], bias: bool) -> dict[str, list[tuple[int, ...]]]:
-    shapes: dict[str, list[tuple[int, ...]]] = {f"{name}.weight": [(out, inputs) for out in outputs]}
+def _linear(name: str, inputs: int, outputs: list[int], bias: bool) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": [(out, inputs) for out in outputs]}
     if bias:
         shapes[f"{name}.bias"] = [(out,) for out in outputs]
     return shapes

@@ -1,0 +1,69 @@
+"""The small parts of a decoder: where parameters come from, matrix products, norms."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from kernels.load import Ops
+from services.worker.models.causal_lm import Inputs
+from services.worker.models.spec import DecoderSpec, Rope
+
+
+class Weights(Protocol):
+    """The parameters of a spec, each made when it is taken: so that only one is in memory before it is packed."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str) -> Tensor:
+        """The parameter called `name`, for the caller to keep. Each can be taken once."""
+        ...
+
+
+class Step(NamedTuple):
+    """What all layers share in one forward pass."""
+
+    inputs: Inputs
+    rotations: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (T, R) at the tokens' positions
+
+
+class Linear:
+    """y = x Wᵀ + b."""
+
+    def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
+        self.weight = ops.pack_linear(weights.take(f"{name}.weight"))
+        self.bias = take_optional(weights, f"{name}.bias")
+        self._linear = ops.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weight, self.bias)
+
+
+class Norm:
+    """The norm of a spec's kind, over the last dimension."""
+
+    def __init__(self, weights: Weights, name: str, spec: DecoderSpec, ops: Ops) -> None:
+        self._weight = weights.take(f"{name}.weight")
+        if spec.norm == "rms_plus_one":
+            self._weight = self._weight.float() + 1  # in a narrower type, 1 would swallow most of it
+        self._bias = take_optional(weights, f"{name}.bias")
+        self._eps = spec.norm_eps
+        self._layer = spec.norm == "layer"
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._layer:
+            return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+    def add(self, part: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum); without a `part`, the sum is `x`."""
+        if part is None:
+            return self(x), x
+        if self._layer:
+            return self._ops.add_layer_norm(part, x, self._weight, self._bias, self._eps)
+        return self._ops.add_rms_norm(part, x, self._weight, self._eps)
+
+
+def take_optional(weights: Weights, name: str) -> Tensor | None:
+    """The parameter called `name` if the spec has it."""
+    return weights.take(name) if name in weights else None
