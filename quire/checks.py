@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.gateway.config import GatewayConfig
-from services.worker.models.registry import read_supported
+from services.worker.models.registry import Implementation, read_supported
 from services.worker.weight_paths import find_weights
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import check_there
@@ -19,9 +19,13 @@ def check_files(config: GatewayConfig) -> None:
         ChatTemplate.load(Path(), {}, Path(config.chat_template))
 
 
-def check_model(folder: Path, load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto") -> None:
+def check_model(
+    folder: Path,
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto",
+    implementation: Implementation = "auto",
+) -> None:
     """Raises `ModelError` if the model in `folder` is not supported, or lacks weights or a tokenizer."""
-    read_supported(folder)
+    read_supported(folder, implementation)
     check_there(folder)
     if load_format != "dummy":
         find_weights(folder, load_format)

@@ -1,4 +1,4 @@
-"""The command `quire`: `serve`, `pull`, `knobs`, `version`.
+"""The command `quire`: `serve`, `pull`, `models`, `knobs`, `version`.
 
 Whatever goes wrong for a reason that the user can mend is one line on stderr and a non-zero status. Each command
 imports what it needs, so that Ctrl-C in the first moments and `--help` take no time.
@@ -15,6 +15,7 @@ usage: quire COMMAND ...
 
   serve [MODEL] [flags]   serve a model over the OpenAI API; `quire serve --help` lists the flags
   pull [MODEL]            fetch a model ahead, so that serving it starts at once
+  models [NAME|FOLDER]    list the architectures that are served, or say how one would be
   knobs                   print all settings of `quire serve` as a Markdown table
   version                 print the version
 
@@ -48,6 +49,8 @@ def run(argv: list[str], began: float) -> int:
             return serve(rest, began)
         case ["pull", *rest]:
             return pull(rest)
+        case ["models"] | ["models", _]:
+            return models(*argv[1:])
         case ["knobs"]:
             return knobs()
         case ["version" | "--version"]:
@@ -57,6 +60,8 @@ def run(argv: list[str], began: float) -> int:
             return 0
         case ["knobs" | "version" | "--version" as command, *_]:
             print(f"quire: {command} takes no arguments\n", file=sys.stderr)
+        case ["models", *_]:
+            print("quire: models takes one architecture or folder\n", file=sys.stderr)
         case [command, *_]:
             print(f"quire: there is no command {command}\n", file=sys.stderr)
     print(USAGE, end="", file=sys.stderr)
@@ -96,6 +101,14 @@ def pull(argv: list[str]) -> int:
     folder = fetch(config.model, config.revision)
     check_model(folder)
     print(folder)
+    return 0
+
+
+def models(asked: str = "") -> int:
+    """Print which architectures are served, or how the one that is `asked` for would be."""
+    from quire.models import describe, listing
+
+    print(describe(asked) if asked else listing(), end="")
     return 0
 
 

@@ -77,6 +77,7 @@ class LLM:
         enable_prefix_caching: bool | None = None,
         num_gpu_blocks_override: int | None = None,
         load_format: str | None = None,
+        model_impl: str | None = None,
         num_threads: int | None = None,
         **others: Any,
     ) -> None:
@@ -95,6 +96,7 @@ class LLM:
             "enable_prefix_caching": enable_prefix_caching,
             "num_gpu_blocks_override": num_gpu_blocks_override,
             "load_format": load_format,
+            "model_impl": model_impl,
             "num_threads": num_threads,
         }
         given = {name: value for name, value in settings.items() if value is not None}

@@ -29,7 +29,7 @@ def serve(settings: Settings, began: float) -> int:
     port = free_port(settings.gateway)  # before minutes are spent on a model
     check_files(settings.gateway)
     folder = fetch(settings.worker.model, settings.worker.revision)
-    check_model(folder, settings.worker.load_format)
+    check_model(folder, settings.worker.load_format, settings.worker.model_impl)
     with instance_folder() as sockets:
         bound = bind_together(settings, port, sockets)
         supervisor = Supervisor(

@@ -28,6 +28,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Literal["auto", "safetensors", "pt", "dummy"],
         Meta(description="Which weight files to read; auto prefers safetensors, dummy draws random weights."),
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "quire", "transformers"],
+        Meta(
+            description="Whose modelling code computes the model: a family of Quire's own, or transformers'; auto "
+            "takes the latter where there is no family."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of the GPU's memory that weights, activations and KV may take.")
     ] = 0.92

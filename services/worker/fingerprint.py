@@ -13,15 +13,20 @@ import torch
 _SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
 
 
-def fingerprint(folder: Path, weights: Sequence[Path], dtype: torch.dtype, device: torch.device) -> str:
-    """Sixteen hexadecimal digits; nothing of the folder's place or the files' dates goes into them."""
+def fingerprint(
+    folder: Path, weights: Sequence[Path], dtype: torch.dtype, device: torch.device, *, code: str = ""
+) -> str:
+    """Sixteen hexadecimal digits; nothing of the folder's place or the files' dates goes into them.
+
+    `code` names the modelling code, where it is not ours.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weights:
         _add_file(digest, path)
     # Not the number of threads: it doesn't change a row's bits.
     cuda = device.type == "cuda"
     machine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
-    digest.update(f"{dtype} {device.type} {machine} {torch.__version__}".encode())
+    digest.update(f"{dtype} {device.type} {machine} {torch.__version__}{code}".encode())
     return digest.hexdigest()[:16]
 
 

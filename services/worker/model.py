@@ -11,7 +11,7 @@ from services.worker.fingerprint import fingerprint
 from services.worker.loader import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
-from services.worker.models.registry import family, read_supported
+from services.worker.models.registry import choose, family, read_supported
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
 
@@ -35,8 +35,11 @@ class Model:
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
     """Read config and weights. Raises ModelError for whatever is missing, broken or not supported."""
-    described = read_supported(folder)
-    found = family(described)
+    described = read_supported(folder, config.model_impl)
+    way = choose(described, config.model_impl)
+    if not way.native:
+        return _through_transformers(folder, way.architecture, config, device, ops)
+    found = family(way.architecture)
     spec = found.spec(described)
     if config.load_format == "dummy":
         dtype = _dtype(config, device, torch.bfloat16)
@@ -47,6 +50,20 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
     with load_weights(files, spec, found.names, dtype, device) as checkpoint:
         decoder = Decoder(spec, checkpoint, ops)
     return Model(decoder, dtype, fingerprint(folder, files.paths, dtype, device))
+
+
+def _through_transformers(
+    folder: Path, architecture: str, config: WorkerConfig, device: torch.device, ops: Ops
+) -> Model:
+    from transformers import __version__  # seconds to import, and only models without a family need it
+
+    from services.worker.models.fallback.model import load
+
+    files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
+    dtype = _dtype(config, device, checkpoint_dtype(folder, files) if files else torch.bfloat16)
+    model = load(folder, architecture, files, dtype, device, ops)
+    paths = files.paths if files else []
+    return Model(model, dtype, fingerprint(folder, paths, dtype, device, code=f"transformers {__version__}"))
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -87,6 +87,26 @@ def test_help_usage_and_version_work() -> None:
     assert quire("version").returncode == 0
 
 
+def test_models_are_listed_by_the_way_they_are_served() -> None:
+    result = quire("models")
+    native, others = result.stdout.split("\n\nThrough the modelling code of transformers")
+    assert "  LlamaForCausalLM\n" in native
+    assert "  GraniteForCausalLM\n" in others
+    assert "  LlamaForCausalLM\n" not in others
+    assert "tried" in others
+    assert "MambaForCausalLM" not in result.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_way_of_one_model_is_told(folder: Path) -> None:
+    assert quire("models", str(folder)).stdout == "OPTForCausalLM: a family of Quire's own\n"
+    assert quire("models", "GraniteForCausalLM").stdout.startswith("GraniteForCausalLM: through transformers, if")
+    refused = quire("models", "MambaForCausalLM")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("quire: architecture MambaForCausalLM is not supported: in transf")
+    assert quire("models", "a", "b").stderr.startswith("quire: models takes one architecture or folder\n")
+
+
 def test_pull_prints_the_folder(folder: Path) -> None:
     assert quire("pull", str(folder)).stdout == f"{folder}\n"
     assert quire("pull", QUIRE_MODEL=str(folder)).stdout == f"{folder}\n"
@@ -103,8 +123,8 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(folder:
             assert (result.returncode, result.stderr.count("\n")) == (2, 1)
             return result.stderr
 
-        (broken / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-        assert "architecture GPT2LMHeadModel is not supported (supported: LlamaForCausalLM," in said()
+        (broken / "config.json").write_text('{"architectures": ["NoSuchForCausalLM"]}')
+        assert "architecture NoSuchForCausalLM is not supported; `quire models` lists" in said()
         shutil.copy(folder / "config.json", broken)
         assert "has no tokenizer" in said()
         shutil.copy(folder / "tokenizer.json", broken)

@@ -1,13 +1,20 @@
-"""Which architectures there are. A family's module is loaded when a model needs it; this one imports no torch."""
+"""Which architectures there are, and which way each is served. A family's module is loaded when a model needs it.
+
+An architecture with a family runs through our decoder; another one through transformers' own modelling code, if that
+can be given our attention. This module imports no torch, so that the command line can ask it before anything starts.
+"""
 
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from services.worker.models.config_json import read_config
-from services.worker.models.spec import Family
+from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
 from shared.errors import ModelError
+
+if TYPE_CHECKING:
+    from services.worker.models.spec import Family
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -17,28 +24,56 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 
+Implementation = Literal["auto", "quire", "transformers"]
 
-def read_supported(folder: Path) -> dict[str, Any]:
+LISTED = "`quire models` lists what is served"
+
+
+class Way(NamedTuple):
+    """How a model is served: its architecture's name, and whether by a family of ours."""
+
+    architecture: str
+    native: bool
+
+
+def read_supported(folder: Path, implementation: Implementation = "auto") -> dict[str, Any]:
     """The config.json of a model folder. Raises ModelError if it describes a kind of model that is not supported."""
     config = read_config(folder)
     if config.get("quantization_config"):
         raise ModelError(f"{folder}: quantised checkpoints are not supported (config.json has a quantization_config)")
-    architecture(config)
+    choose(config, implementation)
     return config
 
 
-def architecture(config: Mapping[str, Any]) -> str:
-    """The supported one that a config.json names; raises ModelError naming it and those that there are."""
-    names = config.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
-    asked = ", ".join(map(str, names)) or f"none named, model_type {config.get('model_type')!r}"
-    raise ModelError(f"config.json: architecture {asked} is not supported (supported: {', '.join(ARCHITECTURES)})")
+def choose(config: Mapping[str, Any], implementation: Implementation = "auto") -> Way:
+    """The way of the model that a config.json describes; raises ModelError naming its architecture if there is none."""
+    names = [str(name) for name in config.get("architectures") or []]
+    if not names:
+        raise ModelError(f"config.json: no architectures named, only model_type {config.get('model_type')!r}")
+    native = next((name for name in names if name in ARCHITECTURES), None)
+    if native and implementation != "transformers":
+        return Way(native, True)
+    if implementation == "quire":
+        supported = ", ".join(ARCHITECTURES)
+        raise ModelError(f"--model-impl quire: no family of architecture {', '.join(names)} (there are: {supported})")
+    theirs = next((name for name in names if name in with_replaceable_attention()), None)
+    if theirs:
+        return Way(theirs, False)
+    raise ModelError(f"architecture {', '.join(names)} {_reason(names, config)}; {LISTED}")
 
 
-def family(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ModelError as `architecture` does."""
-    module = importlib.import_module(f"services.worker.models.{ARCHITECTURES[architecture(config)]}")
+def family(architecture: str) -> "Family":
+    """The family of an architecture that is in the table."""
+    module = importlib.import_module(f"services.worker.models.{ARCHITECTURES[architecture]}")
     found: Family = module.FAMILY
     return found
+
+
+def _reason(names: list[str], config: Mapping[str, Any]) -> str:
+    if causal_models().intersection(names):
+        return "is not supported: in transformers' code for it attention cannot be replaced, or is not all of its state"
+    if config.get("auto_map"):
+        return "needs code that comes with the checkpoint (auto_map), which is never run"
+    if config.get("is_encoder_decoder"):
+        return "is not supported: it is an encoder with a decoder"
+    return "is not supported"

@@ -1,0 +1,88 @@
+"""The trial of a model before it is served: a few tokens, computed by transformers alone and in several ways by us.
+
+A model whose tokens meet anywhere but in attention gives other logits when a prompt comes in pieces, or beside a
+neighbour; one that changes attention by its mask gives others at once. Such a model must be refused, not served with
+wrong text.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.layout import KVLayout, layer_views
+from kernels.load import Ops
+from services.worker.models.causal_lm import CausalLM, Inputs
+from shared.errors import ModelError
+
+_BLOCK = 4
+_LENGTH = 12
+_PIECES = (5, 1, 6)
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+"""Of the difference's norm to the logits' own. Half precision adds up deep models' roundings to some hundredths."""
+
+
+def trial_tokens(vocab_size: int) -> list[int]:
+    """Tokens to try a model with; all different where the vocabulary allows it."""
+    return [(7 + 31 * index) % vocab_size for index in range(_LENGTH)]
+
+
+def refuse_if_different(model: CausalLM, tokens: Sequence[int], expected: Tensor, dtype: torch.dtype, ops: Ops) -> None:
+    """Raises ModelError unless `model` gives the logits `expected` (T, V) of `tokens`, whole and in pieces."""
+    trial = _Trial(model, tokens, dtype, expected.device, ops)
+    whole = trial.run([_LENGTH])
+    if not _near(whole, expected, dtype):
+        raise ModelError("its attention is not the plain causal kind: paged attention gives other logits")
+    if not _near(trial.run(_PIECES), whole, dtype):
+        raise ModelError("it keeps state outside of attention: a prompt in pieces gives other logits")
+
+
+class _Trial:
+    """One sequence of `tokens` in a small cache, behind a neighbour that shares every step with it."""
+
+    def __init__(
+        self, model: CausalLM, tokens: Sequence[int], dtype: torch.dtype, device: torch.device, ops: Ops
+    ) -> None:
+        self._model, self._ops = model, ops
+        shape = model.shape
+        blocks = -(-len(tokens) // _BLOCK)
+        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
+        self._storage = layout.allocate(2 * blocks, device)
+        self._tokens = torch.tensor(tokens, device=device)
+        tables = torch.arange(2 * blocks, device=device).view(2, blocks)
+        self._tables = torch.stack((tables[0], tables[1].flip(0)))
+
+    def run(self, pieces: Sequence[int]) -> Tensor:
+        """Logits (T, V) of the sequence, computed in `pieces`. The neighbour's tokens are its own in reverse."""
+        self._storage.zero_()
+        found = []
+        for start, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
+            hidden = self._model.forward(self._inputs(start, end), layer_views(self._storage))
+            found.append(self._model.logits(hidden[end - start :]))
+        return torch.cat(found)
+
+    def _inputs(self, start: int, end: int) -> Inputs:
+        count, device = end - start, self._tokens.device
+        positions = torch.arange(start, end, device=device).repeat(2)
+        rows = torch.arange(2, device=device).repeat_interleave(count)
+        blocks = self._tables[rows, positions // _BLOCK]
+        return Inputs(
+            tokens=torch.cat((self._tokens.flip(0)[start:end], self._tokens[start:end])),
+            positions=positions,
+            slots=blocks * _BLOCK + positions % _BLOCK,
+            attention=self._ops.plan_attention(
+                torch.tensor([0, count, 2 * count]),
+                torch.tensor([start, start]),
+                self._tables,
+                block_size=_BLOCK,
+                num_kv_heads=self._model.shape.num_kv_heads,
+            ),
+        )
+
+
+def _near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all rows agree; in half precision most of them, since a near tie of experts may tip a row over."""
+    error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    worst = error.max() if dtype == torch.float32 else error.median()
+    return bool(worst < _TOLERANCE[dtype])  # a NaN is not

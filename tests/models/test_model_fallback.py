@@ -1,0 +1,98 @@
+"""Architectures without a family of ours: transformers' code with our attention, held to transformers alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from services.worker.models.fallback.model import ThroughTransformers
+from tests.models.fallback_models import MODELS
+from tests.models.tiny import Forward, llama, opt, reference_logits, save
+
+TOKENS = torch.randint(3, 263, (41,), generator=torch.Generator().manual_seed(1)).tolist()
+SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]
+
+Pair = tuple[PreTrainedModel, Path]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    model = MODELS[request.param]()
+    return model, save(model, tmp_path_factory.mktemp("model"))
+
+
+def test_logits_equal_those_of_transformers(pair: Pair) -> None:
+    model, folder = pair
+    forward = Forward(folder)
+    assert isinstance(forward.decoder, ThroughTransformers)
+    forward.enter(2, TOKENS, SCATTERED)
+    (ours,) = forward.step((2, 0, len(TOKENS)))
+    theirs = reference_logits(model, TOKENS)
+    assert theirs.std() > 0.3  # the comparison is of something
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_chunks_make_no_difference(pair: Pair) -> None:
+    model, folder = pair
+    forward = Forward(folder)
+    forward.enter(0, TOKENS, SCATTERED)
+    theirs = reference_logits(model, TOKENS)
+    for counts in ([1] * 41, [17, 1, 22, 1], [40, 1]):
+        forward.storage.zero_()
+        parts, start = [], 0
+        for count in counts:
+            parts += forward.step((0, start, count))
+            start += count
+        assert (torch.cat(parts) - theirs).abs().max() < 1e-4
+
+
+def test_neighbours_make_no_difference(pair: Pair) -> None:
+    model, folder = pair
+    forward = Forward(folder)
+    texts = [TOKENS[:30], TOKENS[5:], TOKENS[::-1], TOKENS[7:8]]
+    for slot, tokens in enumerate(texts):
+        forward.enter(slot, tokens, range(slot * 16, slot * 16 + 12))
+    forward.step((0, 0, 29), (1, 0, 10), (2, 0, 3))
+    first, second, third, fourth = forward.step((2, 3, 38), (0, 29, 1), (3, 0, 1), (1, 10, 26))
+    for ours, tokens in ((first, texts[2]), (second, texts[0]), (third, texts[3]), (fourth, texts[1])):
+        assert (ours - reference_logits(model, tokens)[-len(ours) :]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("make", [llama, opt])
+def test_a_family_can_be_passed_over(make: type[PreTrainedModel], tmp_path: Path) -> None:
+    model = make()
+    save(model, tmp_path)
+    tokens = [token % 131 for token in TOKENS]
+    found = []
+    for implementation in ("quire", "transformers"):
+        forward = Forward(tmp_path, model_impl=implementation)
+        assert isinstance(forward.decoder, ThroughTransformers) == (implementation == "transformers")
+        forward.enter(0, tokens, SCATTERED)
+        (ours,) = forward.step((0, 0, len(tokens)))
+        assert (ours - reference_logits(model, tokens)).abs().max() < 1e-4
+        found.append(ours)
+    assert (found[0] - found[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near(dtype: str, tmp_path: Path) -> None:
+    model = MODELS["granite"]()
+    forward = Forward(save(model, tmp_path), dtype=dtype)
+    forward.enter(0, TOKENS, SCATTERED)
+    (ours,) = forward.step((0, 0, 41))
+    theirs = reference_logits(model, TOKENS)
+    assert ours.dtype == torch.float32
+    assert ((ours - theirs).norm() / theirs.norm()) < (0.15 if dtype == "bfloat16" else 0.02)
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    save(MODELS["olmo2"](), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    found = []
+    for _ in range(2):
+        forward = Forward(tmp_path, load_format="dummy", dtype="float32")
+        forward.enter(0, TOKENS, SCATTERED)
+        found += forward.step((0, 0, 41))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)

@@ -1,0 +1,72 @@
+"""Which way a model is served, and what is said where there is none: from its config.json alone, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
+from services.worker.models.registry import ARCHITECTURES, Way, choose, family, read_supported
+from shared.errors import ModelError
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(*architectures: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": list(architectures)} | fields
+
+
+def test_a_family_comes_first_and_transformers_next() -> None:
+    assert choose(config("LlamaForCausalLM")) == Way("LlamaForCausalLM", True)
+    assert choose(config("LlamaForCausalLM"), "transformers") == Way("LlamaForCausalLM", False)
+    assert choose(config("GraniteForCausalLM")) == Way("GraniteForCausalLM", False)
+    assert choose(config("Other", "GraniteForCausalLM")) == Way("GraniteForCausalLM", False)
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        (config("NoSuchForCausalLM"), "architecture NoSuchForCausalLM is not supported; `quire models` lists"),
+        (config("MambaForCausalLM"), "MambaForCausalLM is not supported: in transformers' code for it"),
+        (config("BloomForCausalLM"), "BloomForCausalLM is not supported: in transformers' code for it"),
+        (config("T5ForConditionalGeneration", is_encoder_decoder=True), "T5.* it is an encoder with a decoder"),
+        (config("TheirsForCausalLM", auto_map={"AutoModelForCausalLM": "a.B"}), r"Theirs.*\(auto_map\).* never run"),
+        ({"model_type": "granite"}, "no architectures named, only model_type 'granite'"),
+    ],
+)
+def test_what_cannot_be_served_is_said(described: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        choose(described)
+
+
+def test_families_only_by_wish() -> None:
+    with pytest.raises(ModelError, match=r"--model-impl quire: no family of architecture GraniteForCausalLM \(there"):
+        choose(config("GraniteForCausalLM"), "quire")
+
+
+def test_every_architecture_of_the_table_has_its_module() -> None:
+    for name in ARCHITECTURES:
+        assert family(name).spec
+
+
+def test_what_transformers_has_is_what_its_own_tables_say() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert causal_models() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    found = with_replaceable_attention()
+    assert {"GPTNeoXForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", *ARCHITECTURES} <= found
+    assert not found & {"MambaForCausalLM", "RecurrentGemmaForCausalLM", "BloomForCausalLM", "RwkvForCausalLM"}
+
+
+def test_the_question_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config("GraniteForCausalLM")))
+    assert read_supported(tmp_path)["architectures"] == ["GraniteForCausalLM"]
+    script = (
+        "import sys; from pathlib import Path; from quire.checks import read_supported; "
+        f"read_supported(Path({str(tmp_path)!r})); print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "False False\n"
