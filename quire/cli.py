@@ -1,4 +1,4 @@
-"""The command `quire`: `serve`, `pull`, `models`, `knobs`, `version`.
+"""The command `quire`: `serve`, `pull`, `models`, `bench`, `knobs`, `version`.
 
 Whatever goes wrong for a reason that the user can mend is one line on stderr and a non-zero status. Each command
 imports what it needs, so that Ctrl-C in the first moments and `--help` take no time.
@@ -16,6 +16,7 @@ usage: quire COMMAND ...
   serve [MODEL] [flags]   serve a model over the OpenAI API; `quire serve --help` lists the flags
   pull [MODEL]            fetch a model ahead, so that serving it starts at once
   models [NAME|FOLDER]    list the architectures that are served, or say how one would be
+  bench COMMAND [flags]   measure a server, or the engine in this process; `quire bench --help` says how
   knobs                   print all settings of `quire serve` as a Markdown table
   version                 print the version
 
@@ -51,6 +52,8 @@ def run(argv: list[str], began: float) -> int:
             return pull(rest)
         case ["models"] | ["models", _]:
             return models(*argv[1:])
+        case ["bench", *rest]:
+            return bench(rest)
         case ["knobs"]:
             return knobs()
         case ["version" | "--version"]:
@@ -110,6 +113,14 @@ def models(asked: str = "") -> int:
 
     print(describe(asked) if asked else listing(), end="")
     return 0
+
+
+def bench(argv: list[str]) -> int:
+    """Measure a server, or the engine in this process."""
+    from quire.bench.command import bench
+
+    interruptible()
+    return bench(argv)
 
 
 def knobs() -> int:

@@ -71,15 +71,22 @@ def load(
     return resolve(config, vars(parser.parse_args(argv)), environment)
 
 
-def flag_parser(configs: Iterable[type[Struct]], *, prog: str, description: str = "") -> argparse.ArgumentParser:
-    """A parser of the flags of several configs together, each knob once. What it finds are strings, lists and bools."""
+def flag_parser(
+    configs: Iterable[type[Struct]], *, prog: str, description: str = "", only_flags: bool = False
+) -> argparse.ArgumentParser:
+    """A parser of the flags of several configs together, each knob once. What it finds are strings, lists and bools.
+
+    With `only_flags`, neither a file nor the environment is offered: for the settings of one run, not of a service.
+    """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it.")
+    if not only_flags:
+        help_text = "YAML file of settings; flags and environment win over it."
+        parser.add_argument("--config", metavar="FILE", help=help_text)
     seen: set[str] = set()
     for knob in (knob for config in configs for knob in knobs(config)):
         if knob.name not in seen:
             seen.add(knob.name)
-            _add_flag(parser, knob)
+            _add_flag(parser, knob, variable="" if only_flags else f"; {knob.variable}")
     return parser
 
 
@@ -134,8 +141,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _add_flag(parser: argparse.ArgumentParser, knob: Knob) -> None:
-    help_text = f"{knob.doc} ({knob.kind}; default: {knob.default!r}; {knob.variable})".replace("%", "%%")
+def _add_flag(parser: argparse.ArgumentParser, knob: Knob, variable: str) -> None:
+    help_text = f"{knob.doc} ({knob.kind}; default: {knob.default!r}{variable})".replace("%", "%%")
     if _bare(knob.type) is bool:
         parser.add_argument(knob.flag, action=argparse.BooleanOptionalAction, help=help_text)
     elif _is_list(knob.type):

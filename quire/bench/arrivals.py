@@ -1,0 +1,54 @@
+"""When requests are sent: seconds from the start of a run, as a function of rate, burstiness and seed."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+class Ramp(NamedTuple):
+    """A rate that grows from the first request to the last."""
+
+    kind: Literal["linear", "exponential"]
+    first: int
+    last: int
+
+
+def rates(count: int, rate: float, ramp: Ramp | None = None) -> list[float]:
+    """Requests a second around each of `count` requests: always `rate`, or those of the ramp."""
+    if ramp is None:
+        return [rate] * count
+    shares = [index / max(count - 1, 1) for index in range(count)]
+    if ramp.kind == "exponential":
+        return [ramp.first * (ramp.last / ramp.first) ** share for share in shares]
+    return [ramp.first + (ramp.last - ramp.first) * share for share in shares]
+
+
+def milestones(ramp: Ramp, wanted: Sequence[float], times: Sequence[float]) -> list[tuple[int, float]]:
+    """Each whole number of requests a second that a ramp comes to, and when."""
+    found, reached = [(ramp.first, 0.0)], ramp.first
+    for rate, time in zip(wanted, times, strict=True):
+        found += [(whole, time) for whole in range(reached + 1, int(rate) + 1)]
+        reached = max(reached, int(rate))
+    return found
+
+
+def arrival_times(wanted: Sequence[float], burstiness: float, seed: int) -> list[float]:
+    """A time for each request, in order, given the rate around it.
+
+    Gaps are gamma-distributed with mean 1 / rate and shape `burstiness`: of shape 1 a Poisson process, of an infinite
+    one a metronome. At a constant rate the times are stretched so that the last is exactly count / rate: a run then
+    offers the rate that it says, whatever its seed. A rate of 0 (the start of a linear ramp) counts as the next one.
+    """
+    if not wanted or math.isinf(wanted[0]):
+        return [0.0] * len(wanted)
+    means = 1.0 / np.array([rate or following for rate, following in zip(wanted, [*wanted[1:], 1.0], strict=True)])
+    chance = np.random.default_rng(seed)
+    gaps = means if math.isinf(burstiness) else chance.gamma(burstiness, means / burstiness)
+    times = list(itertools.accumulate(gaps.tolist()))
+    if min(wanted) == max(wanted) and times[-1] > 0:
+        stretch = len(wanted) / wanted[0] / times[-1]
+        times = [time * stretch for time in times]
+    return times

@@ -1,0 +1,87 @@
+"""Charts of results: one run over time and by percentile, or several against their concurrency.
+
+matplotlib is imported when a chart is drawn, and only then.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.bench import metrics
+from quire.bench.report import TITLES, Result
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIZE = (11.0, 4.5)  # inches
+DOTS = 130  # an inch
+SHOWN = ("ttft", "tpot", "itl", "e2el")
+
+
+def check_library() -> None:
+    """Raises `ConfigError` if nothing can be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'quire-server[bench]'")
+
+
+def draw(path: str, results: Sequence[Result]) -> None:
+    """Write a chart; its kind is that of the file's name. Raises `ConfigError` if it cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    if len(results) == 1:
+        _over_time(left, results[0])
+        _by_percentile(right, results[0])
+    else:
+        _throughput(left, results)
+        _latencies(right, results)
+    try:
+        figure.savefig(path, dpi=DOTS)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: {error.strerror or error}") from error
+
+
+def _over_time(axes: "Axes", result: Result) -> None:
+    timeline = metrics.Timeline([one for one in result.run.outcomes if one.ok])
+    seconds = range(len(timeline.pieces))
+    axes.step(seconds, timeline.pieces, where="post", label="output tokens/s")
+    axes.set(title="Over time", xlabel="seconds", ylabel="output tokens/s", ylim=(0, None))
+    other: Any = axes.twinx()
+    other.step(seconds, timeline.running, where="post", color="tab:orange", label="requests running")
+    other.set(ylabel="requests running", ylim=(0, None))
+    lines = [*axes.get_lines(), *other.get_lines()]
+    axes.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")
+
+
+def _by_percentile(axes: "Axes", result: Result) -> None:
+    percents = np.linspace(0, 100, 101)
+    found = metrics.latencies(result.run.outcomes)
+    for name in SHOWN:
+        if found[name]:
+            axes.plot(percents, np.percentile(np.array(found[name]) * 1000, percents), label=TITLES[name][0])
+    axes.set(title="Latencies", xlabel="percentile", ylabel="ms", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+
+
+def _throughput(axes: "Axes", results: Sequence[Result]) -> None:
+    at = [result.concurrency or 0 for result in results]
+    axes.plot(at, [result.totals.output_throughput for result in results], marker="o")
+    axes.set(title="Throughput", xlabel="concurrency", ylabel="output tokens/s", ylim=(0, None))
+    axes.grid(alpha=0.3)
+
+
+def _latencies(axes: "Axes", results: Sequence[Result]) -> None:
+    at = [result.concurrency or 0 for result in results]
+    found = [metrics.latencies(result.run.outcomes) for result in results]
+    for name, color in (("ttft", "tab:blue"), ("itl", "tab:green")):
+        for percent, style in ((50, "-"), (99, "--")):
+            values = [metrics.spread(one[name], [percent]).percentiles[percent] for one in found]
+            axes.plot(at, values, style, color=color, marker="o", label=f"{TITLES[name][0]} P{percent}")
+    axes.set(title="Latencies", xlabel="concurrency", ylabel="ms", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()

@@ -1,0 +1,58 @@
+"""`quire bench latency`: one batch of prompts through the engine in this process, from start to end, many times.
+
+Every run has the same prompts, so the prefix cache is off unless it is asked for.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from quire.bench.offline import model_id, sampling
+from quire.bench.options import LatencyOptions
+from quire.bench.throughput import write_json
+from quire.llm import LLM, Prompt
+from shared.progress import on_terminal
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+MOST_ID = 10_000
+"""Prompts are drawn from the tokens below, which are the frequent ones in most vocabularies."""
+
+
+def run(options: LatencyOptions, settings: Mapping[str, Any]) -> int:
+    """Measure, print and save; the exit status."""
+    llm = LLM(**{"enable_prefix_caching": False} | dict(settings), seed=options.seed)
+    most = min(MOST_ID, llm.get_tokenizer().vocab_size)
+    drawn = np.random.default_rng(options.seed).integers(0, most, (options.batch_size, options.input_len))
+    prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids in drawn.tolist()]
+    params = sampling(options.output_len, options.n)
+
+    def once() -> float:
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    for _ in _shown(options.num_iters_warmup, "Warming up"):
+        once()
+    latencies = [once() for _ in _shown(options.num_iters, "Measuring")]
+    average = float(np.mean(latencies))
+    percentiles = dict(zip(PERCENTILES, np.percentile(latencies, PERCENTILES).tolist(), strict=True))
+    print(f"Avg latency: {average} seconds")
+    for percent, value in percentiles.items():
+        print(f"{percent}% percentile latency: {value} seconds")
+    if options.output_json is not None:
+        record = {
+            "model_id": model_id(settings),
+            "avg_latency": average,
+            "latencies": latencies,
+            "percentiles": percentiles,
+        }
+        write_json(options.output_json, record)
+    return 0
+
+
+def _shown(count: int, what: str) -> "tqdm[int]":
+    return tqdm(range(count), desc=what, file=sys.stderr, disable=not on_terminal())

@@ -1,0 +1,205 @@
+"""`quire bench serve`: a server of the OpenAI API, measured over HTTP.
+
+For each concurrency asked for it draws requests (from the seed and the number of the run, so that no run finds its
+prompts in a cache that an earlier one filled), sends them, prints the figures and keeps them.
+"""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+import uvloop
+from tqdm import tqdm
+
+from quire.bench import values
+from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
+from quire.bench.client import Target, said
+from quire.bench.load import Run, ready, session
+from quire.bench.load import run as run_load
+from quire.bench.options import ServeOptions
+from quire.bench.report import Result, block, file_name, record, result, save
+from quire.bench.workload import Drawer, Request
+from quire.embedded import fetch
+from shared.checkpoint import EMBEDDED
+from shared.errors import EngineFailure, Unavailable
+from shared.progress import on_terminal
+from shared.text.template import ChatTemplate
+from shared.text.tokenizer import Tokenizer
+
+ALL_FAILED = 1
+SHOWN = 3  # errors of failed requests
+
+
+class Words(NamedTuple):
+    """The model in this client's hands: only its text, no weights."""
+
+    model: str  # as it is reported
+    name: str  # as it is asked for
+    tokenizer_id: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+
+def run(options: ServeOptions, environment: Mapping[str, str]) -> int:
+    """Measure, print and save; the exit status. Raises `ConfigError`, `ModelError` and `Unavailable`."""
+    if options.plot is not None:
+        from quire.bench.chart import check_library
+
+        check_library()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        results = runner.run(_Serve(options, environment).run())
+    if options.plot is not None:
+        from quire.bench.chart import draw
+
+        draw(options.plot, results)
+        print(f"Chart: {options.plot}")
+    return 0 if all(one.totals.completed for one in results) else ALL_FAILED
+
+
+class _Serve:
+    """One call of the command."""
+
+    def __init__(self, options: ServeOptions, environment: Mapping[str, str]) -> None:
+        chat = options.backend == "openai-chat"
+        self.options = options
+        self.chat = chat
+        self.base = (options.base_url or f"http://{_bracketed(options.host)}:{options.port}").rstrip("/")
+        self.endpoint = options.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
+        self.headers = {"Content-Type": "application/json"}
+        if key := environment.get("OPENAI_API_KEY"):
+            self.headers["Authorization"] = f"Bearer {key}"
+        self.headers |= values.pairs("--header", options.header)
+        self.metadata = values.pairs("--metadata", options.metadata)
+        self.goals = values.goals(options)
+        self.percentiles = values.percentiles(options)
+        self.names = values.latencies(options)
+        always = options.dataset_name in ("random", "long-tail")
+        self.body = values.body(options, ignore_eos=options.ignore_eos or always)
+        values.range_ratios(options)  # raises for a wrong one before anybody is asked
+
+    async def run(self) -> list[Result]:
+        """All runs, one after the other."""
+        words = await self._words()
+        target = Target(self.base + self.endpoint, self.chat, words.name, self.headers, self.body)
+        results = []
+        for index, concurrency in enumerate(self.options.max_concurrency or [None]):
+            results.append(await self._one(index, concurrency, words, target))
+        return results
+
+    async def _one(self, index: int, concurrency: int | None, words: Words, target: Target) -> Result:
+        options, now = self.options, datetime.now()
+        requests = self._requests(words, options.seed + index)
+        ramp = _ramp(options)
+        wanted = rates(len(requests), options.request_rate, ramp)
+        times = arrival_times(wanted, options.burstiness, options.seed + index)
+        async with session(concurrency, insecure=options.insecure) as http:
+            await self._prepare(http, target, requests[0], concurrency)
+            load = await self._load(http, target, requests, times, concurrency)
+        count_tokens(load, words.tokenizer)
+        found = result(load, concurrency, options.request_rate, self.names, self.percentiles, self.goals)
+        tell_errors(load)
+        print(block(found, options.request_rate), flush=True)
+        if options.save_result or options.append_result:
+            path = file_name(options, concurrency, words.model, now)
+            written = record(
+                options, found, model=words.model, tokenizer=words.tokenizer_id, metadata=self.metadata, now=now
+            )
+            if ramp is not None:
+                written["rps_change_events"] = _events(load, milestones(ramp, wanted, times))
+            save(path, written, append=options.append_result)
+            print(f"Result: {path}", flush=True)
+        return found
+
+    def _requests(self, words: Words, seed: int) -> list[Request]:
+        template = None if self.chat or self.options.skip_chat_template else words.template
+        if template is not None and not template.exists:
+            template = None
+        text = self.chat or self.options.text_prompts
+        return Drawer(self.options, words.tokenizer, seed=seed, text=text, template=template).draw()
+
+    async def _prepare(
+        self, http: aiohttp.ClientSession, target: Target, request: Request, concurrency: int | None
+    ) -> None:
+        """The first request, as often as warming up takes."""
+        seconds = self.options.ready_check_timeout_sec
+        if seconds and (error := await ready(http, target, request, seconds)):
+            raise Unavailable(f"{target.url} is not ready after {seconds} s: {error}")
+        if count := self.options.num_warmups:
+            await run_load(http, target, [request] * count, [0.0] * count, concurrency, prefix="bench-warmup-")
+
+    async def _load(
+        self,
+        http: aiohttp.ClientSession,
+        target: Target,
+        requests: list[Request],
+        times: list[float],
+        concurrency: int | None,
+    ) -> Run:
+        prefix = self.options.request_id_prefix
+        prefix = f"bench-{datetime.now():%H%M%S%f}-" if prefix is None else prefix
+        hidden = self.options.disable_tqdm or not on_terminal()
+        with tqdm(total=len(requests), desc="Requests", file=sys.stderr, disable=hidden) as bar:
+            return await run_load(http, target, requests, times, concurrency, prefix=prefix, done=bar.update)
+
+    async def _words(self) -> Words:
+        options = self.options
+        if options.model is None:
+            name, model = await self._first_model()
+        else:
+            name, model = options.served_model_name or options.model, options.model
+        tokenizer_id = options.tokenizer or model
+        folder = fetch("" if tokenizer_id == EMBEDDED else tokenizer_id)
+        tokenizer = Tokenizer.load(folder)
+        return Words(model, name, tokenizer_id, tokenizer, ChatTemplate.load(folder, tokenizer.special))
+
+    async def _first_model(self) -> tuple[str, str]:
+        """Its name, and what the server calls its origin. Raises `Unavailable` or `EngineFailure`."""
+        url = f"{self.base}/v1/models"
+        try:
+            async with (
+                session(None, insecure=self.options.insecure) as http,
+                http.get(url, headers=self.headers) as response,
+            ):
+                body = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unavailable(f"{url} cannot be reached: {error}") from error
+        if response.status != 200:
+            raise EngineFailure(f"{url}: HTTP {response.status}: {said(body)}")
+        try:
+            cards = msgspec.json.decode(body)["data"]
+            return cards[0]["id"], cards[0].get("root") or cards[0]["id"]
+        except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
+            raise EngineFailure(f"{url} names no model; name one with --model") from error
+
+
+def count_tokens(load: Run, tokenizer: Tokenizer) -> None:
+    """Where a server does not say how many tokens it gave, count those of its text."""
+    for outcome in load.outcomes:
+        if outcome.ok and not outcome.output_tokens:
+            outcome.output_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
+
+
+def tell_errors(load: Run) -> None:
+    """What went wrong, each thing once, on stderr."""
+    errors = list(dict.fromkeys(outcome.error for outcome in load.outcomes if not outcome.ok))
+    for error in errors[:SHOWN]:
+        print(f"quire: a request failed: {error}", file=sys.stderr)
+    if len(errors) > SHOWN:
+        print(f"quire: and {len(errors) - SHOWN} other errors", file=sys.stderr)
+
+
+def _ramp(options: ServeOptions) -> Ramp | None:
+    kind, first, last = options.ramp_up_strategy, options.ramp_up_start_rps, options.ramp_up_end_rps
+    return None if kind is None or first is None or last is None else Ramp(kind, first, last)
+
+
+def _events(load: Run, milestones: list[tuple[int, float]]) -> list[dict[str, Any]]:
+    return [{"rps": rate, "timestamp": (load.began + timedelta(seconds=at)).isoformat()} for rate, at in milestones]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

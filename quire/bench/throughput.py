@@ -1,0 +1,68 @@
+"""`quire bench throughput`: many prompts at once through the engine in this process."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.bench.offline import model_id, sampling
+from quire.bench.options import ThroughputOptions
+from quire.bench.workload import Drawer, Request
+from quire.llm import LLM, Prompt
+from shared.errors import ConfigError
+
+
+def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
+    """Measure, print and save; the exit status."""
+    llm = LLM(**settings, tokenizer=options.tokenizer, seed=options.seed)
+    requests = Drawer(options, llm.get_tokenizer(), seed=options.seed).draw()
+    if options.num_warmups:
+        wanted = msgspec.structs.replace(options, num_prompts=max(options.num_warmups, _least(options)))
+        warmups = Drawer(wanted, llm.get_tokenizer(), seed=options.seed + 1).draw()
+        generate(llm, warmups[: options.num_warmups], options)
+    began = time.perf_counter()
+    read, written = generate(llm, requests, options)
+    seconds = time.perf_counter() - began
+    print(
+        f"Throughput: {len(requests) / seconds:.2f} requests/s, {(read + written) / seconds:.2f} total tokens/s, "
+        f"{written / seconds:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {read}\nTotal num output tokens:  {written}")
+    if options.output_json is not None:
+        record = {
+            "model_id": model_id(settings),
+            "elapsed_time": seconds,
+            "num_requests": len(requests),
+            "total_num_tokens": read + written,
+            "requests_per_second": len(requests) / seconds,
+            "tokens_per_second": (read + written) / seconds,
+        }
+        write_json(options.output_json, record)
+    return 0
+
+
+def generate(llm: LLM, requests: list[Request], options: ThroughputOptions) -> tuple[int, int]:
+    """Tokens read and written."""
+    prompts: list[Prompt] = [
+        request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": request.prompt}
+        for request in requests
+    ]
+    params = [sampling(request.output_len, options.n) for request in requests]
+    outputs = llm.generate(prompts, params, use_tqdm=not options.disable_tqdm)
+    written = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return sum(len(output.prompt_token_ids) for output in outputs), written
+
+
+def write_json(path: str, record: Mapping[str, Any]) -> None:
+    """Write a result. Raises `ConfigError` if that cannot be done."""
+    try:
+        Path(path).write_text(json.dumps(record, indent=4), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output-json {path}: {error.strerror or error}") from error
+
+
+def _least(options: ThroughputOptions) -> int:
+    return options.prefix_repetition_num_prefixes if options.dataset_name == "prefix_repetition" else 1
