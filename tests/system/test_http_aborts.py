@@ -196,7 +196,6 @@ async def test_leaving_in_the_output_ends_it_within_two_steps(narrow: Server) ->
 async def test_leaving_in_the_prompt_ends_it_within_two_steps(narrow: Server) -> None:
     since = await settled(narrow)
     async with streaming(narrow, [CHAIN, 8, *[9] * 1498], 9) as stream:  # 24 steps
-        assert await stream.event() == ": queued"
         began = (await figures(narrow))["quire:steps_total"] - since["quire:steps_total"]
         await stream.reset()
     grown = await settled(narrow, since, 1)
@@ -210,7 +209,6 @@ async def test_leaving_the_queue_lets_the_running_one_go_on(narrow: Server) -> N
     async with streaming(narrow, [ENDLESS]) as running:
         await running.event()
         async with streaming(narrow, [CHAIN, *[9] * 100]) as queued:
-            assert await queued.event() == ": queued"
             await queued.reset()
         await until(lambda: waiting(narrow, 0))
         assert ' two"' in await running.event()
