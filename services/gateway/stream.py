@@ -98,17 +98,13 @@ class _Writer:
             async with asyncio.timeout(GRACE):
                 await self._all_first.wait()
         await self.response.prepare(self._request)
-        opening = b"".join(
-            self._chunk(self._choices.opening(position * len(generation.samples) + at, generation))
-            for position, generation in enumerate(self.generations)
-            for at in range(len(generation.samples))
-        )
-        if opening:
-            await self.response.write(opening)
         self._opened.set()
 
     async def pump(self, position: int) -> None:
-        """One prompt's updates, as they come, to its end."""
+        """One prompt's updates, as they come, to its end.
+
+        The opening chunks come with the first of them, since clients take the first chunk to show the first token.
+        """
         generation = self.generations[position]
         base = position * len(generation.samples)
         updates = await generation.updates()
@@ -116,15 +112,18 @@ class _Writer:
         if self._first == len(self.generations):
             self._all_first.set()
         await self._opened.wait()
+        opening = b"".join(
+            self._chunk(self._choices.opening(base + at, generation)) for at in range(len(generation.samples))
+        )
         while True:
-            data = b"".join(
+            data = opening + b"".join(
                 self._chunk(self._choices.choice(base + update.sample, generation, update)) for update in updates
             )
             if data:
                 await self.response.write(data)
             if generation.done:
                 return
-            updates = await generation.updates()
+            updates, opening = await generation.updates(), b""
 
     async def end(self) -> None:
         """The usage, if it is wanted, and the end."""

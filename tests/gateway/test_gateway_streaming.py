@@ -213,6 +213,19 @@ async def test_headers_do_not_wait_for_ever_for_a_queued_request() -> None:
         assert "three" in await response.text()
 
 
+async def test_a_chat_names_its_role_with_the_first_token_and_not_before() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 0
+    fields = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with serve(backend) as client, client.post("/v1/chat/completions", json=fields) as response:
+        assert response.status == 200
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(response.content.readany(), 0.05)
+        backend.go_on.set()
+        role, text, *_ = (await response.content.readany()).split(b"\n\n")
+    assert (b'"role":"assistant"' in role, b'"content":"one"' in text) == (True, True), "they come together"
+
+
 async def test_one_refused_prompt_of_several_refuses_the_request() -> None:
     backend = FakeBackend()
     refusals = iter([None, Overloaded("full", 1)])
