@@ -1,0 +1,163 @@
+"""How much of the KV memory that running requests hold is waste? Measured, from the server's own figures.
+
+Starts `quire serve` with each block size, sends it the long-tail mix through `quire bench serve`'s client, and reads
+/metrics all the while: the scheduler counts the positions stored in held blocks (`quire:kv_tokens_held`, shared blocks
+once) and the blocks held. Averages are over time, while anything ran:
+
+- *waste*: 1 - positions stored / (blocks held * block size).
+- *contiguous*: the same for memory reserved in one piece a request, as long as the context, or as the longest request;
+  the running requests and the positions they store are those of the same run.
+
+    python benchmarks/kv_waste.py
+    python benchmarks/kv_waste.py --step 0.03     # a worker that sleeps in each step and computes nothing
+
+Waste depends on lengths and on the scheduler, not on how fast tokens come: `--step` gives the same answer in a minute
+where the CPU would take a quarter of an hour.
+"""
+
+import argparse
+import asyncio
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import itertools
+
+from quire.bench.client import Target
+from quire.bench.load import Run, run, session
+from quire.bench.options import WorkloadOptions
+from quire.bench.workload import Drawer, Request
+from quire.embedded import fetch
+from shared.checkpoint import EMBEDDED
+from shared.text.tokenizer import Tokenizer
+from tests.scripted import Script
+from tests.system.running import engine, gateway
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTEXT = 2048
+INTERVAL = 0.1  # seconds between two readings; the engine renews its figures four times a second
+NAMES = ("vllm:num_requests_running", "quire:kv_tokens_held", "quire:kv_blocks", "quire:kv_blocks_free")
+
+
+class Reading(NamedTuple):
+    """The engine at one moment."""
+
+    at: float
+    running: float
+    tokens: float
+    blocks: float  # held
+
+
+@asynccontextmanager
+async def serving(block_size: int) -> AsyncIterator[str]:
+    """`quire serve` with the embedded model."""
+    flags = [f"--block-size={block_size}", f"--max-model-len={CONTEXT}", "--host=127.0.0.1", "--port=0"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "quire", "serve", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            if found := re.search(r"at (http://\S+) \(ready", line.decode()):
+                yield found[1]
+                break
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+@asynccontextmanager
+async def sleeping(block_size: int, step: float) -> AsyncIterator[str]:
+    """The same gateway and scheduler with a worker that takes so long for any step."""
+    script = Script(vocab_size=49152, eos=2, blocks=20_000, max_positions=CONTEXT, delay=step)
+    names = (f"--model={fetch('')}", f"--served-model-name={EMBEDDED}")
+    async with engine(script, f"--block-size={block_size}") as made, gateway(made, *names) as front:
+        yield f"http://127.0.0.1:{front.port}"
+
+
+async def read(http: aiohttp.ClientSession, url: str) -> Reading:
+    async with http.get(f"{url}/metrics") as response:
+        text = await response.text()
+    found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    running, tokens, blocks, free = (found[name] for name in NAMES)
+    return Reading(time.perf_counter(), running, tokens, blocks - free)
+
+
+async def measure(url: str, requests: list[Request], concurrency: int) -> tuple[Run, list[Reading]]:
+    """The mix, and what the engine said meanwhile."""
+    target = Target(
+        f"{url}/v1/completions",
+        False,
+        EMBEDDED,
+        {"Content-Type": "application/json"},
+        {"ignore_eos": True, "temperature": 0},
+    )
+    readings: list[Reading] = []
+
+    async def watch(http: aiohttp.ClientSession) -> None:
+        while True:
+            readings.append(await read(http, url))
+            await asyncio.sleep(INTERVAL)
+
+    async with session(concurrency) as http, session(None) as other:
+        watcher = asyncio.create_task(watch(other))
+        load = await run(http, target, requests, [0.0] * len(requests), concurrency)
+        watcher.cancel()
+    return load, [reading for reading in readings if reading.running and reading.tokens]
+
+
+def over_time(readings: list[Reading], held: list[float]) -> float:
+    """1 - positions stored / positions held, on average over the time between the first reading and the last."""
+    shares = [1 - reading.tokens / space for reading, space in zip(readings, held, strict=True)]
+    spans = [after.at - before.at for before, after in itertools.pairwise(readings)]
+    return sum(share * span for share, span in zip(shares, spans, strict=False)) / sum(spans)
+
+
+async def row(block_size: int, given: argparse.Namespace) -> str:
+    options = WorkloadOptions(dataset_name="long-tail", num_prompts=given.num_prompts, seed=given.seed)
+    requests = Drawer(options, Tokenizer.load(fetch("")), seed=given.seed).draw()
+    async with sleeping(block_size, given.step) if given.step else serving(block_size) as url:
+        load, readings = await measure(url, requests, given.concurrency)
+    failed = [one.error for one in load.outcomes if not one.ok]
+    if failed:
+        raise SystemExit(f"{len(failed)} requests failed, such as: {failed[0]}")
+    longest = max(request.prompt_len + request.output_len for request in requests)
+    paged = over_time(readings, [reading.blocks * block_size for reading in readings])
+    to_context, to_longest = (
+        over_time(readings, [reading.running * length for reading in readings]) for length in (CONTEXT, longest)
+    )
+    outputs = [one.output_tokens for one in load.outcomes]
+    mix = f"{min(outputs)}-{max(outputs)}, {sum(outputs) / len(outputs):.0f}"
+    share = f"{paged:.1%} | {to_context:.0%} | {to_longest:.0%}"
+    return f"| {block_size} | {mix} | {load.seconds:.0f} | {len(readings)} | {share} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--num-prompts", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step", type=float, help="seconds a step, of a worker without a model")
+    given = parser.parse_args()
+    print(f"| block size | output tokens, mean | seconds | readings | waste | to {CONTEXT} | to the longest |")
+    print("|---|---|---|---|---|---|---|")
+    for block_size in given.block_size:
+        print(asyncio.run(row(block_size, given)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

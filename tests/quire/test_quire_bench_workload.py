@@ -1,0 +1,178 @@
+"""What is asked and when: a function of the seed, with the lengths and rates that were asked for."""
+
+import itertools
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
+from quire.bench.options import WorkloadOptions
+from quire.bench.workload import Drawer, Request, clipped_mean, long_tail_mu
+from shared.errors import ConfigError
+from shared.text.template import ChatTemplate
+from tests.text.vocabulary import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def draw(*, seed: int = 0, text: bool = False, template: ChatTemplate | None = None, **options: Any) -> list[Request]:
+    given = WorkloadOptions(**{"num_prompts": 20} | options)
+    return Drawer(given, TOKENIZER, seed=seed, text=text, template=template).draw()
+
+
+@pytest.mark.parametrize("dataset", ["random", "prefix_repetition", "long-tail"])
+def test_the_same_seed_asks_the_same(dataset: str) -> None:
+    assert draw(dataset_name=dataset) == draw(dataset_name=dataset)
+    assert draw(dataset_name=dataset) != draw(dataset_name=dataset, seed=1)
+
+
+def test_random_prompts_have_exactly_their_lengths_and_only_ordinary_tokens() -> None:
+    for request in draw(random_input_len=30, random_output_len=7, random_prefix_len=5):
+        assert (len(request.prompt), request.prompt_len, request.output_len) == (35, 35, 7)
+        assert all(TOKENIZER.special_text(id) is None for id in request.prompt if isinstance(id, int))
+    begins = [request.prompt[:5] for request in draw(random_input_len=30, random_prefix_len=5)]
+    assert all(begin == begins[0] for begin in begins)
+    assert len({tuple(request.prompt[5:]) for request in draw(random_input_len=30, random_prefix_len=5)}) == 20
+    assert {(one.prompt_len, one.output_len) for one in draw(input_len=9, output_len=3)} == {(9, 3)}
+
+
+def test_a_range_ratio_spreads_lengths_evenly() -> None:
+    ratio = json.dumps({"input": 0.5, "output": 0.1})
+    found = draw(num_prompts=400, random_input_len=10, random_output_len=10, random_range_ratio=ratio)
+    assert {request.prompt_len for request in found} == set(range(5, 16))
+    assert {request.output_len for request in found} == {9, 10, 11}
+    tiny = draw(num_prompts=100, random_input_len=100, random_output_len=1, random_range_ratio="0.9")
+    assert {request.output_len for request in tiny} == {1, 2}, "never nothing"
+
+
+def test_random_text_is_as_long_when_it_is_tokenized_again() -> None:
+    for request in draw(text=True, random_input_len=40):
+        assert isinstance(request.prompt, str)
+        assert len(TOKENIZER.encode(request.prompt)) == request.prompt_len
+        assert abs(request.prompt_len - 40) <= 8, "bytes that are no character become longer"
+
+
+def test_prefixes_are_shared_evenly_in_a_shuffled_order() -> None:
+    lengths = {
+        "prefix_repetition_prefix_len": 6,
+        "prefix_repetition_suffix_len": 4,
+        "prefix_repetition_num_prefixes": 3,
+    }
+    found = draw(dataset_name="prefix_repetition", prefix_repetition_output_len=5, **lengths)
+    begins = [tuple(request.prompt[:6]) for request in found]
+    assert sorted(begins.count(begin) for begin in set(begins)) == [6, 7, 7]
+    assert {(request.prompt_len, request.output_len) for request in found} == {(10, 5)}
+    ordered = draw(dataset_name="prefix_repetition", disable_shuffle=True, **lengths)
+    assert [request.prompt[:6] for request in ordered[:3]] == [request.prompt[:6] for request in ordered[3:6]]
+    assert begins[:6] != [tuple(request.prompt[:6]) for request in ordered[:6]]
+
+
+def test_the_long_tail_has_its_range_mean_and_skew() -> None:
+    outputs = [
+        request.output_len for request in draw(dataset_name="long-tail", num_prompts=4000, long_tail_input_len=1)
+    ]
+    assert (min(outputs), max(outputs)) == (8, 474)
+    assert statistics.mean(outputs) == pytest.approx(104, rel=0.05)
+    assert statistics.median(outputs) < 0.75 * 104
+    shorter = draw(dataset_name="long-tail", num_prompts=4000, input_len=1, output_len=40)
+    assert statistics.mean(request.output_len for request in shorter) == pytest.approx(40, rel=0.05)
+
+
+def test_the_mean_of_the_clipped_distribution_is_solved_for() -> None:
+    assert clipped_mean(long_tail_mu(104, 8, 474), 8, 474) == pytest.approx(104)
+    assert clipped_mean(-50, 8, 474) == pytest.approx(8)
+    assert clipped_mean(50, 8, 474) == pytest.approx(474)
+
+
+def test_a_custom_file_gives_prompts_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt": "one", "output_tokens": 3}\n\n{"prompt": "two", "output_tokens": 4, "more": 1}\n')
+    file: dict[str, Any] = {"dataset_name": "custom", "dataset_path": str(path)}
+    found = draw(**file, custom_output_len=-1)
+    assert len(found) == 20
+    assert {(request.prompt, request.output_len) for request in found} == {("one", 3), ("two", 4)}
+    once = draw(**file, no_oversample=True, disable_shuffle=True)
+    assert [(request.prompt, request.output_len) for request in once] == [("one", 256), ("two", 256)]
+    template = ChatTemplate("<{{ messages[0].content }}>")
+    chats = draw(**file, no_oversample=True, template=template)
+    assert sorted(request.prompt for request in chats if isinstance(request.prompt, str)) == ["<one>", "<two>"]
+    assert all(request.prompt_len == len(TOKENIZER.encode(str(request.prompt))) for request in chats)
+
+
+def test_sharegpt_gives_first_questions_and_the_lengths_of_their_answers(tmp_path: Path) -> None:
+    path = tmp_path / "share.json"
+
+    def talk(*turns: str) -> dict[str, Any]:
+        return {"id": "x", "conversations": [{"from": "human", "value": turn} for turn in turns]}
+
+    path.write_text(json.dumps([talk("question one", "answer!"), talk("alone"), talk("ab", "too short"), talk()]))
+    file: dict[str, Any] = {"dataset_name": "sharegpt", "dataset_path": str(path), "no_oversample": True}
+    length = len(TOKENIZER.encode("answer!"))
+    assert [(one.prompt, one.output_len) for one in draw(**file)] == [("question one", length)]
+    assert [one.output_len for one in draw(**file, sharegpt_output_len=1)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_path": "x"}, "--dataset-name random takes no --dataset-path"),
+        ({"dataset_name": "custom"}, "--dataset-name custom needs --dataset-path"),
+        ({"dataset_name": "sharegpt", "dataset_path": "/no/such"}, "--dataset-path /no/such: No such file"),
+        ({"random_range_ratio": "1"}, "--random-range-ratio 1: must be below 1"),
+        ({"random_range_ratio": "wide"}, "--random-range-ratio wide: neither a number nor"),
+        ({"random_range_ratio": '{"input": 0}'}, "must have exactly the keys input and output"),
+        ({"random_input_len": 0}, "must leave at least one token"),
+        ({"dataset_name": "prefix_repetition", "num_prompts": 9}, "--num-prompts must be at least"),
+        ({"dataset_name": "long-tail", "output_len": 474}, "must lie between"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        draw(**options)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": 1}', "line 1: Expected `str`"),
+        ("", "has no prompt that can be used"),
+        ('{"prompt": "one"}', "needs output_tokens"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "own.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        draw(dataset_name="custom", dataset_path=str(tmp_path / "own.jsonl"), custom_output_len=-1)
+
+
+def test_all_at_once_a_metronome_and_a_poisson_process() -> None:
+    assert arrival_times(rates(3, math.inf), 1.0, 0) == [0.0, 0.0, 0.0]
+    assert arrival_times(rates(4, 2.0), math.inf, 0) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    times = arrival_times(rates(2000, 10.0), 1.0, 7)
+    assert times == arrival_times(rates(2000, 10.0), 1.0, 7)
+    assert times != arrival_times(rates(2000, 10.0), 1.0, 8)
+    assert times[-1] == pytest.approx(200.0), "the rate is exact, whatever the seed"
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.1), "as much as the mean"
+
+
+def test_burstiness_is_the_shape_of_the_gaps() -> None:
+    for burstiness in (0.25, 4.0):
+        times = arrival_times(rates(4000, 10.0), burstiness, 3)
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert statistics.stdev(gaps) == pytest.approx(0.1 / math.sqrt(burstiness), rel=0.15)
+
+
+def test_a_ramp_goes_from_its_first_rate_to_its_last() -> None:
+    assert rates(3, math.inf, Ramp("linear", 0, 4)) == [0.0, 2.0, 4.0]
+    assert rates(3, math.inf, Ramp("exponential", 1, 4)) == pytest.approx([1.0, 2.0, 4.0])
+    wanted = rates(3, math.inf, Ramp("linear", 0, 4))
+    times = arrival_times(wanted, math.inf, 0)
+    assert times == pytest.approx([0.5, 1.0, 1.25]), "a rate of nothing counts as the next"
+    reached = milestones(Ramp("linear", 0, 4), wanted, times)
+    assert [rate for rate, _ in reached] == [0, 1, 2, 3, 4]
+    assert [time for _, time in reached] == pytest.approx([0.0, 1.0, 1.0, 1.25, 1.25])
