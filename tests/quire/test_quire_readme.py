@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+from quire.bench.options import LatencyOptions, ServeOptions, ThroughputOptions
 from quire.settings import markdown_table, public_knobs
+from shared.config import knobs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,4 +25,5 @@ def test_files_and_flags_that_it_names_exist() -> None:
     assert len(named) > 5
     assert [path for path in named if not (ROOT / path).exists()] == []
     flags = set(re.findall(r"--[a-z][a-z-]+", README)) - {"--config", "--port"}
-    assert flags <= {knob.flag for knob in public_knobs()}
+    measuring = [knob for options in (ServeOptions, ThroughputOptions, LatencyOptions) for knob in knobs(options)]
+    assert flags <= {knob.flag for knob in [*public_knobs(), *measuring]}

@@ -144,6 +144,7 @@ OTHERS: list[object] = [
     "dummy",
     "float32",
     "--x y",
+    "transformers",
 ]
 
 
