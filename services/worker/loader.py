@@ -139,7 +139,11 @@ def _modules(module: str, names: WeightNames, prefix: str) -> tuple[tuple[str, .
 
 def _warn_of_others(files: WeightFiles, sources: Mapping[str, Source], names: WeightNames) -> None:
     used = {name for source in sources.values() for name, _ in source.parts} | {f"{names.head}.weight"}
-    others = [name for name in files.names if name not in used and not name.endswith(names.ignored)]
+    others = [
+        name
+        for name in files.names
+        if name not in used and not name.endswith(names.ignored) and not name.startswith(names.unserved)
+    ]
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)

@@ -61,9 +61,10 @@ def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model of this config, attending by the plainest of transformers' implementations."""
+    """A model of this config, in the plainest of transformers' implementations."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the only one with a softcap
+    config._experts_implementation = "eager"  # the only one that takes any sizes
     return _settle(AutoModelForCausalLM.from_config(config))
 
 

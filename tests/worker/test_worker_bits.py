@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.load import ops
 from kernels.reference.paged_attention import spare_queries
 from tests.models.tiny import Forward, llama, opt, save
+from tests.models.variants import gemma2, qwen3_moe
 
 OPS = ops(torch.device("cpu"))
 LENGTH = 75
@@ -33,6 +34,18 @@ SHAPES = {
     "each head its own": lambda: opt(
         vocab_size=512, hidden_size=160, ffn_dim=640, num_attention_heads=2, word_embed_proj_dim=160,
         num_hidden_layers=2,
+    ),
+    "experts": lambda: qwen3_moe(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, num_hidden_layers=2, num_experts=8, moe_intermediate_size=96, mlp_only_layers=[0],
+    ),
+    "windows and softcaps": lambda: gemma2(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, num_hidden_layers=2, sliding_window=21,
+    ),
+    "wide heads with softcaps": lambda: gemma2(
+        vocab_size=512, hidden_size=128, intermediate_size=200, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=256, num_hidden_layers=2, sliding_window=21,
     ),
 }  # fmt: skip
 
@@ -95,7 +108,8 @@ def test_linear(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
-def test_attention(dim: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 40}], ids=["plain", "softcap", "window"])
+def test_attention(dim: int, kv_heads: int, options: dict[str, float]) -> None:
     torch.manual_seed(dim)
     keys, values = torch.randn(2, 20, kv_heads, 16, dim)
     q = torch.randn(150, 6, dim)
@@ -111,7 +125,7 @@ def test_attention(dim: int, kv_heads: int) -> None:
             num_kv_heads=kv_heads,
         )
         batch = torch.cat((q[start : start + count], q[: len(others)]))
-        return OPS.paged_attention(batch, keys, values, plan, scale=0.1)[:count]
+        return OPS.paged_attention(batch, keys, values, plan, scale=0.1, **options)[:count]
 
     torch.set_num_threads(1)
     whole = attend(0, 150, [])
@@ -138,12 +152,17 @@ def test_norms_and_activations() -> None:
         "rms_norm": lambda rows: OPS.rms_norm(x[rows], weight, 1e-5),
         "layer_norm": lambda rows: OPS.layer_norm(x[rows], weight, weight, 1e-5),
         "silu_and_mul": lambda rows: OPS.silu_and_mul(inner[rows]),
+        "silu_and_mul, odd": lambda rows: OPS.silu_and_mul(inner[rows, :2026]),
+        "gelu_tanh": lambda rows: OPS.gelu_tanh(inner[rows]),
+        "gelu_tanh, odd": lambda rows: OPS.gelu_tanh(inner[rows, :1013].contiguous()),
+        "gelu_tanh_and_mul": lambda rows: OPS.gelu_tanh_and_mul(inner[rows, :2026]),
+        "route": lambda rows: torch.cat(OPS.route(inner[rows, :60], 4, True), -1),
         "rotary": lambda rows: OPS.rotary(x[rows].view(-1, 9, 64), cos[rows], sin[rows]),
     }
     for name, operation in operations.items():
         torch.set_num_threads(1)
         whole = operation(slice(0, 130))
-        for threads, count, first in itertools.product((1, 2), (1, 2, 3, 17, 64, 101), (0, 5, 29)):
+        for threads, count, first in itertools.product((1, 2, 3), (1, 2, 3, 17, 64, 101), (0, 5, 29)):
             torch.set_num_threads(threads)
             rows = slice(first, first + count)
             assert torch.equal(operation(rows), whole[rows]), (name, threads, count, first)

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.worker.models.config_json import choice, field
 from services.worker.models.rope import read_max_positions, read_rope
-from services.worker.models.spec import DecoderSpec, Family, LayerSpec, WeightNames
+from services.worker.models.spec import Activation, DecoderSpec, Family, LayerSpec, WeightNames
 
 NAMES = WeightNames(
     prefixes=("model.", ""),
@@ -25,6 +25,8 @@ NAMES = WeightNames(
     ignored=("rotary_emb.inv_freq",),
 )
 
+_GATES: Mapping[str, Activation] = {"silu": "silu_and_mul"}
+
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a LlamaForCausalLM."""
@@ -38,11 +40,13 @@ def read_as(
     max_positions: int = 2048,
     norm_eps: float = 1e-6,
     theta: float = 10000.0,
+    activation: Activation | None = None,
 ) -> DecoderSpec:
-    """The spec of a decoder of Llama's shape, with the defaults of its family."""
+    """The spec of a decoder of Llama's shape, with the defaults of its family; `activation` if that has been read."""
     hidden, heads = field(config, "hidden_size", int), field(config, "num_attention_heads", int)
     head_dim = field(config, "head_dim", int, hidden // heads)
     bias = field(config, "attention_bias", bool, False)
+    gate = choice(config, "hidden_act", _GATES, "silu") if activation is None else activation
     layer = LayerSpec(rope=read_rope(config, head_dim, theta))
     return DecoderSpec(
         architecture=architecture,
@@ -58,7 +62,7 @@ def read_as(
         tied=field(config, "tie_word_embeddings", bool, False),
         norm="rms",
         norm_eps=field(config, "rms_norm_eps", float, norm_eps),
-        activation=choice(config, "hidden_act", {"silu": "silu_and_mul"}, "silu"),
+        activation=gate,
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=field(config, "mlp_bias", bool, False),

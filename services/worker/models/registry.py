@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from services.worker.models.spec import Family
 
 ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "GemmaForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 Implementation = Literal["auto", "quire", "transformers"]

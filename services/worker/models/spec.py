@@ -100,6 +100,7 @@ class WeightNames:
     head: str = "lm_head"
     transposed: tuple[str, ...] = ()  # those of `layer_modules` whose weights are stored as (in, out)
     ignored: tuple[str, ...] = ()  # endings of tensors that may be there and are not needed
+    unserved: tuple[str, ...] = ()  # beginnings of tensors of other parts of the model, as those for images
 
 
 @dataclass(frozen=True)

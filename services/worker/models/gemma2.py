@@ -1,0 +1,38 @@
+"""Gemma 2: softcaps, norms behind the blocks too, and a window in every other layer."""
+
+from collections.abc import Mapping
+from dataclasses import replace as with_fields
+from typing import Any
+
+from msgspec.structs import replace
+
+from services.worker.models import gemma, llama
+from services.worker.models.config_json import field, nullable
+from services.worker.models.spec import DecoderSpec, Family
+from services.worker.models.windows import sliding, with_windows
+
+NAMES = with_fields(
+    llama.NAMES,
+    layer_modules={
+        **llama.NAMES.layer_modules,
+        "attention_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    },
+)
+
+
+def read(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Gemma2ForCausalLM."""
+    spec = replace(
+        gemma.read_as("Gemma2ForCausalLM", config),
+        post_norms=True,
+        attention_scale=field(config, "query_pre_attn_scalar", float, 256.0) ** -0.5,
+        attention_softcap=nullable(config, "attn_logit_softcapping", float, 50.0) or 0.0,
+        logit_softcap=nullable(config, "final_logit_softcapping", float, 30.0) or 0.0,
+    )
+    slides = sliding(config, [index % 2 == 0 for index in range(spec.num_layers)])
+    return with_windows(spec, nullable(config, "sliding_window", int, 4096), slides)
+
+
+FAMILY = Family(read, NAMES)
