@@ -88,7 +88,7 @@ def test_a_copied_block_is_as_good(tmp_path: Path) -> None:
         assert (logits - reference_logits(model, [*TOKENS[:10], last])[10:]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", "opt, 350m's shape"])
+@pytest.mark.parametrize("name", ["llama", "opt, 350m's shape", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near(name: str, dtype: str, tmp_path: Path) -> None:
     model = variant(name)

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from services.worker.models import phi3
 from services.worker.models.attention import rope_table
 from services.worker.models.rope import read_max_positions, read_rope
 from shared.errors import ModelError
@@ -43,6 +45,58 @@ def test_tables_equal_those_of_transformers(spelling: dict[str, Any]) -> None:
     their_cos, their_sin = their(torch.zeros(1), torch.arange(length)[None])
     torch.testing.assert_close(cos, their_cos[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(sin, their_sin[0], atol=1e-6, rtol=0)
+
+
+PARTIAL = {"partial_rotary_factor": 0.5, "rope_theta": 700.0}
+LONGROPE = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 5.0, 30.0]}
+ORIGINAL = {"original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        PARTIAL,
+        PARTIAL | ORIGINAL | {"rope_scaling": {"type": "longrope", **LONGROPE}},
+        PARTIAL | ORIGINAL | {"rope_scaling": {"type": "su", **ORIGINAL, **LONGROPE}},
+        PARTIAL | ORIGINAL | {"rope_scaling": {"type": "yarn", **LONGROPE}},
+        ORIGINAL | {"rope_parameters": {"rope_type": "longrope", **PARTIAL, **LONGROPE}},
+    ],
+    ids=["plain", "longrope", "su", "yarn", "inside"],
+)
+@pytest.mark.parametrize("served", [15, 16, 17, 60])
+def test_a_part_of_each_head_and_longrope(spelling: dict[str, Any], served: int) -> None:
+    """Which factors there are follows from the longest context that is served."""
+    sizes = BASE | {"vocab_size": 10, "intermediate_size": 5, "num_hidden_layers": 1}
+    config = Phi3Config(**(sizes | {"pad_token_id": 0, "eos_token_id": 2} | _fresh(spelling)))
+    spec = phi3.read(sizes | spelling)
+    rope = spec.layers[0].rope
+    assert rope is not None
+    assert len(rope.inverse_frequencies) == 3
+    cos, sin = rope_table(rope, served + 1, torch.device("cpu"))
+    their_cos, their_sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(served)[None])
+    torch.testing.assert_close(cos[:-1], their_cos[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(sin[:-1], their_sin[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["short_factor", "long_factor"])
+def test_a_number_of_factors_that_does_not_fit_is_refused(kind: str) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6} | {kind: [1.0] * 5}
+    with pytest.raises(ModelError, match=f"{kind} has 5 numbers instead of 6"):
+        read_rope(BASE | {"rope_scaling": scaling}, 12)
+
+
+def test_a_factor_for_each_frequency() -> None:
+    factors = [1.0, 1.0, 1.25, 2.0, 4.0, 8.0]
+    rope = read_rope(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors, "rope_theta": 500.0}}, 12)
+    plain = read_rope(BASE | {"rope_theta": 500.0}, 12)
+    assert rope.inverse_frequencies == pytest.approx(
+        [frequency / factor for frequency, factor in zip(plain.inverse_frequencies, factors, strict=True)], rel=1e-6
+    )
+    assert rope.magnitude == 1
+    with pytest.raises(ModelError, match="factors has 5 numbers instead of 6"):
+        read_rope(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors[1:]}}, 12)
+    with pytest.raises(ModelError, match="factors is missing"):
+        read_rope(BASE | {"rope_parameters": {"rope_type": "factors"}}, 12)
 
 
 def _fresh(spelling: dict[str, Any]) -> dict[str, Any]:

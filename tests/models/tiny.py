@@ -52,12 +52,12 @@ OPT: dict[str, Any] = {
 
 def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return _settle(LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))))
+    return draw_the_rest(LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))))
 
 
 def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return _settle(OPTForCausalLM(OPTConfig(**(OPT | changes))))
+    return draw_the_rest(OPTForCausalLM(OPTConfig(**(OPT | changes))))
 
 
 def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -65,11 +65,11 @@ def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the only one with a softcap
     config._experts_implementation = "eager"  # the only one that takes any sizes
-    return _settle(AutoModelForCausalLM.from_config(config))
+    return draw_the_rest(AutoModelForCausalLM.from_config(config))
 
 
-def _settle(model: PreTrainedModel) -> PreTrainedModel:
-    """Biases, norms and routers are drawn too: at 0 and 1 a forgotten one would not show."""
+def draw_the_rest(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, with biases, norms and routers drawn too: at 0 and 1 a forgotten one would not show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

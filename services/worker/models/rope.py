@@ -91,8 +91,8 @@ def _factors(scaling: Mapping[str, Any], name: str, rotated: int) -> Tensor:
 
 def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, rotated: int) -> Rope:
     positions = field(config, "max_position_embeddings", int)
-    original = field(config, "original_max_position_embeddings", int, positions)
-    original = field(scaling, "original_max_position_embeddings", int, original)
+    original = field(scaling, "original_max_position_embeddings", int, positions)
+    original = field(config, "original_max_position_embeddings", int, original)
     factors = {name: _factors(scaling, name, rotated).tolist() for name in ("short_factor", "long_factor")}
     asked = {**scaling, **factors, "rope_type": "longrope", "rope_theta": theta}
     asked |= {"original_max_position_embeddings": original, "partial_rotary_factor": 1.0}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from services.worker.models.causal_lm import Shape
+from shared.errors import ModelError
 
 Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "relu"]
 """Those with `and_mul` apply to one half of the up projection and multiply by the other."""
@@ -71,6 +72,17 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
     attention_scale: float | None = None  # of the attention scores; head_dim ** -0.5 if not given
     attention_softcap: float = 0.0  # the bound of scores, smoothly; 0: none
     logit_softcap: float = 0.0  # of logits, likewise
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "max_positions", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"config.json: {name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads is {self.num_heads}, "
+                f"no multiple of num_key_value_heads, {self.num_kv_heads}"
+            )
 
     @property
     def num_layers(self) -> int:

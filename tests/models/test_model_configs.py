@@ -1,0 +1,121 @@
+"""What a config.json asks for is done or refused by name: fields, their older spellings, and values nobody serves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+
+from services.worker.models.registry import family, read_supported
+from services.worker.models.spec import DecoderSpec
+from shared.errors import ModelError
+from tests.models.tiny import LLAMA, Forward, draw_the_rest, reference_logits, save
+from tests.models.variants import VARIANTS
+
+TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
+
+
+def config_of(name: str, folder: Path) -> dict[str, Any]:
+    model = VARIANTS[name]()
+    model.config.save_pretrained(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config | {"architectures": [type(model).__name__]}
+
+
+def spec(config: dict[str, Any]) -> DecoderSpec:
+    return family(config).spec(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("mistral", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported.*silu"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        ("mistral", {"sliding_window": "wide"}, "sliding_window"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "there is no sliding_window"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ("gemma2", {"attn_logit_softcapping": "soft"}, "attn_logit_softcapping"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "mystery"}}}, "rope_type 'mystery'"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "short_factor is missing"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention true"),
+        ("gpt2", {"activation_function": "gelu"}, "activation_function 'gelu'.*gelu_new"),
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, of 5 experts"),
+        ("qwen3_moe", {"mlp_only_layers": "none"}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
+        ("llama", {"num_key_value_heads": 4}, "num_attention_heads is 6, no multiple of num_key_value_heads, 4"),
+    ],
+)
+def test_what_is_not_served_is_named(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        spec(config_of(name, tmp_path) | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        ("gemma", {"hidden_act": "gelu"}),
+        ("gemma", {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 2, "rope_parameters": None}),
+        ("qwen3_moe", {"num_local_experts": None, "num_experts": 6}),
+        ("mixtral", {"rope_parameters": None, "rope_theta": 1e6}),
+        ("phi3, part of each head", {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.6}),
+    ],
+)
+def test_older_spellings_mean_the_same(name: str, older: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(name, tmp_path)
+    assert spec(config | older) == spec(config)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2, window above", "gemma2", "gemma3", "qwen3_moe, some dense"])
+def test_windows(name: str, tmp_path: Path) -> None:
+    windows = {
+        "mistral": (7, 7, 7),
+        "qwen2, window above": (0, 0, 7),
+        "gemma2": (7, 0, 7),
+        "gemma3": (7, 0, 7),
+        "qwen3_moe, some dense": (7, 7, 7),
+    }
+    assert tuple(layer.window for layer in spec(config_of(name, tmp_path)).layers) == windows[name]
+
+
+def test_absent_fields_have_the_familys_defaults(tmp_path: Path) -> None:
+    """As in the configs of models that take images, which leave out what they share with the family."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    read = spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    assert (read.vocab_size, read.num_heads, read.num_kv_heads, read.head_dim) == (262208, 8, 4, 256)
+    assert (read.max_positions, read.tied, read.scale) == (131072, True, 1 / 16)
+    assert [layer.window for layer in read.layers[:7]] == [1024] * 5 + [0, 1024]
+    local, everywhere = read.layers[0].rope, read.layers[5].rope
+    assert local is not None
+    assert everywhere is not None
+    assert everywhere.inverse_frequencies[0] == 1 / 8
+    assert local.inverse_frequencies[:2] == pytest.approx((1.0, 10_000.0 ** (-1 / 128)))
+
+
+def test_the_text_model_among_images(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = {"head_dim": 14, "query_pre_attn_scalar": 9, "sliding_window": 4, "sliding_window_pattern": 2}
+    vision = SiglipVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=LLAMA | shape, vision_config=vision.to_dict(), mm_tokens_per_image=4)
+    config._attn_implementation = "eager"
+    model = draw_the_rest(Gemma3ForConditionalGeneration(config))
+    forward = Forward(save(model, tmp_path))
+    forward.enter(0, TOKENS, [2, 0, 1])
+    (ours,) = forward.step((0, 0, len(TOKENS)))
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
+    assert not caplog.records
+
+
+def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma7ForCausalLM"]}')
+    with pytest.raises(ModelError, match="Gemma7ForCausalLM"):
+        read_supported(tmp_path)
