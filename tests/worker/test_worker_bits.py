@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.load import ops
 from kernels.reference.paged_attention import spare_queries
+from tests.models.fallback_models import stablelm
 from tests.models.tiny import Forward, llama, opt, save
 from tests.models.variants import gemma2, qwen3_moe
 
@@ -30,6 +31,9 @@ SHAPES = {
     "wide heads": lambda: llama(
         vocab_size=512, hidden_size=256, intermediate_size=1536, num_attention_heads=4, num_key_value_heads=1,
         head_dim=128, num_hidden_layers=2,
+    ),
+    "through transformers": lambda: stablelm(
+        vocab_size=512, hidden_size=128, intermediate_size=384, num_attention_heads=4, num_hidden_layers=2
     ),
     "each head its own": lambda: opt(
         vocab_size=512, hidden_size=160, ffn_dim=640, num_attention_heads=2, word_embed_proj_dim=160,

@@ -62,13 +62,14 @@ class Recorder:
         self.calls.append(Call(key.shape[1], key.shape[3], value.shape[3], window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    def mask(self, **asked: Any) -> Tensor:
+    def mask(self, **asked: Any) -> Tensor | None:
         """A mask function: a mask as eager attention gets it, remembered with what it means."""
         from transformers.masking_utils import eager_mask
 
-        mask: Tensor = eager_mask(**asked)
-        self._windows[mask.data_ptr()] = _read_window(asked, self._positions)
-        self._masks.append(mask)
+        mask: Tensor | None = eager_mask(**asked)
+        if mask is not None:  # as it is for attention in both directions
+            self._windows[mask.data_ptr()] = _read_window(asked, self._positions)
+            self._masks.append(mask)
         return mask
 
     def _window(self, module: torch.nn.Module, mask: Tensor | None, options: dict[str, Any]) -> int:
@@ -148,7 +149,7 @@ def registered(recorder: Recorder) -> Iterator[str]:
     AttentionMaskInterface.register(name, recorder.mask)
     try:
         yield name
-    finally:
+    finally:  # they have no way to take a name out again but this
         del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
 
 

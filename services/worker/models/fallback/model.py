@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.load import Ops
 from services.worker.models.causal_lm import Inputs, Shape
-from services.worker.models.fallback.attention import PagedAttention, Recorder, register, registered
+from services.worker.models.fallback.attention import Call, PagedAttention, Recorder, register, registered
 from services.worker.models.fallback.build import build, first_line, quiet
 from services.worker.models.fallback.context import max_positions
 from services.worker.models.fallback.linear import pack_modules
@@ -30,7 +30,7 @@ def load(
             return _tried(model, architecture, dtype, ops)
     except ModelError as error:
         raise ModelError(f"{architecture} cannot be served through transformers: {error}") from error
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # hundreds of models' code runs here, and may raise anything
         raise ModelError(f"{architecture} cannot be served through transformers: {first_line(error)}") from error
 
 
@@ -38,32 +38,38 @@ def _tried(model: Any, architecture: str, dtype: torch.dtype, ops: Ops) -> "Thro
     if not model._can_set_attn_implementation():
         raise ModelError("its attention cannot be replaced")
     body = _body_name(model)
-    positions = max_positions(model.config)
     tokens = trial_tokens(model.config.get_text_config().vocab_size)
     ids = torch.tensor([tokens], device=model.device)
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    positions = max_positions(model.config)
+    calls, outputs = _recorded(model, body, ids, positions)
+    shape = Shape(
+        architecture=architecture,
+        vocab_size=expected.shape[-1],
+        max_positions=positions,
+        num_layers=len(calls),
+        num_kv_heads=max(call.kv_heads for call in calls),
+        head_dim=max(max(call.key_dim, call.value_dim) for call in calls),
+    )
+    pack_modules(model, ops)
+    attention = PagedAttention(calls, ops)
+    name, forget = register(attention)
+    model.set_attn_implementation(name)
+    served = ThroughTransformers(model, body, attention, shape, outputs)
+    weakref.finalize(served, forget)
+    refuse_if_different(served, tokens, expected, dtype, ops)
+    return served
+
+
+def _recorded(model: Any, body: str, ids: Tensor, positions: int) -> tuple[list[Call], type]:
+    """What the model asks of its attention, call by call, and the type of what its body gives."""
     recorder = Recorder(positions)
     with registered(recorder) as name:
         model.set_attn_implementation(name)
         outputs = getattr(model, body)(input_ids=ids, use_cache=False)
     if not recorder.calls:
         raise ModelError("its attention cannot be replaced")
-    shape = Shape(
-        architecture=architecture,
-        vocab_size=expected.shape[-1],
-        max_positions=positions,
-        num_layers=len(recorder.calls),
-        num_kv_heads=max(call.kv_heads for call in recorder.calls),
-        head_dim=max(max(call.key_dim, call.value_dim) for call in recorder.calls),
-    )
-    pack_modules(model, ops)
-    attention = PagedAttention(recorder.calls, ops)
-    name, forget = register(attention)
-    model.set_attn_implementation(name)
-    served = ThroughTransformers(model, body, attention, shape, type(outputs))
-    weakref.finalize(served, forget)
-    refuse_if_different(served, tokens, expected, dtype, ops)
-    return served
+    return recorder.calls, type(outputs)
 
 
 class ThroughTransformers:

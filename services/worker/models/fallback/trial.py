@@ -33,9 +33,9 @@ def refuse_if_different(model: CausalLM, tokens: Sequence[int], expected: Tensor
     trial = _Trial(model, tokens, dtype, expected.device, ops)
     whole = trial.run([_LENGTH])
     if not _near(whole, expected, dtype):
-        raise ModelError("its attention is not the plain causal kind: paged attention gives other logits")
+        raise ModelError("paged attention gives other logits: it keeps other state, or masks attention by itself")
     if not _near(trial.run(_PIECES), whole, dtype):
-        raise ModelError("it keeps state outside of attention: a prompt in pieces gives other logits")
+        raise ModelError("a prompt in pieces gives other logits: it keeps state outside of attention")
 
 
 class _Trial:

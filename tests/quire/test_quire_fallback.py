@@ -1,0 +1,57 @@
+"""A model without a family of Quire's own, over HTTP and through `LLM`."""
+
+import json
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from quire import LLM, SamplingParams
+from tests.models.fallback_models import cohere2
+from tests.models.tiny import reference_logits, save
+from tests.quire.serving import serving
+from tests.text.vocabulary import make_backend, write_model_folder
+
+PROMPT = "user hello one two three"
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return cohere2(vocab_size=make_backend().get_vocab_size())
+
+
+@pytest.fixture(scope="module")
+def whole(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folder, tokenizer included."""
+    return save(model, write_model_folder(tmp_path_factory.mktemp("cohere2")))
+
+
+def expected(model: PreTrainedModel, count: int) -> list[int]:
+    """What transformers takes for the likeliest next token, `count` times; it may be the end of the text, too."""
+    ids = make_backend().encode(PROMPT).ids
+    known = list(ids)
+    for _ in range(count):
+        known.append(int(reference_logits(model, known)[-1].argmax()))
+    return known[len(ids) :]
+
+
+def test_it_is_served(model: PreTrainedModel, whole: Path, tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    with serving(whole, tmp_path) as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = json.load(response)["choices"][0]["text"]
+        assert server.stop(signal.SIGTERM) == 0
+    assert text == make_backend().decode(expected(model, 12))
+    assert "Traceback" not in server.err.read_text()
+
+
+def test_offline(model: PreTrainedModel, whole: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(whole, model_impl="auto", kv_cache_memory=0.01, num_threads=1) as llm:
+        (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == expected(model, 12)
