@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ from shared.errors import ModelError
 from shared.progress import progress
 
 log = logging.getLogger(__name__)
+
+_LARGE = 2**16  # bytes
 
 Part = tuple[str, tuple[int, ...]]  # (tensor of the checkpoint, its shape as our parameters have it)
 
@@ -57,7 +60,7 @@ class CheckpointWeights:
         """Raises ModelError naming a tensor that has the wrong shape or type, or cannot be read."""
         source = self._sources[name]
         rows = sum(shape[0] for _, shape in source.parts)
-        whole = torch.empty((rows, *source.parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        whole = _allocate((rows, *source.parts[0][1][1:]), self._dtype, self._device)
         row = 0
         for tensor, shape in source.parts:
             whole[row : row + shape[0]].copy_(self._read(tensor, shape, source.transposed))
@@ -108,6 +111,17 @@ def load_weights(
     elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
     with progress("loading weights", elements * dtype.itemsize) as done:
         yield CheckpointWeights(files, sources, dtype, device, done)
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for one parameter. On a CPU a large one is a mapping of its own, which the system gets back in whole.
+
+    From the heap, whatever outlives a parameter that was packed and let go would leave a hole of its size.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _LARGE:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=dtype).view(shape)
 
 
 def _sources(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> Iterator[tuple[str, Source]]:

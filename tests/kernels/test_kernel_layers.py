@@ -1,5 +1,8 @@
 """Norms, rotary, activation, matrix product and lookup against float64 loops."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,10 +72,56 @@ def test_rotary(dim: int, rotated: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
-    x = rows(5, 14, dtype)
-    gate, up = x[:, :7].double(), x[:, 7:].double()
-    assert_near(OPS.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+@pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])
+def test_activations(implementation: Ops, dtype: torch.dtype) -> None:
+    x = rows(5, 14, dtype) * 3
+    x[0, 0], x[1, 1] = -200.0, 200.0
+    before, gate, up = x.clone(), x[:, :7].double(), x[:, 7:].double()
+
+    def gelu(v: Tensor) -> Tensor:
+        return v / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+
+    assert_near(implementation.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+    assert_near(implementation.gelu_tanh_and_mul(x), gelu(gate) * up, dtype)
+    assert_near(implementation.gelu_tanh(x), gelu(x.double()), dtype)
+    assert torch.equal(implementation.relu(x), x.clamp(min=0))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_route(normalised: bool) -> None:
+    logits = rows(6, 9)
+    shares, chosen = OPS.route(logits, 3, normalised)
+    for row in range(6):
+        weights = logits[row].double().exp() / logits[row].double().exp().sum()
+        best = sorted(range(9), key=lambda expert: -weights[expert])[:3]
+        assert chosen[row].tolist() == best
+        expected = weights[best] / (weights[best].sum() if normalised else 1)
+        assert_near(shares[row], expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mix_experts(dtype: torch.dtype) -> None:
+    """Expert e multiplies by e + 1; expert 2 is used by nobody, and must not be called."""
+    x, shares = rows(5, 7, dtype), rows(5, 2).abs()
+    chosen = torch.tensor([[0, 1], [3, 0], [1, 3], [3, 1], [0, 3]])
+    called = []
+
+    def expert(number: int, part: Tensor) -> Tensor:
+        called.append((number, len(part)))
+        return part * (number + 1)
+
+    out = OPS.mix_experts(x, shares, chosen, [partial(expert, number) for number in range(4)])
+    assert called == [(0, 3), (1, 3), (3, 4)]
+    assert out.dtype == dtype
+    assert_near(out, ((chosen + 1) * shares.double()).sum(-1, keepdim=True) * x.double(), dtype)
+
+
+def test_a_norms_weight_may_be_wider_than_its_input() -> None:
+    x, weight = rows(5, 33, torch.bfloat16), 1 + torch.randn(33) * 0.01
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    out = OPS.rms_norm(x, weight, 1e-5)
+    assert torch.equal(out, expected.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -64,6 +64,16 @@ def test_neighbours_make_no_difference(pair: tuple[PreTrainedModel, Path]) -> No
         assert (ours - reference_logits(model, tokens)[-len(ours) :]).abs().max() < 1e-4
 
 
+def test_random_weights_have_the_shapes(pair: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = pair
+    forward = Forward(folder, load_format="dummy", dtype="float32")
+    forward.enter(0, TOKENS, SCATTERED)
+    (drawn,) = forward.step((0, 0, 41))
+    assert drawn.shape == (41, model.config.vocab_size)
+    assert drawn.isfinite().all()
+    assert drawn.std() > 0
+
+
 def test_a_shared_prefix_is_read_from_the_same_blocks(tmp_path: Path) -> None:
     model = variant("llama")
     forward = Forward(save(model, tmp_path))

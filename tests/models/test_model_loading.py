@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.worker.kv import kv_memory
 from services.worker.model import load_model
 from shared.errors import ModelError
 from tests.models.tiny import Forward, llama, opt, reference_logits, save
+from tests.models.variants import VARIANTS
 
 TOKENS = [5, 9, 100, 3, 77, 12]
 
@@ -184,6 +186,49 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[59\], and config\.json says \[60\]"):
         logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tensor", "shape"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w1.weight", [77, 60]),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.4.w2.weight", [60, 77]),
+        ("mixtral", "model.layers.2.block_sparse_moe.gate.weight", [5, 60]),
+        ("qwen3_moe", "model.layers.2.mlp.experts.5.up_proj.weight", [31, 60]),
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight", [100, 60]),
+        ("phi3", "model.layers.1.mlp.gate_up_proj.weight", [154, 60]),
+        ("gpt2", "transformer.h.1.attn.c_attn.weight", [60, 180]),
+        ("gpt2", "transformer.h.1.attn.c_attn.bias", [180]),
+        ("gpt2", "transformer.h.2.mlp.c_proj.weight", [240, 60]),
+        ("gemma3", "model.layers.1.self_attn.k_norm.weight", [14]),
+    ],
+)
+def test_a_wrong_tensor_of_any_kind_is_named(tmp_path: Path, variant: str, tensor: str, shape: list[int]) -> None:
+    save(VARIANTS[variant](), tmp_path)
+    wrong = [shape[0] + 1, *shape[1:]]
+    rewrite(tmp_path, lambda tensors: tensors.update({tensor: torch.ones(wrong)}))
+    with pytest.raises(ModelError, match=re.escape(f"{tensor} has shape {wrong}, and config.json says {shape}")):
+        logits(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop(tensor))
+    with pytest.raises(ModelError, match=re.escape(f"tensor {tensor} is missing")):
+        logits(tmp_path)
+
+
+def test_gpt2_as_it_was_first_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a prefix, and with the masks that were buffers then."""
+    model = VARIANTS["gpt2"]()
+    save(model, tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in range(3):
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 128, 128)
+            tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    rewrite(tmp_path, rename)
+    assert_same(tmp_path, model)
+    assert not caplog.records
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Loading needs the memory of the model and of one parameter more, whatever the checkpoint's type.
+
+Measured is memory of the process's own: pages of mapped files come and go as the system sees fit.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models.tiny import llama, save
+
+MEASURE = """
+import json, sys, threading
+from pathlib import Path
+
+import torch
+
+from kernels.load import ops
+from services.worker.config import WorkerConfig
+from services.worker.host import keep_freed_memory, set_threads
+from services.worker.model import load_model
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def load(folder: str):
+    cpu = torch.device("cpu")
+    return load_model(Path(folder), WorkerConfig(device="cpu", dtype=sys.argv[3]), cpu, ops(cpu))
+
+
+def watch() -> None:
+    while not done.wait(0.001):
+        seen.append(anonymous())
+
+
+keep_freed_memory()
+set_threads(1)
+small = load(sys.argv[1])
+base = anonymous()
+seen, done = [base], threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load(sys.argv[2])
+done.set()
+watcher.join()
+print(json.dumps({"peak": max(seen) - base, "held": anonymous() - base}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
+    """A tiny model, one of 150 MB in bfloat16 over several files, and how many parameters that has."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4000, hidden_size=768, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=12,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    large = save(model, tmp_path_factory.mktemp("large"), max_shard_size="40MB")
+    assert len(list(large.glob("*.safetensors"))) > 2
+    return save(llama(), tmp_path_factory.mktemp("small")), large, model.num_parameters()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 2), ("float32", 4)])
+def test_loading_takes_little_more_than_the_model(folders: tuple[Path, Path, int], dtype: str, bytes_each: int) -> None:
+    small, large, parameters = folders
+    command = [sys.executable, "-c", MEASURE, str(small), str(large), dtype]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    weights = parameters * bytes_each
+    print({name: value / weights for name, value in found.items()})
+    assert 0.95 * weights < found["held"]
+    assert found["peak"] < 1.1 * weights
