@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.gateway.config import GatewayConfig
-from shared.checkpoint import EMBEDDED
+from shared.embedded import EMBEDDED
 from shared.text.template import ChatTemplate
 
 QUESTION = "What is the capital of France?"
 
 
 def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
-    """The announcement of a server that became ready after `seconds`, of the model in `folder`."""
+    """The announcement of a server that became ready after `seconds`, whose chat template is in `folder`."""
     url = base_url(config.host, config.port)
     return (
         f"Quire serves {model_name(config)} at {url} (ready in {seconds:.1f} s). Try:\n\n"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from services.gateway.config import GatewayConfig
 from services.worker.models.registry import Implementation, read_supported
-from services.worker.weight_paths import find_weights
+from services.worker.weight_paths import Format, find_weights
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import check_there
 
@@ -21,11 +21,15 @@ def check_files(config: GatewayConfig) -> None:
 
 def check_model(
     folder: Path,
-    load_format: Literal["auto", "safetensors", "pt", "dummy"] = "auto",
+    load_format: Format | Literal["dummy"] = "auto",
     implementation: Implementation = "auto",
+    tokenizer: Path | None = None,
 ) -> None:
-    """Raises `ModelError` if the model in `folder` is not supported, or lacks weights or a tokenizer."""
+    """Raises `ModelError` if the model in `folder` is not supported, or there are no weights or no tokenizer.
+
+    The latter's folder may be another one.
+    """
     read_supported(folder, implementation)
-    check_there(folder)
+    check_there(tokenizer or folder)
     if load_format != "dummy":
         find_weights(folder, load_format)

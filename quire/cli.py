@@ -20,7 +20,7 @@ usage: quire COMMAND ...
   knobs                   print all settings of `quire serve` as a Markdown table
   version                 print the version
 
-MODEL is a folder or a Hugging Face name; without one, the model that comes with Quire is served.
+MODEL is a folder, a .gguf file or a Hugging Face name; without one, the model that comes with Quire is served.
 """
 
 EXIT_FAILED = 1
@@ -92,7 +92,7 @@ def pull(argv: list[str]) -> int:
     import os
 
     from quire.checks import check_model
-    from quire.embedded import fetch
+    from shared.checkpoint import locate
     from shared.config import ModelConfig, flag_parser, resolve
 
     parser = flag_parser([ModelConfig], prog="quire pull", description="Fetch a model ahead.")
@@ -101,7 +101,7 @@ def pull(argv: list[str]) -> int:
     name_model(flags)
     interruptible()
     config = resolve(ModelConfig, flags, os.environ)
-    folder = fetch(config.model, config.revision)
+    folder = locate(config.model, config.revision)
     check_model(folder)
     print(folder)
     return 0

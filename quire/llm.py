@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quire.embedded import fetch
 from quire.engine import Engine
 from quire.outputs import RequestOutput
 from quire.pending import Pending
 from quire.progress import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
+from shared.checkpoint import locate, locate_tokenizer
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError
 from shared.params import SamplingParams
@@ -51,11 +51,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class LLM:
-    """Loads `model` (a folder or a Hugging Face name; empty: the embedded one) and generates from it.
+    """Loads `model` (a folder, a .gguf file or a Hugging Face name; empty: the embedded one) and generates from it.
 
-    Every argument but `tokenizer` (another model's folder or name, to take the tokenizer from) and `seed` is a setting
-    of the server with the same name, default and bounds. An unseeded request draws its seed from `seed`, so that a
-    script gives the same outputs each time it runs; None makes them differ. Calls from several threads take turns.
+    Every argument but `seed` is a setting of the server with the same name, default and bounds. An unseeded request
+    draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
+    from several threads take turns.
     Raises `ConfigError` for an argument that cannot be honoured and `ModelError` for a model that cannot be loaded.
     """
 
@@ -101,9 +101,10 @@ class LLM:
         }
         given = {name: value for name, value in settings.items() if value is not None}
         scheduler, worker = resolve(SchedulerConfig, given, {}), resolve(WorkerConfig, given, {})
-        folder = fetch(str(model), revision)
-        self._tokenizer = Tokenizer.load(fetch(str(tokenizer)) if tokenizer else folder)
-        self._template = ChatTemplate.load(folder, self._tokenizer.special)
+        folder = locate(str(model), revision)
+        texts = locate_tokenizer(str(tokenizer)) if tokenizer else folder
+        self._tokenizer = Tokenizer.load(texts)
+        self._template = ChatTemplate.load(texts, self._tokenizer.special)
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()

@@ -13,11 +13,11 @@ import msgspec
 from quire.banner import banner
 from quire.checks import check_files, check_model
 from quire.children import Child, Log
-from quire.embedded import fetch
 from quire.instance import instance_folder
 from quire.settings import Settings, service_arguments, service_environment
 from quire.supervisor import Supervisor, is_healthy
 from services.gateway.config import GatewayConfig
+from shared.checkpoint import locate, locate_tokenizer
 from shared.errors import ConfigError
 
 
@@ -28,14 +28,15 @@ def serve(settings: Settings, began: float) -> int:
     """
     port = free_port(settings.gateway)  # before minutes are spent on a model
     check_files(settings.gateway)
-    folder = fetch(settings.worker.model, settings.worker.revision)
-    check_model(folder, settings.worker.load_format, settings.worker.model_impl)
+    folder = locate(settings.worker.model, settings.worker.revision)
+    texts = locate_tokenizer(settings.gateway.tokenizer) if settings.gateway.tokenizer else folder
+    check_model(folder, settings.worker.load_format, settings.worker.model_impl, texts)
     with instance_folder() as sockets:
         bound = bind_together(settings, port, sockets)
         supervisor = Supervisor(
             children(bound, Log(sys.stderr.buffer)),
             ready=lambda: is_healthy(reachable(bound.gateway.host), port),
-            announce=lambda: print(banner(bound.gateway, folder, time.monotonic() - began), flush=True),
+            announce=lambda: print(banner(bound.gateway, texts, time.monotonic() - began), flush=True),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.drain_timeout,

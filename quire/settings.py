@@ -84,7 +84,7 @@ def service_environment(settings: Settings) -> dict[str, str]:
         environment["QUIRE_API_KEY"] = ",".join(settings.gateway.api_key)
     if on_terminal():
         environment[VARIABLE] = "1"
-    environment["HF_HUB_OFFLINE"] = "1"  # the start has fetched the model; all services shall see that same one
+    environment["HF_HUB_OFFLINE"] = "1"  # the start has fetched all; all services shall see that same
     return environment
 
 

@@ -1,8 +1,8 @@
-"""Where a model's files are: from a folder, a Hugging Face name, or nothing (the embedded model) to a local folder.
+"""Where a model's files are: from a folder, a GGUF file, a Hugging Face name, or nothing, to a local folder.
 
 Every service that reads model files calls `locate` and gets the same folder. Downloads go through huggingface_hub and
-into its own cache, so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they always do. The embedded model is made
-by `quire pull`; here is only where it lies.
+into its own cache, so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they always do. A GGUF file, such as the
+embedded model, gets a folder in Quire's cache the first time somebody asks for it.
 """
 
 import os
@@ -11,9 +11,9 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from shared.embedded import RECOMMENDED, embedded_file
 from shared.errors import ModelError
-
-EMBEDDED = "SmolLM2-135M-Instruct"
+from shared.gguf.folder import model_folder
 
 PATIENCE = 10.0
 """Seconds for the hub to answer what files a model has; then what was fetched earlier is used."""
@@ -29,38 +29,43 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire"
 
 
-def embedded_folder() -> Path:
-    """Where the embedded model lies once it is converted; it is there in whole or not at all."""
-    return cache_folder() / "models" / EMBEDDED
-
-
 def locate(model: str, revision: str | None = None) -> Path:
-    """The local folder of `model`: a folder, a Hugging Face name (downloaded if need be), or '' for the embedded one.
+    """The local folder of `model`: a folder, a GGUF file, a Hugging Face name (downloaded if need be), or '' for the
+    embedded one.
 
     Raises `ModelError`, with what to do about it, if it cannot be had.
     """
     if not model:
-        return _embedded()
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return _checked(folder)
-    if folder.exists():
-        raise ModelError(f"{model} is a file; a model is a folder with config.json, or a Hugging Face name")
+        return model_folder(embedded_file(), cache_folder() / "gguf", RECOMMENDED)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if path.suffix == ".gguf":
+        return model_folder(path, cache_folder() / "gguf")
+    if path.exists():
+        raise ModelError(
+            f"{model} is a file; a model is a folder with config.json, a .gguf file or a Hugging Face name"
+        )
     if _looks_like_path(model):
         raise ModelError(f"there is no folder {model}")
     return _checked(_download(model, revision))
 
 
-def _embedded() -> Path:
-    folder = embedded_folder()
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"the embedded model is not in {folder}; run `quire pull` to put it there")
-    return folder
+def locate_tokenizer(name: str) -> Path:
+    """The local folder of a tokenizer: a model's, as `locate` has it, or one that holds nothing else."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf" or path.exists() or _looks_like_path(name):
+        return locate(name)
+    return _download(name, None, weights=False)
 
 
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json, so it is not a model folder")
+        files = sorted(folder.glob("*.gguf"))
+        hint = f"; name the file itself: {files[0]}" if files else ""
+        raise ModelError(f"{folder} has no config.json, so it is not a model folder{hint}")
     return folder
 
 
@@ -68,13 +73,13 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, *, weights: bool = True) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         siblings = HfApi().model_info(name, revision=revision, timeout=PATIENCE).siblings or []
-        files = wanted_files([sibling.rfilename for sibling in siblings])
+        files = wanted_files([sibling.rfilename for sibling in siblings], weights=weights)
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a Hugging Face name") from error
@@ -92,15 +97,15 @@ def _is_answer(error: Exception) -> bool:
     return isinstance(error, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError))
 
 
-def wanted_files(files: Sequence[str]) -> list[str]:
+def wanted_files(files: Sequence[str], *, weights: bool = True) -> list[str]:
     """Of a repository's files at its top level, those needed to serve it: weights in one format, and the small ones."""
     top = [name for name in files if "/" not in name]
 
     def matching(patterns: Iterable[str]) -> list[str]:
         return [name for name in top if any(fnmatch(name, pattern) for pattern in patterns)]
 
-    weights = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
-    return weights + matching(SMALL_FILES)
+    heavy = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
+    return (heavy if weights else []) + matching(SMALL_FILES)
 
 
 def _reason(name: str, revision: str | None, error: Exception) -> str:

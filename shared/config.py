@@ -28,7 +28,9 @@ C = TypeVar("C", bound=Struct)
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, for every service that must know."""
 
-    model: Annotated[str, Meta(description="Folder or Hugging Face name of the model; empty: the embedded one.")] = ""
+    model: Annotated[
+        str, Meta(description="Folder, .gguf file or Hugging Face name of the model; empty: the embedded one.")
+    ] = ""
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a Hugging Face model.")] = None
 
 

@@ -27,6 +27,12 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     api_key: Annotated[
         list[Name], Meta(description="Key that requests must carry as a bearer token; of several, any.")
     ] = []
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            description="Folder or Hugging Face name to take tokenizer and chat template from, instead of the model's."
+        ),
+    ] = None
     chat_template: Annotated[str | None, Meta(description="File of a chat template, instead of the model's own.")] = (
         None
     )

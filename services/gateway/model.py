@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
-from shared.checkpoint import EMBEDDED, locate
+from shared.checkpoint import locate, locate_tokenizer
+from shared.embedded import EMBEDDED
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -29,14 +30,15 @@ class ServedModel(Struct, frozen=True):
     def load(cls, config: GatewayConfig) -> "ServedModel":
         """From the folder that `config` names. Raises `ModelError`."""
         folder = locate(config.model, config.revision)
-        tokenizer = Tokenizer.load(folder)
+        texts = locate_tokenizer(config.tokenizer) if config.tokenizer else folder
+        tokenizer = Tokenizer.load(texts)
         file = Path(config.chat_template) if config.chat_template else None
         root = config.model or EMBEDDED
         return cls(
             names=tuple(config.served_model_name) or (root,),
             root=root,
             tokenizer=tokenizer,
-            template=ChatTemplate.load(folder, tokenizer.special, file),
+            template=ChatTemplate.load(texts, tokenizer.special, file),
             defaults=_defaults(config.generation_config, folder),
         )
 

@@ -25,7 +25,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Meta(description="Type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "dummy"],
+        Literal["auto", "safetensors", "pt", "gguf", "dummy"],
         Meta(description="Which weight files to read; auto prefers safetensors, dummy draws random weights."),
     ] = "auto"
     model_impl: Annotated[

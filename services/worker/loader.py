@@ -167,7 +167,7 @@ def checkpoint_dtype(folder: Path, files: WeightFiles) -> torch.dtype:
     """The type that most of a checkpoint's tensors are stored in."""
     counts: dict[torch.dtype, int] = {}
     for name in files.names:
-        dtype = files.get(name).dtype
+        dtype = files.dtype(name)
         counts[dtype] = counts.get(dtype, 0) + 1
     if not counts:
         raise ModelError(f"{folder}: the weight files hold no tensors")

@@ -1,11 +1,11 @@
 """The tensors of a model folder, whichever way they are stored, read one by one.
 
-Safetensors and PyTorch's own files, whole or in shards. Nothing is unpickled but tensors. Whatever is absent, cut
-short or unreadable is a ModelError naming the file.
+Safetensors, PyTorch's own files and GGUF, whole or in shards. Nothing is unpickled but tensors. Whatever is absent,
+cut short or unreadable is a ModelError naming the file.
 """
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.worker.gguf_weights import GGUFWeights
 from services.worker.weight_paths import Format, find_weights
 from shared.errors import ModelError
 
@@ -30,11 +31,16 @@ class WeightFiles:
 
     def __init__(self, folder: Path, wanted: Format = "auto") -> None:
         kind, self.paths = find_weights(folder, wanted)
-        opener: Callable[[Path], Shard] = _open_safetensors if kind == "safetensors" else _PickledShard
         self._shards: dict[str, Shard] = {}  # by tensor
-        for path in self.paths:
-            shard = opener(path)
+        for shard in self._open(folder, kind):
             self._shards |= dict.fromkeys(shard.keys(), shard)
+
+    def _open(self, folder: Path, kind: str) -> Iterator[Shard]:
+        if kind == "gguf":
+            yield GGUFWeights(folder, self.paths)
+            return
+        opener: Callable[[Path], Shard] = _open_safetensors if kind == "safetensors" else _PickledShard
+        yield from map(opener, self.paths)
 
     @property
     def names(self) -> list[str]:
@@ -42,6 +48,11 @@ class WeightFiles:
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which the tensor called `name` is stored; asking does not read it."""
+        shard = self._shards[name]
+        return shard.dtype(name) if isinstance(shard, GGUFWeights) else self.get(name).dtype
 
     def get(self, name: str) -> Tensor:
         """The tensor called `name`."""

@@ -10,14 +10,19 @@ from typing import Literal
 import msgspec
 
 from shared.errors import ModelError
+from shared.gguf.folder import read_pointer
 
-Format = Literal["auto", "safetensors", "pt"]
+Format = Literal["auto", "safetensors", "pt", "gguf"]
 
 _FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
 def find_weights(folder: Path, wanted: Format) -> tuple[str, list[Path]]:
     """(format, files): those of an index before a single file, safetensors before pickles. Raises `ModelError`."""
+    if wanted in ("auto", "gguf") and (pointer := read_pointer(folder)):
+        return "gguf", [Path(path) for path in pointer.files]
+    if wanted == "gguf":
+        raise ModelError(f"{folder} was not made of a GGUF file; name the .gguf file itself as the model")
     kinds = _FILES if wanted == "auto" else {wanted: _FILES[wanted]}
     for kind, name in kinds.items():
         index = folder / f"{name}.index.json"

@@ -17,6 +17,7 @@ import tokenizers
 
 from shared.checkpoint import cache_folder
 from shared.errors import InvalidRequest, ModelError
+from shared.gguf.folder import read_pointer
 from shared.text.bytes import byte_decoder
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class Tokenizer:
 
 def check_there(folder: Path) -> None:
     """Raises `ModelError` if a model folder has nothing that a tokenizer could be made of."""
+    if (pointer := read_pointer(folder)) and pointer.no_tokenizer:
+        raise ModelError(pointer.no_tokenizer)
     if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         raise ModelError(f"{folder} has no tokenizer; none of {', '.join(VOCABULARIES)} is there")
 

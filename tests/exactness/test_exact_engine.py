@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from quire.embedded import folder
 from quire.engine import Engine
 from services.worker.runner import Runner
+from shared.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
 from shared.protocol import NewSequence, StepPlan, StepResult
 from shared.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None: 
 
 def ask(engine: Engine, text: str, params: SamplingParams) -> Request:
     """A request as the front doors make it of `params`, except that nothing ends it early."""
-    prompt = Tokenizer.load(folder()).encode(text)
+    prompt = Tokenizer.load(locate("")).encode(text)
     params = msgspec.structs.replace(params, logprobs=MAX_LOGPROBS, ignore_eos=True)
     facts, length = engine.facts, engine.limits.max_model_len
     return Request(

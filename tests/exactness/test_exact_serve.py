@@ -14,7 +14,7 @@ from msgspec import Struct
 from openai.types.chat.chat_completion_chunk import ChatCompletionChunk
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
-from quire.embedded import folder
+from shared.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
 from shared.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(folder(), tmp_path_factory.mktemp("s"), "--kv-cache-memory=0.2", name=NAME) as server:
+    with serving(locate(""), tmp_path_factory.mktemp("s"), "--kv-cache-memory=0.2", name=NAME) as server:
         yield server
 
 
@@ -152,7 +152,7 @@ async def ask_all(
 
 
 async def test_a_killed_worker_is_a_pause(server: Server, client: openai.AsyncOpenAI) -> None:
-    tokenizer, asked = Tokenizer.load(folder()), questions()
+    tokenizer, asked = Tokenizer.load(locate("")), questions()
     ids = Ids(tokenizer)
     undisturbed = await ask_all(client, ids, asked)
     disturbed = await ask_all(client, ids, asked, killed=server)

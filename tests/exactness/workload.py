@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from quire.embedded import folder
 from quire.engine import Engine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
+from shared.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Finish, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
     Texts of the lengths `EDGES` are beginnings of each other.
     """
     rng = random.Random(seed)
-    tokenizer = Tokenizer.load(folder())
+    tokenizer = Tokenizer.load(locate(""))
     words = tokenizer.encode(TEXT, add_special_tokens=False)
     ordinary = [id for id in range(tokenizer.vocab_size) if tokenizer.special_text(id) is None]
     lengths = [1, longest, *EDGES]
@@ -77,7 +77,7 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
 
 def engine(**settings: Any) -> Engine:
     """The embedded model in float32 on one CPU thread, with these settings of the scheduler's."""
-    worker = WorkerConfig(model=str(folder()), device="cpu", dtype="float32", num_threads=1, kv_cache_memory=0.25)
+    worker = WorkerConfig(model="", device="cpu", dtype="float32", num_threads=1, kv_cache_memory=0.25)
     return Engine(SchedulerConfig(**settings), worker)
 
 

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from shared import checkpoint
-from shared.checkpoint import locate, wanted_files
+from shared.checkpoint import locate, locate_tokenizer, wanted_files
 from shared.errors import ModelError
 
 
@@ -33,18 +33,26 @@ def test_a_folder_without_config_and_a_file_are_no_models(tmp_path: Path) -> Non
     with pytest.raises(ModelError, match=r"no config\.json"):
         locate(str(tmp_path))
     (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ModelError, match=r"name the file itself: .*model\.gguf"):
+        locate(str(tmp_path))
+    (tmp_path / "model.bin").write_text("")
     with pytest.raises(ModelError, match="is a file"):
+        locate(str(tmp_path / "model.bin"))
+
+
+def test_a_gguf_file_that_is_none_or_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").write_text("")
+    with pytest.raises(ModelError, match=r"model\.gguf is not a GGUF file"):
         locate(str(tmp_path / "model.gguf"))
+    with pytest.raises(ModelError, match=r"there is no file .*other\.gguf"):
+        locate(str(tmp_path / "other.gguf"))
 
 
-def test_the_embedded_model_must_have_been_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="quire pull"):
-        locate("")
-    folder = tmp_path / "models" / "SmolLM2-135M-Instruct"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    assert locate("") == folder
+def test_a_tokenizer_may_lie_alone(tmp_path: Path) -> None:
+    assert locate_tokenizer(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelError, match="there is no folder"):
+        locate_tokenizer(str(tmp_path / "nothing"))
 
 
 def test_offline_a_model_that_is_not_cached_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +80,7 @@ def test_one_format_of_weights_is_fetched() -> None:
     safe = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert wanted_files([*small, *other, *safe, "pytorch_model.bin"]) == [*safe, *small]
     assert wanted_files([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
+    assert wanted_files([*small, *other, *safe], weights=False) == small
     assert wanted_files(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
 
 

@@ -1,46 +1,39 @@
-"""The embedded model: its conversion is right, happens once, and is never seen half done."""
+"""The embedded model: its folder says what loaders need, its text handling is right, and it makes sense."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from quire import embedded, gguf_checkpoint
+from services.worker.weight_files import WeightFiles
+from shared import embedded
+from shared.checkpoint import cache_folder, locate
 from shared.errors import ModelError
+from tests.gguf import second_opinion
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The real model, converted into a cache of the tests' own."""
+    """The real model, in a cache of the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield embedded.folder()
+        yield locate("")
 
 
-@pytest.fixture
-def writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A cache of its own and a writer that only leaves config.json; the folders that it was asked to fill."""
-    asked: list[Path] = []
-
-    def write_folder(source: Path, folder: Path, sampling: object) -> None:
-        asked.append(folder)
-        (folder / "config.json").write_text(f"conversion {len(asked)}")
-
-    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gguf_checkpoint, "write_folder", write_folder)
-    return asked
-
-
-def test_transformers_reads_the_folder_and_the_model_makes_sense(folder: Path) -> None:
+def test_transformers_reads_the_same_tensors_and_the_model_makes_sense(folder: Path) -> None:
+    described, theirs = second_opinion.read(embedded.embedded_file(), folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
+        assert config[name] == described[name]
+    files = WeightFiles(folder)
+    assert set(files.names) == set(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(files.get(name), tensor), name
+    model = second_opinion.from_tensors(folder, theirs)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.bfloat16
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -59,81 +52,28 @@ def test_the_tokenizer_splits_numbers_and_loses_nothing(folder: Path) -> None:
 def test_the_folder_says_what_loaders_need(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert (config["rms_norm_eps"], config["rope_theta"], config["tie_word_embeddings"]) == (1e-5, 100000.0, True)
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 100000.0}
+    assert (config["rms_norm_eps"], config["tie_word_embeddings"]) == (1e-5, True)
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     generation = json.loads((folder / "generation_config.json").read_bytes())
     assert (generation["eos_token_id"], generation["temperature"]) == (2, 0.2)
     assert "<|im_start|>" in json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        names = set(weights.keys())
-        assert weights.get_tensor("model.layers.29.self_attn.k_proj.weight").shape == (192, 576)
-    assert len(names) == 2 + 30 * 9
+    files = WeightFiles(folder)
+    assert files.get("model.layers.29.self_attn.k_proj.weight").shape == (192, 576)
+    assert files.dtype("model.layers.29.self_attn.k_proj.weight") == torch.bfloat16
+    assert len(files.names) == 2 + 30 * 9
+    assert files.paths == [embedded.embedded_file()]
 
 
-def test_rotary_rows_are_moved_from_pairs_to_halves() -> None:
-    rows = np.arange(8, dtype=np.float32)[:, None]  # two heads of four rows
-    assert gguf_checkpoint.halves_from_pairs(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+def test_its_sampling_is_not_that_of_the_bare_file(folder: Path) -> None:
+    bare = locate(str(embedded.embedded_file()))
+    assert bare != folder
+    assert json.loads((bare / "generation_config.json").read_bytes()) == {"eos_token_id": 2}
 
 
-def test_bfloat16_is_rounded_as_torch_does() -> None:
-    random = np.random.default_rng(0).standard_normal(1001).astype(np.float32)
-    ties = np.array([1 + 1 / 256, 1 + 3 / 256, -0.0, 3e38], dtype=np.float32)
-    values = np.concatenate([random, ties])
-    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
-    assert (gguf_checkpoint.bfloat16_bits(values) == expected).all()
-
-
-def test_an_unknown_tensor_is_refused() -> None:
-    assert gguf_checkpoint.hugging_face_name("blk.3.ffn_up.weight") == ("model.layers.3.mlp.up_proj.weight", "ffn_up")
-    with pytest.raises(ModelError, match=r"blk\.0\.attn_rel_b\.weight"):
-        gguf_checkpoint.hugging_face_name("blk.0.attn_rel_b.weight")
-
-
-def test_starts_at_the_same_time_convert_once(writes: list[Path]) -> None:
-    barrier = threading.Barrier(4)
-
-    def start() -> None:
-        barrier.wait()
-        assert (embedded.folder() / "config.json").is_file()
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(writes) == 1
-
-
-def test_a_killed_conversion_leaves_nothing_that_matters(writes: list[Path], tmp_path: Path) -> None:
-    partial = tmp_path / "models" / ".SmolLM2-135M-Instruct.partial"
-    partial.mkdir(parents=True)
-    (partial / "model.safetensors").write_text("half")
-    folder = embedded.folder()
-    assert not partial.exists()
-    assert not (folder / "model.safetensors").exists()
-
-
-def test_a_folder_of_an_older_form_is_made_anew(writes: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    embedded.folder()
-    monkeypatch.setattr(embedded, "FORMAT", embedded.FORMAT + 1)
-    folder = embedded.folder()
-    assert (folder / "config.json").read_text() == "conversion 2"
-    assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
-
-
-def test_a_failing_conversion_leaves_no_folder(writes: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(source: Path, folder: Path, sampling: object) -> None:
-        (folder / "config.json").write_text("{}")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gguf_checkpoint, "write_folder", full_disk)
-    with pytest.raises(ModelError, match="No space left"):
-        embedded.folder()
-    assert not embedded.embedded_folder().exists()
-    assert [path.suffix for path in embedded.embedded_folder().parent.iterdir()] == [".lock"]
-
-
-def test_a_missing_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, writes: list[Path]) -> None:
+def test_a_missing_package_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_here")
     with pytest.raises(ModelError, match="make install"):
-        embedded.folder()
+        locate("")
+    assert not cache_folder().exists() or not list(cache_folder().iterdir())

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from quire.embedded import folder
 from services.worker.config import WorkerConfig
 from services.worker.runner import Runner
+from shared.checkpoint import locate
+from tests.gguf import second_opinion
 from tests.worker.driving import Drive, sequence
 
 PROMPTS = [
@@ -29,13 +30,13 @@ MARGIN = 1e-3
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(folder())
+    tokenizer = AutoTokenizer.from_pretrained(locate(""))
     return [tokenizer(text)["input_ids"] for text in PROMPTS]
 
 
 def ours(prompts: list[list[int]]) -> list[list[int]]:
     """All prompts in one batch, in uneven chunks first, with their blocks dealt out in turn."""
-    drive = Drive(Runner(WorkerConfig(model=str(folder()), device="cpu")), slots=10, blocks=70, block_size=16)
+    drive = Drive(Runner(WorkerConfig(model="", device="cpu")), slots=10, blocks=70, block_size=16)
     lengths = [len(prompt) for prompt in prompts]
     new = [sequence(slot, prompt, range(slot, 70, 10)) for slot, prompt in enumerate(prompts)]
     drive.run(*((slot, 0, length // 2, 0) for slot, length in enumerate(lengths)), new=new)
@@ -56,7 +57,7 @@ def theirs(model: PreTrainedModel, prompt: list[int], output: list[int]) -> Tens
 
 
 def test_greedy_as_transformers(prompts: list[list[int]]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32).eval()
+    model = second_opinion.from_ours(locate(""))
     compared = 0
     for prompt, output in zip(prompts, ours(prompts), strict=True):
         logits = theirs(model, prompt, output)

@@ -1,0 +1,32 @@
+"""The tensors of a GGUF model under Hugging Face's names and in its layouts, dequantised when they are asked for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config_json import read_config
+from shared.gguf.header import read_header
+from shared.gguf.tensors import find_sources
+
+_STORED = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFWeights:
+    """All tensors of the model in `folder`, whose weights are in `paths`. Raises ModelError, naming a wrong tensor."""
+
+    def __init__(self, folder: Path, paths: Sequence[Path]) -> None:
+        self._sources = find_sources(read_header(paths[0]), read_config(folder))
+
+    def keys(self) -> list[str]:
+        return list(self._sources)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a tensor is stored in; of a quantised one, what holds its numbers well: bfloat16."""
+        return _STORED.get(self._sources[name].tensor.type.name, torch.bfloat16)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """The tensor, in the type it was stored in or, if that was no type of torch's, in float32."""
+        values = self._sources[name].read(torch.get_num_threads())
+        return torch.from_numpy(values if values.flags.writeable else values.copy())

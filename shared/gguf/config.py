@@ -1,0 +1,285 @@
+"""config.json from a GGUF file's metadata, in the words of transformers' config classes.
+
+One function an architecture. What the metadata leaves out, because the programs that read GGUF know it of the
+architecture, is added here. What would make the model compute differently and has no place here is refused by name.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, Keys, RopeScalingType
+from msgspec import ValidationError, convert
+
+from shared.errors import ModelError
+from shared.gguf.blocks import read_part
+from shared.gguf.header import Header
+
+T = TypeVar("T", int, float, str)
+
+_TOKENS = {"bos": Keys.Tokenizer.BOS_ID, "eos": Keys.Tokenizer.EOS_ID, "pad": Keys.Tokenizer.PAD_ID}
+
+_FOREIGN = (
+    Keys.LLM.LOGIT_SCALE,
+    Keys.LLM.EMBEDDING_SCALE,
+    Keys.LLM.RESIDUAL_SCALE,
+    Keys.Attention.SCALE,
+    Keys.Attention.CLAMP_KQV,
+    Keys.Attention.MAX_ALIBI_BIAS,
+)
+"""Settings that none of the architectures here has."""
+
+
+def model_config(header: Header) -> dict[str, Any]:
+    """The config.json of the model. Raises `ModelError` for an architecture or a setting that is not supported."""
+    source = Source(header)
+    if source.architecture not in _CONFIGS:
+        asked = source.architecture or "none named"
+        raise ModelError(f"{source.path}: architecture {asked} is not supported (supported: {', '.join(_CONFIGS)})")
+    for key in _FOREIGN:
+        if source.has(key):
+            raise ModelError(f"{source.path}: {source.name(key)} is not supported")
+    tokens = {f"{part}_token_id": source.metadata[key] for part, key in _TOKENS.items() if key in source.metadata}
+    return {
+        "vocab_size": source.vocab_size(),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": "bfloat16",
+        **tokens,
+        **_CONFIGS[source.architecture](source),
+    }
+
+
+class Source:
+    """A header, asked for settings by the `gguf` package's keys."""
+
+    def __init__(self, header: Header) -> None:
+        self.header, self.metadata, self.path = header, header.metadata, header.paths[0]
+        self.architecture = str(header.metadata.get(Keys.General.ARCHITECTURE, ""))
+
+    def name(self, key: str) -> str:
+        return key.format(arch=self.architecture)
+
+    def has(self, key: str) -> bool:
+        return self.name(key) in self.metadata
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """The setting; `default` if it is absent, and an error if there is none."""
+        value = self.metadata.get(self.name(key), default)
+        if value is None:
+            raise ModelError(f"{self.path}: {self.name(key)} is missing")
+        try:
+            return convert(value, kind)
+        except ValidationError as error:  # numbers that differ by layer are lists, and not for these architectures
+            raise ModelError(f"{self.path}: {self.name(key)}: {error}") from error
+
+    def vocab_size(self) -> int:
+        """Rows of the token table; there may be more of them than tokens, for the sake of alignment."""
+        if (table := self.header.tensors.get("token_embd.weight")) is None:
+            raise ModelError(f"{self.path}: tensor token_embd.weight is missing")
+        tokens = len(self.metadata.get(Keys.Tokenizer.LIST, []))
+        if len(table.shape) != 2 or table.shape[0] < tokens:
+            raise ModelError(f"{table}: there are {tokens} tokens")
+        return table.shape[0]
+
+    def head_dim(self) -> int:
+        """Of keys and values, which must have the same."""
+        heads = self.get(Keys.Attention.HEAD_COUNT, int)
+        dim = self.get(Keys.Attention.KEY_LENGTH, int, self.get(Keys.LLM.EMBEDDING_LENGTH, int) // max(heads, 1))
+        if self.get(Keys.Attention.VALUE_LENGTH, int, dim) != dim:
+            raise ModelError(f"{self.path}: {self.name(Keys.Attention.VALUE_LENGTH)} differs from the keys' {dim}")
+        return dim
+
+    def factors(self, name: str, dim: int) -> list[float] | None:
+        """Of the rotary frequencies, a tensor of its own; None if there is no such one."""
+        if (tensor := self.header.tensors.get(name)) is None:
+            return None
+        if tensor.shape != (dim // 2,):
+            raise ModelError(f"{tensor}: must have the shape {[dim // 2]}")
+        return [float(str(value)) for value in read_part(tensor)]
+
+
+def _decoder(source: Source, rope: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What all but GPT-2 have; rotary positions as `rope` has them, or as the file says in the usual way."""
+    heads = source.get(Keys.Attention.HEAD_COUNT, int)
+    return {
+        "hidden_size": source.get(Keys.LLM.EMBEDDING_LENGTH, int),
+        "intermediate_size": source.get(Keys.LLM.FEED_FORWARD_LENGTH, int),
+        "num_hidden_layers": source.get(Keys.LLM.BLOCK_COUNT, int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": source.get(Keys.Attention.HEAD_COUNT_KV, int, heads),
+        "head_dim": source.head_dim(),
+        "max_position_embeddings": source.get(Keys.LLM.CONTEXT_LENGTH, int),
+        "rms_norm_eps": source.get(Keys.Attention.LAYERNORM_RMS_EPS, float),
+        "hidden_act": "silu",
+        "rope_parameters": rope or _rope(source, source.head_dim()),
+    }
+
+
+def _rope(source: Source, dim: int) -> dict[str, Any]:
+    """Of a model that turns all dimensions of a head."""
+    if (rotated := source.get(Keys.Rope.DIMENSION_COUNT, int, dim)) != dim:
+        raise ModelError(f"{source.path}: {source.name(Keys.Rope.DIMENSION_COUNT)} {rotated} is not the head's {dim}")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": source.get(Keys.Rope.FREQ_BASE, float, 10000.0)}
+    factors = source.factors("rope_freqs.weight", dim)
+    kind = source.get(Keys.Rope.SCALING_TYPE, str, RopeScalingType.NONE.value)
+    if factors is not None:
+        rope |= {"rope_type": "factors", "factors": factors}
+    if kind == RopeScalingType.NONE.value:
+        return rope
+    if factors is not None or kind not in (RopeScalingType.LINEAR.value, RopeScalingType.YARN.value):
+        beside = " beside rope_freqs.weight" if factors is not None else ""
+        raise ModelError(f"{source.path}: {source.name(Keys.Rope.SCALING_TYPE)} {kind!r}{beside} is not supported")
+    rope |= {"rope_type": kind, "factor": source.get(Keys.Rope.SCALING_FACTOR, float)}
+    if kind == RopeScalingType.YARN.value:
+        rope["original_max_position_embeddings"] = source.get(Keys.Rope.SCALING_ORIG_CTX_LEN, int)
+        for name, key in (
+            ("attention_factor", Keys.Rope.SCALING_YARN_ATTN_FACTOR),
+            ("beta_fast", Keys.Rope.SCALING_YARN_BETA_FAST),
+            ("beta_slow", Keys.Rope.SCALING_YARN_BETA_SLOW),
+        ):
+            if source.has(key):
+                rope[name] = source.get(key, float)
+    return rope
+
+
+def _llama(source: Source) -> dict[str, Any]:
+    """Also Mistral, which computes the same, and Mixtral."""
+    if experts := source.get(Keys.LLM.EXPERT_COUNT, int, 0):
+        used = source.get(Keys.LLM.EXPERT_USED_COUNT, int)
+        mixture = {"num_local_experts": experts, "num_experts_per_tok": used, "sliding_window": None}
+        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"} | _decoder(source) | mixture
+    biases = {
+        "attention_bias": "blk.0.attn_q.bias" in source.header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in source.header.tensors,
+    }
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | _decoder(source) | biases
+
+
+def _qwen2(source: Source) -> dict[str, Any]:
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+    return config | _decoder(source)
+
+
+def _qwen3(source: Source) -> dict[str, Any]:
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+    return config | _decoder(source) | {"attention_bias": False}
+
+
+def _qwen3_moe(source: Source) -> dict[str, Any]:
+    mixture = {
+        "num_experts": source.get(Keys.LLM.EXPERT_COUNT, int),
+        "num_experts_per_tok": source.get(Keys.LLM.EXPERT_USED_COUNT, int),
+        "moe_intermediate_size": source.get(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, int),
+        "norm_topk_prob": True,  # as all of them are computed that are kept in this format
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | _decoder(source) | mixture
+
+
+def _gemma(source: Source) -> dict[str, Any]:
+    activation = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+    return {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"} | _decoder(source) | activation
+
+
+def _gemma2(source: Source) -> dict[str, Any]:
+    config = _gemma(source)
+    layers = config["num_hidden_layers"]
+    return config | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": _query_scalar(config, widest=46),
+        "attn_logit_softcapping": source.get(Keys.LLM.ATTN_LOGIT_SOFTCAPPING, float, 50.0),
+        "final_logit_softcapping": source.get(Keys.LLM.FINAL_LOGIT_SOFTCAPPING, float, 30.0),
+        "sliding_window": source.get(Keys.Attention.SLIDING_WINDOW, int, 4096),
+        "layer_types": _alternating(layers, 2),
+    }
+
+
+def _gemma3(source: Source) -> dict[str, Any]:
+    config = _gemma(source)
+    layers = config["num_hidden_layers"]
+    full = config["rope_parameters"]
+    if not source.has(Keys.Rope.FREQ_BASE):
+        full["rope_theta"] = 1000000.0
+    local = {"rope_type": "default", "rope_theta": source.get(Keys.Rope.FREQ_BASE_SWA, float, 10000.0)}
+    return config | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": _query_scalar(config, widest=62),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "sliding_window": source.get(Keys.Attention.SLIDING_WINDOW, int),
+        "layer_types": _alternating(layers, 6),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _query_scalar(config: dict[str, Any], widest: int) -> int:
+    """What scores are scaled by, which no key tells: of the 27B, known by its layers, it is not the head's size."""
+    if config["num_hidden_layers"] == widest:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _alternating(layers: int, period: int) -> list[str]:
+    """Each last layer of a period sees everything, the others a window."""
+    return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
+
+
+def _phi3(source: Source) -> dict[str, Any]:
+    dim = source.head_dim()
+    rotated = source.get(Keys.Rope.DIMENSION_COUNT, int, dim)
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": source.get(Keys.Rope.FREQ_BASE, float, 10000.0),
+        "partial_rotary_factor": rotated / dim,
+    }
+    original = source.get(Keys.Rope.SCALING_ORIG_CTX_LEN, int, source.get(Keys.LLM.CONTEXT_LENGTH, int))
+    short, long = (source.factors(f"rope_factors_{which}.weight", rotated) for which in ("short", "long"))
+    if short is not None and long is not None:
+        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        rope["original_max_position_embeddings"] = original
+        if source.has(Keys.Rope.SCALING_ATTN_FACTOR):
+            rope["attention_factor"] = source.get(Keys.Rope.SCALING_ATTN_FACTOR, float)
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "original_max_position_embeddings": original,
+        "sliding_window": source.get(Keys.Attention.SLIDING_WINDOW, int, 0) or None,
+        "partial_rotary_factor": rotated / dim,
+        **_decoder(source, rope),
+    }
+
+
+def _gpt2(source: Source) -> dict[str, Any]:
+    hidden = source.get(Keys.LLM.EMBEDDING_LENGTH, int)
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_inner": source.get(Keys.LLM.FEED_FORWARD_LENGTH, int, 4 * hidden),
+        "n_layer": source.get(Keys.LLM.BLOCK_COUNT, int),
+        "n_head": source.get(Keys.Attention.HEAD_COUNT, int),
+        "n_positions": source.get(Keys.LLM.CONTEXT_LENGTH, int),
+        "layer_norm_epsilon": source.get(Keys.Attention.LAYERNORM_EPS, float),
+        "activation_function": "gelu_new",
+    }
+
+
+def _named(architecture: MODEL_ARCH) -> str:
+    return str(MODEL_ARCH_NAMES[architecture])
+
+
+_CONFIGS: dict[str, Callable[[Source], dict[str, Any]]] = {
+    _named(MODEL_ARCH.LLAMA): _llama,
+    _named(MODEL_ARCH.QWEN2): _qwen2,
+    _named(MODEL_ARCH.QWEN3): _qwen3,
+    _named(MODEL_ARCH.QWEN3MOE): _qwen3_moe,
+    _named(MODEL_ARCH.GEMMA): _gemma,
+    _named(MODEL_ARCH.GEMMA2): _gemma2,
+    _named(MODEL_ARCH.GEMMA3): _gemma3,
+    _named(MODEL_ARCH.PHI3): _phi3,
+    _named(MODEL_ARCH.GPT2): _gpt2,
+}

@@ -1,0 +1,227 @@
+"""What a GGUF file says before its weights: metadata, and where each tensor lies.
+
+The `gguf` package has a reader, which takes seconds for a vocabulary of usual size, since each string becomes arrays of
+its own; so the bytes are walked here, and the package's tables say what they mean. Every bound is checked against the
+file's size: whatever is cut short or damaged is a `ModelError` naming the file and what could not be read.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGUF_MAGIC,
+    GGUF_VERSION,
+    GGMLQuantizationType,
+    GGUFValueType,
+    Keys,
+)
+from msgspec import Struct
+
+from shared.errors import ModelError
+from shared.gguf.parts import find_parts
+
+VERSIONS = (2, GGUF_VERSION)
+MOST = 2**24  # dimensions, tensors or keys: more of them are damage
+
+_SCALARS = {
+    GGUFValueType.UINT8: "<u1",
+    GGUFValueType.INT8: "<i1",
+    GGUFValueType.UINT16: "<u2",
+    GGUFValueType.INT16: "<i2",
+    GGUFValueType.UINT32: "<u4",
+    GGUFValueType.INT32: "<i4",
+    GGUFValueType.FLOAT32: "<f4",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "<u8",
+    GGUFValueType.INT64: "<i8",
+    GGUFValueType.FLOAT64: "<f8",
+}
+
+
+class StoredTensor(Struct, frozen=True):
+    """One tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first, as in numpy; quantised along the last dimension
+    type: GGMLQuantizationType
+    path: Path
+    offset: int  # of its first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        block, size = GGML_QUANT_SIZES[self.type]
+        return int(math.prod(self.shape) // block * size)
+
+    def __str__(self) -> str:
+        return f"{self.path}: tensor {self.name} ({self.type.name} {list(self.shape)})"
+
+
+class Header(Struct, frozen=True):
+    """Of one model, whose tensors may lie in several files."""
+
+    paths: tuple[Path, ...]  # the first has the metadata
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a model, of all its parts if it is split. Raises `ModelError`."""
+    paths = find_parts(path)
+    parts = [_read(part) for part in paths]
+    metadata = parts[0].metadata
+    tensors: dict[str, StoredTensor] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ModelError(f"{tensor}: {tensors[name].path} has a tensor of that name too")
+            tensors[name] = tensor
+    if (count := metadata.get(Keys.Split.LLM_KV_SPLIT_COUNT, 0) or 1) != len(paths):
+        raise ModelError(
+            f"{paths[0]}: it is one of {count} files, which must keep their names (...-00001-of-00002.gguf)"
+        )
+    for number, part in enumerate(parts):
+        if part.metadata.get(Keys.Split.LLM_KV_SPLIT_NO, 0) != number:
+            raise ModelError(f"{paths[number]}: its name says part {number + 1}, its header says another")
+    if (total := metadata.get(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, len(tensors))) != len(tensors):
+        raise ModelError(f"{paths[0]}: the files of this model have {len(tensors)} tensors, and should have {total}")
+    return Header(paths, metadata, tensors)
+
+
+def _read(path: Path) -> Header:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Walk(path, data).header()
+    except ValueError as error:  # an empty file cannot be mapped
+        raise ModelError(f"{path} is not a GGUF file: it is empty") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+class _Place(NamedTuple):
+    """A tensor as the header has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int  # from the end of the header
+
+
+class _Walk:
+    """A place in the bytes of one file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at, self.size = path, data, 0, len(data)
+        self.reading = "its first bytes"
+
+    def header(self) -> Header:
+        if self.take(4) != struct.pack("<I", GGUF_MAGIC):
+            raise ModelError(f"{self.path} is not a GGUF file: it does not begin with 'GGUF'")
+        version = self.number("<u4")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            what = "is a big-endian file" if swapped in VERSIONS else f"has version {version} of the format"
+            raise ModelError(f"{self.path} {what} (supported: little-endian, versions {VERSIONS[0]} to {VERSIONS[-1]})")
+        tensors, keys = self.count("tensors"), self.count("keys")
+        metadata = dict(self.key() for _ in range(keys))
+        places = [self.tensor() for _ in range(tensors)]
+        alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self.path}: {Keys.General.ALIGNMENT} is {alignment!r}")
+        start = -(-self.at // alignment) * alignment
+        return Header((self.path,), metadata, {place.name: self.placed(place, start) for place in places})
+
+    def key(self) -> tuple[str, Any]:
+        name = self.string()
+        self.reading = f"key {name}"
+        return name, self.value(self.kind())
+
+    def value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind != GGUFValueType.ARRAY:
+            return _plain(np.frombuffer(self.take(np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]))[0]
+        kind, length = self.kind(), self.number("<u8")
+        if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+            if length * 8 > self.size - self.at:
+                raise self.cut_short()
+            return [self.value(kind) for _ in range(length)] if kind == GGUFValueType.ARRAY else self.strings(length)
+        return _plain(np.frombuffer(self.take(length * np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]))
+
+    def kind(self) -> GGUFValueType:
+        number = self.number("<u4")
+        try:
+            return GGUFValueType(number)
+        except ValueError as error:
+            raise ModelError(f"{self.path}: {self.reading} has a value of unknown type {number}") from error
+
+    def strings(self, count: int) -> list[str]:
+        """As `string` each, in a loop that a vocabulary's hundred thousands of them can afford."""
+        data, at, found = self.data, self.at, []
+        length = struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                (size,) = length(data, at)
+                end = at + 8 + size
+                if end > self.size:
+                    raise self.cut_short()
+                found.append(data[at + 8 : end].decode("utf-8", "replace"))
+                at = end
+        except struct.error as error:
+            raise self.cut_short() from error
+        self.at = at
+        return found
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def tensor(self) -> _Place:
+        name = self.string()
+        self.reading = f"tensor {name}"
+        dimensions = self.number("<u4")
+        if dimensions > 8:
+            raise ModelError(f"{self.path}: tensor {name} has {dimensions} dimensions")
+        shape = tuple(self.number("<u8") for _ in range(dimensions))[::-1]
+        return _Place(name, shape, self.number("<u4"), self.number("<u8"))
+
+    def placed(self, place: _Place, start: int) -> StoredTensor:
+        name, shape, number, offset = place
+        try:
+            tensor = StoredTensor(name, shape, GGMLQuantizationType(number), self.path, start + offset)
+        except ValueError as error:
+            raise ModelError(f"{self.path}: tensor {name} has the unknown quantisation type {number}") from error
+        block, _ = GGML_QUANT_SIZES[tensor.type]
+        if (shape[-1] if shape else 1) % block:
+            raise ModelError(f"{tensor}: its rows are not whole blocks of {block}")
+        if (end := tensor.offset + tensor.nbytes) > self.size:
+            raise ModelError(f"{tensor} ends at byte {end}, but the file has {self.size}: it is cut short")
+        return tensor
+
+    def count(self, what: str) -> int:
+        number = self.number("<u8")
+        if number > MOST:
+            raise ModelError(f"{self.path} is damaged: it says to have {number} {what}")
+        return number
+
+    def number(self, kind: str) -> int:
+        return int(np.frombuffer(self.take(np.dtype(kind).itemsize), kind)[0])
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > self.size:
+            raise self.cut_short()
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def cut_short(self) -> ModelError:
+        return ModelError(f"{self.path} is cut short: it ends within {self.reading}, at byte {self.size}")
+
+
+def _plain(values: "np.ndarray[Any, Any]") -> list[Any]:
+    """The values as Python's own; a 32-bit float as the shortest decimal that means it, which is what was written."""
+    return [float(str(value)) for value in values] if values.dtype == np.float32 else values.tolist()

@@ -1,0 +1,178 @@
+"""tokenizer.json and tokenizer_config.json from a GGUF file's vocabulary.
+
+Two kinds: `gpt2` is byte-level BPE with its merges and a named rule of splitting text into words; `llama` is a
+SentencePiece BPE model, whose merges follow from its pieces' scores. What cannot be made to give the original's ids
+for every text is an `Unconvertible` saying why, and the model is then served with a tokenizer that the user names.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, Keys, TokenType
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from shared.gguf.splitting import KNOWN, splitting
+
+Metadata = Mapping[str, Any]
+
+SPECIAL = {
+    "bos_token": Keys.Tokenizer.BOS_ID,
+    "eos_token": Keys.Tokenizer.EOS_ID,
+    "unk_token": Keys.Tokenizer.UNK_ID,
+    "pad_token": Keys.Tokenizer.PAD_ID,
+}
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+"""Control tokens that end an answer in a chat; files often name just one end, which may be that of a document."""
+
+PREFIX, WORD = "▁", " "
+
+
+class Unconvertible(Exception):
+    """Why no tokenizer can be made of a file."""
+
+
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
+    """The file's tokenizer. Raises `Unconvertible`."""
+    kind = metadata.get(Keys.Tokenizer.MODEL)
+    tokens = metadata.get(Keys.Tokenizer.LIST) or []
+    if len(set(tokens)) != len(tokens):
+        raise Unconvertible("its vocabulary has a token twice")
+    for key in SPECIAL.values():
+        if not 0 <= metadata.get(key, 0) < max(len(tokens), 1):
+            raise Unconvertible(f"{key} is {metadata[key]}, and it has {len(tokens)} tokens")
+    try:
+        return _build(kind, metadata, tokens)
+    except Unconvertible:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise Unconvertible(f"its vocabulary is damaged: {error}") from error
+
+
+def _build(kind: Any, metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
+    if kind == "gpt2":
+        tokenizer, adds_bos = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        tokenizer, adds_bos = _sentence_piece(metadata, tokens), True
+    else:
+        raise Unconvertible(f"{Keys.Tokenizer.MODEL} {kind!r} is not known here (known: gpt2, llama)")
+    _add_tokens(tokenizer, metadata, tokens)
+    _add_ends(tokenizer, metadata, tokens, adds_bos)
+    return tokenizer
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """tokenizer_config.json: the chat template, and which special token plays which part."""
+    tokens = metadata.get(Keys.Tokenizer.LIST) or []
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for part, key in SPECIAL.items():
+        if (id := metadata.get(key)) is not None and id < len(tokens):
+            config[part] = tokens[id]
+    if template := metadata.get(Keys.Tokenizer.CHAT_TEMPLATE):
+        config["chat_template"] = template
+    return config
+
+
+def end_token_ids(metadata: Metadata) -> list[int]:
+    """What ends an answer: the tokens that the file calls so, and known ends of a turn in its vocabulary."""
+    tokens, types = metadata.get(Keys.Tokenizer.LIST) or [], metadata.get(Keys.Tokenizer.TOKEN_TYPE) or []
+    named = [metadata.get(key) for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)]
+    known = [
+        id
+        for id, (token, type) in enumerate(zip(tokens, types, strict=False))
+        if type == TokenType.CONTROL and token in ENDS
+    ]
+    return list(dict.fromkeys(id for id in [*named, *known] if id is not None))
+
+
+def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
+    name = metadata.get(Keys.Tokenizer.PRE)
+    rule = splitting(str(name))
+    if rule is None:
+        raise Unconvertible(f"{Keys.Tokenizer.PRE} {name!r} is not known here (known: {', '.join(KNOWN)})")
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(Keys.Tokenizer.MERGES) or []]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
+    if rule.normalizer is not None:
+        tokenizer.normalizer = rule.normalizer
+    tokenizer.pre_tokenizer = rule.pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rule.adds_bos
+
+
+def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
+    for key in (Keys.Tokenizer.PRECOMPILED_CHARSMAP, Keys.Tokenizer.REMOVE_EXTRA_WS):
+        if metadata.get(key):
+            raise Unconvertible(f"{key} is not supported for a {Keys.Tokenizer.MODEL} of 'llama'")
+    types, scores = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [], metadata.get(Keys.Tokenizer.SCORES) or []
+    if not len(types) == len(scores) == len(tokens):
+        raise Unconvertible(f"it has {len(tokens)} tokens, {len(types)} token types and {len(scores)} scores")
+    unknown = metadata.get(Keys.Tokenizer.UNK_ID)
+    model = models.BPE(
+        vocab={token: id for id, token in enumerate(tokens)},
+        merges=list(_merges(tokens, types, scores)),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=TokenType.BYTE in types,
+    )
+    tokenizer = Tokenizer(model)
+    spaces = normalizers.Replace(WORD, PREFIX)
+    back: list[Any] = [decoders.Replace(PREFIX, WORD), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get(Keys.Tokenizer.ADD_PREFIX, True):  # the text, and what follows a special token, begins a word
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(PREFIX), spaces])
+        back.append(decoders.Strip(WORD, 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(back)
+    return tokenizer
+
+
+def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+    """Every way to make an ordinary piece of two others, best score first: SentencePiece merges what scores best."""
+    pieces = {token: id for id, token in enumerate(tokens) if types[id] == TokenType.NORMAL}
+    found = []
+    for piece, id in pieces.items():
+        for at in range(1, len(piece)):
+            left, right = piece[:at], piece[at:]
+            if left in pieces and right in pieces:
+                found.append((-scores[id], id, pieces[left], pieces[right], left, right))
+    for *_, left, right in sorted(found):
+        yield left, right
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str]) -> None:
+    """Tokens that are found in a text as they are written, before anything else."""
+    types = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or []
+    strips = _strips_right(metadata)
+    special, ordinary = [], []
+    for token, type in zip(tokens, types, strict=False):
+        if type == TokenType.CONTROL:
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=strips(token)))
+        elif type == TokenType.USER_DEFINED and token:
+            ordinary.append(AddedToken(token, normalized=False, special=False, rstrip=strips(token)))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(ordinary)
+
+
+def _strips_right(metadata: Metadata) -> Any:
+    """Whether a special token swallows the white space behind it, which no key tells: Phi-3's do, but for three."""
+    phi = metadata.get(Keys.General.ARCHITECTURE) == MODEL_ARCH_NAMES[MODEL_ARCH.PHI3]
+    if phi and metadata.get(Keys.Tokenizer.MODEL) == "llama":
+        return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")
+    return lambda token: False
+
+
+def _add_ends(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str], adds_bos: bool) -> None:
+    """Put the tokens around each text that the file asks for."""
+    first, last = metadata.get(Keys.Tokenizer.BOS_ID), metadata.get(Keys.Tokenizer.EOS_ID)
+    around = []
+    if metadata.get(Keys.Tokenizer.ADD_BOS, adds_bos) and first is not None:
+        around.append((tokens[first], first))
+    before = [token for token, _ in around]
+    after = []
+    if metadata.get(Keys.Tokenizer.ADD_EOS, False) and last is not None:
+        around.append((tokens[last], last))
+        after = [tokens[last]]
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], pair=[*before, "$A", *after, "$B:1"], special_tokens=around
+        )

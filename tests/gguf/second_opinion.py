@@ -1,0 +1,39 @@
+"""Transformers' models of GGUF files: by its own reader, as a second opinion, or from our tensors, which is faster."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from services.worker.weight_files import WeightFiles
+
+
+def read(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Settings and tensors of the file as transformers' reader has them, for the kind of model that `folder` names.
+
+    (Its `from_pretrained` would ask for a further package.)
+    """
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    found = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=empty)
+    return found["config"], found["tensors"]
+
+
+def from_ours(folder: Path) -> PreTrainedModel:
+    """Transformers' model, in float32, of a GGUF file's folder with the tensors that our worker would load."""
+    files = WeightFiles(folder)
+    return from_tensors(folder, {name: files.get(name) for name in files.names})
+
+
+def from_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Transformers' model of these tensors, in float32."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}  # tied
+    model.tie_weights()
+    return model.eval()

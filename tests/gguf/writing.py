@@ -1,0 +1,174 @@
+"""GGUF files of tiny transformers models, as the usual converter writes them, with the `gguf` package's writer.
+
+What a quantised type loses is lost in the model too: `write` puts the dequantised numbers back into it, so that it is
+the reference for the file.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter, RopeScalingType, quants
+from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.tensor_mapping import get_tensor_name_map
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Choice = Callable[[str], GGMLQuantizationType]
+"""From GGUF's name of a matrix to the type it is stored in."""
+
+KINDS = {
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gemma": MODEL_ARCH.GEMMA,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3,
+    "gpt2": MODEL_ARCH.GPT2,
+}
+
+
+def as_float(name: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType.F32
+
+
+def write(
+    model: PreTrainedModel, path: Path, types: Choice = as_float, *, vocabulary: Mapping[str, Any] | None = None
+) -> Path:
+    """Write `model` to `path`, and put what was lost by the types of its matrices into it too."""
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[KINDS[model.config.model_type]])
+    add_settings(writer, model.config)
+    add_vocabulary(writer, vocabulary if vocabulary is not None else plain_vocabulary(model.config.vocab_size))
+    add_tensors(writer, model, types)
+    return finish(writer, path)
+
+
+def finish(writer: GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def plain_vocabulary(size: int) -> dict[str, Any]:
+    """Byte-level BPE without merges: `gpt-2`."""
+    letters = [chr(33 + at) if at < 94 else f"[{at}]" for at in range(size)]
+    return {"model": "gpt2", "pre": "gpt-2", "token_list": letters, "token_types": [1] * size, "token_merges": []}
+
+
+def add_vocabulary(writer: GGUFWriter, vocabulary: Mapping[str, Any]) -> None:
+    """By the writer's names of what it adds: `model`, `pre`, `token_list`, `bos_token_id`, `chat_template`, ..."""
+    for name, value in vocabulary.items():
+        prefixed = f"add_tokenizer_{name}"
+        getattr(writer, prefixed if hasattr(writer, prefixed) else f"add_{name}")(value)
+
+
+def add_settings(writer: GGUFWriter, config: Any) -> None:
+    """The settings that the usual converter writes."""
+    kind = config.model_type
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(4 * config.n_embd if kind == "gpt2" else config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    if kind == "gpt2":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if kind in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if kind == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if kind.startswith(("gemma", "qwen3")):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if kind in ("gemma2", "gemma3_text"):
+        writer.add_sliding_window(config.sliding_window)
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    add_rope(writer, config)
+
+
+def add_rope(writer: GGUFWriter, config: Any) -> None:
+    rope = config.rope_parameters
+    if config.model_type == "gemma3_text":
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if config.model_type in ("llama", "mistral", "mixtral"):
+        writer.add_rope_dimension_count(config.head_dim or config.hidden_size // config.num_attention_heads)
+    if config.model_type == "phi3":
+        dim = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        if rope["rope_type"] == "longrope":
+            for which in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
+    elif rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def add_tensors(writer: GGUFWriter, model: PreTrainedModel, types: Choice) -> None:
+    for name, stored, put_back in stored_tensors(model):
+        kind = types(name) if stored.ndim > 1 else GGMLQuantizationType.F32
+        written = quants.quantize(stored, kind)
+        writer.add_tensor(name, written, raw_dtype=kind)
+        put_back(quants.dequantize(written.view(np.uint8) if written.dtype != np.uint8 else written, kind))
+
+
+def stored_tensors(
+    model: PreTrainedModel,
+) -> Iterator[tuple[str, NDArray[np.float32], Callable[[NDArray[np.float32]], None]]]:
+    """Each tensor of the file: name, numbers, and a function that puts other numbers of this form into the model."""
+    config, kind = model.config, model.config.model_type
+    names = get_tensor_name_map(KINDS[kind], config.num_hidden_layers)
+    for full, parameter in model.named_parameters():
+        if full.endswith(".experts.gate_up_proj"):
+            half, layer = parameter.shape[1] // 2, full.split(".")[2]
+            yield f"blk.{layer}.ffn_gate_exps.weight", *_as_it_is(parameter[:, :half])
+            yield f"blk.{layer}.ffn_up_exps.weight", *_as_it_is(parameter[:, half:])
+        elif full.endswith(".experts.down_proj"):
+            yield f"blk.{full.split('.')[2]}.ffn_down_exps.weight", *_as_it_is(parameter)
+        else:
+            name = names.get_name(full, try_suffixes=(".weight", ".bias"))
+            assert name is not None, full
+            yield name, *_changed(kind, full, parameter, config)
+
+
+def _as_it_is(parameter: Tensor) -> tuple[NDArray[np.float32], Callable[[NDArray[np.float32]], None]]:
+    def put_back(values: NDArray[np.float32]) -> None:
+        parameter.data.copy_(torch.from_numpy(values.reshape(parameter.shape).copy()))
+
+    return parameter.detach().float().contiguous().numpy().copy(), put_back
+
+
+def _changed(kind: str, name: str, parameter: Tensor, config: Any) -> Any:
+    """As the converter stores it."""
+    if kind in ("llama", "mistral", "mixtral") and (".q_proj" in name or ".k_proj" in name):
+        heads = config.num_attention_heads if ".q_proj" in name else config.num_key_value_heads
+        rows = torch.arange(parameter.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+        values = parameter.detach()[rows].float().numpy()
+
+        def put_back(values: NDArray[np.float32]) -> None:
+            parameter.data[rows] = torch.from_numpy(values.reshape(parameter.shape).copy())
+
+        return values, put_back
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return parameter.detach().float().numpy() + 1, lambda values: None
+    if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return _as_it_is(parameter.T)
+    return _as_it_is(parameter)
