@@ -1,5 +1,6 @@
 """The command line: settings from every source, one line and a status for what is wrong, and the announcement."""
 
+import fcntl
 import os
 import shlex
 import shutil
@@ -7,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +21,9 @@ from quire.children import Log
 from quire.serve import bind_together, children, free_port
 from services.gateway.config import GatewayConfig
 from shared.config import load
+from shared.embedded import RECOMMENDED, embedded_file
 from shared.errors import ConfigError
+from shared.gguf.folder import model_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,17 +137,32 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(folder:
 
 
 def test_ctrl_c_in_the_first_moments_leaves_no_traceback(tmp_path: Path) -> None:
+    cache = tmp_path / "gguf"
+    name = model_folder(embedded_file(), tmp_path / "other", RECOMMENDED).name
+    cache.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUIRE_CACHE": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "quire", "pull"], stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stderr is not None
-        assert "conver" in process.stderr.read(10)  # the progress bar: it is in the middle of it
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait() == 130
+    with (cache / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that it is in the middle of it
+        with subprocess.Popen(
+            [sys.executable, "-m", "quire", "pull"], stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            while lock.name not in open_files(process.pid):
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            rest = process.stderr.read()
+            assert process.wait() == 130
     assert "Traceback" not in rest
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [".SmolLM2-135M-Instruct.lock"]
+    assert [path.name for path in cache.iterdir()] == [f".{name}.lock"]
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(entry))
+    return found
 
 
 def test_flags_win_over_environment_and_that_over_the_file(tmp_path: Path) -> None:
