@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quire.embedded import fetch
-from shared.checkpoint import EMBEDDED
+from shared.checkpoint import locate
+from shared.embedded import EMBEDDED
 from tests.scripted import Script
 from tests.system.running import engine, gateway
 
@@ -56,7 +56,7 @@ async def scripted(step: float) -> AsyncIterator[str]:
     script = Script(vocab_size=49152, eos=2, blocks=20_000, max_positions=2048, delay=step)
     async with (
         engine(script) as made,
-        gateway(made, f"--model={fetch('')}", f"--served-model-name={EMBEDDED}") as front,
+        gateway(made, f"--model={locate('')}", f"--served-model-name={EMBEDDED}") as front,
     ):
         yield f"http://127.0.0.1:{front.port}"
 
@@ -90,7 +90,7 @@ async def measure(argv: list[str], url: str, seed: int, given: argparse.Namespac
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             *("bench", "serve", "--backend", "openai", "--base-url", url),
-            *("--model", given.model, "--tokenizer", given.tokenizer or str(fetch(""))),
+            *("--model", given.model, "--tokenizer", given.tokenizer or str(locate(""))),
             *("--dataset-name", "random", "--temperature", "0", "--seed", str(seed)),
             *("--random-input-len", str(given.input), "--random-output-len", str(given.output)),
             *("--num-prompts", str(given.num_prompts), "--request-rate", str(given.request_rate)),

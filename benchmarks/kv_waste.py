@@ -36,8 +36,8 @@ from quire.bench.client import Target
 from quire.bench.load import Run, run, session
 from quire.bench.options import WorkloadOptions
 from quire.bench.workload import Drawer, Request
-from quire.embedded import fetch
-from shared.checkpoint import EMBEDDED
+from shared.checkpoint import locate
+from shared.embedded import EMBEDDED
 from shared.text.tokenizer import Tokenizer
 from tests.scripted import Script
 from tests.system.running import engine, gateway
@@ -83,7 +83,7 @@ async def serving(block_size: int) -> AsyncIterator[str]:
 async def sleeping(block_size: int, step: float) -> AsyncIterator[str]:
     """The same gateway and scheduler with a worker that takes so long for any step."""
     script = Script(vocab_size=49152, eos=2, blocks=20_000, max_positions=CONTEXT, delay=step)
-    names = (f"--model={fetch('')}", f"--served-model-name={EMBEDDED}")
+    names = (f"--model={locate('')}", f"--served-model-name={EMBEDDED}")
     async with engine(script, f"--block-size={block_size}") as made, gateway(made, *names) as front:
         yield f"http://127.0.0.1:{front.port}"
 
@@ -128,7 +128,7 @@ def over_time(readings: list[Reading], held: list[float]) -> float:
 
 async def row(block_size: int, given: argparse.Namespace) -> str:
     options = WorkloadOptions(dataset_name="long-tail", num_prompts=given.num_prompts, seed=given.seed)
-    requests = Drawer(options, Tokenizer.load(fetch("")), seed=given.seed).draw()
+    requests = Drawer(options, Tokenizer.load(locate("")), seed=given.seed).draw()
     async with sleeping(block_size, given.step) if given.step else serving(block_size) as url:
         load, readings = await measure(url, requests, given.concurrency)
     failed = [one.error for one in load.outcomes if not one.ok]

@@ -13,8 +13,8 @@ from msgspec import Struct
 from quire.llm import LLM
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.checkpoint import EMBEDDED
 from shared.config import knobs
+from shared.embedded import EMBEDDED
 from shared.params import SamplingParams
 
 

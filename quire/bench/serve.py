@@ -23,8 +23,8 @@ from quire.bench.load import run as run_load
 from quire.bench.options import ServeOptions
 from quire.bench.report import Result, block, file_name, record, result, save
 from quire.bench.workload import Drawer, Request
-from quire.embedded import fetch
-from shared.checkpoint import EMBEDDED
+from shared.checkpoint import locate
+from shared.embedded import EMBEDDED
 from shared.errors import EngineFailure, Unavailable
 from shared.progress import on_terminal
 from shared.text.template import ChatTemplate
@@ -152,7 +152,7 @@ class _Serve:
         else:
             name, model = options.served_model_name or options.model, options.model
         tokenizer_id = options.tokenizer or model
-        folder = fetch("" if tokenizer_id == EMBEDDED else tokenizer_id)
+        folder = locate("" if tokenizer_id == EMBEDDED else tokenizer_id)
         tokenizer = Tokenizer.load(folder)
         return Words(model, name, tokenizer_id, tokenizer, ChatTemplate.load(folder, tokenizer.special))
 
