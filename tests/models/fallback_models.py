@@ -6,6 +6,7 @@ from typing import Any
 from transformers import (
     Cohere2Config,
     DeepseekV3Config,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
     Olmo2Config,
@@ -87,6 +88,17 @@ def vault_gemma(**changes: Any) -> PreTrainedModel:
     return tiny(VaultGemmaConfig(**(GROUPED | extra | changes)))
 
 
+def gemma4(**changes: Any) -> PreTrainedModel:
+    """Layers with other numbers of heads, of other widths."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    extra = {
+        "head_dim": 12, "global_head_dim": 20, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": 8, "layer_types": kinds, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    return tiny(Gemma4TextConfig(**(GROUPED | extra | {"pad_token_id": 0} | changes)))
+
+
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {
-    make.__name__: make for make in (stablelm, gpt_neox, cohere2, olmo2, granite, starcoder2, deepseek_v3, vault_gemma)
+    make.__name__: make
+    for make in (stablelm, gpt_neox, cohere2, olmo2, granite, starcoder2, deepseek_v3, vault_gemma, gemma4)
 }

@@ -1,17 +1,23 @@
 """Architectures without a family of ours: transformers' code with our attention, held to transformers alone."""
 
+import dataclasses
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kernels.load import ops
+from services.worker.models.fallback.linear import pack_modules
 from services.worker.models.fallback.model import ThroughTransformers
 from tests.models.fallback_models import MODELS
 from tests.models.tiny import Forward, llama, opt, reference_logits, save
 
 TOKENS = torch.randint(3, 263, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]
+
+OPS = ops(torch.device("cpu"))
 
 Pair = tuple[PreTrainedModel, Path]
 
@@ -84,6 +90,21 @@ def test_half_precision_is_near(dtype: str, tmp_path: Path) -> None:
     theirs = reference_logits(model, TOKENS)
     assert ours.dtype == torch.float32
     assert ((ours - theirs).norm() / theirs.norm()) < (0.15 if dtype == "bfloat16" else 0.02)
+
+
+def test_weights_are_dropped_as_they_are_packed() -> None:
+    """Or a model would be in memory twice while it loads."""
+    model = MODELS["olmo2"]()
+    plain = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    alive: list[int] = []
+
+    def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(reference() is not None for reference in plain))
+        return OPS.pack_linear(weight)
+
+    pack_modules(model, dataclasses.replace(OPS, pack_linear=pack_linear))
+    assert alive == list(range(len(plain), 0, -1))
+    assert not any(reference() is not None for reference in plain)
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:

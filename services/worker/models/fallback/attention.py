@@ -177,7 +177,7 @@ def _check_options(module: torch.nn.Module, options: dict[str, Any]) -> None:
         raise ModelError("some attention of it is not causal")
     asked = {name for name, value in options.items() if value is not None and value is not False}
     if others := sorted(asked - _HARMLESS - {"is_causal", "scaling", "softcap"}):
-        raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(others)}")
+        raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(others)}, which ours lacks")
 
 
 def _read_window(asked: dict[str, Any], max_positions: int) -> int | None:

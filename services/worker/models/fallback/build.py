@@ -14,6 +14,7 @@ import torch
 
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
+from shared.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +59,18 @@ def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> A
     for name, tensor in tensors.items():
         if tensor.dtype in _QUANTISED:
             raise ModelError(f"tensor {name} is of {tensor.dtype}: quantised weights are not supported")
-    model, found = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=dict(tensors),
-        dtype=dtype,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with progress("loading weights", total) as done:
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+        _own(model, {tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
+        done(total)
     folder = files.paths[0].parent
     if missing := sorted(found["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -73,7 +78,6 @@ def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> A
     if others := sorted(found["unexpected_keys"]):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
-    _own(model, {tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
     return model
 
 

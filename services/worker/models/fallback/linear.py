@@ -52,4 +52,5 @@ def _packed(module: nn.Module, ops: Ops) -> nn.Module:
     packed = ops.pack_linear(plain)
     if not packed.is_mkldnn:
         return module
+    module.register_parameter("weight", None)  # the module itself is known to `swapped` for a while yet
     return PackedLinear(packed, bias.detach() if isinstance(bias, Tensor) else None, len(plain), ops)
