@@ -38,7 +38,8 @@ def model_config(header: Header) -> dict[str, Any]:
     for key in _FOREIGN:
         if source.has(key):
             raise ModelError(f"{source.path}: {source.name(key)} is not supported")
-    tokens = {f"{part}_token_id": source.metadata[key] for part, key in _TOKENS.items() if key in source.metadata}
+    # null where the file names none: left out, a config class would have an id of its own
+    tokens = {f"{part}_token_id": source.metadata.get(key) for part, key in _TOKENS.items()}
     return {
         "vocab_size": source.vocab_size(),
         "tie_word_embeddings": "output.weight" not in header.tensors,

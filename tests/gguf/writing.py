@@ -4,18 +4,19 @@ What a quantised type loses is lost in the model too: `write` puts the dequantis
 the reference for the file.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFWriter, RopeScalingType, quants
+from gguf import GGUFEndian, GGUFWriter, RopeScalingType, quants
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType
 from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Choice = Callable[[str], GGMLQuantizationType]
 """From GGUF's name of a matrix to the type it is stored in."""
@@ -40,13 +41,28 @@ def as_float(name: str) -> GGMLQuantizationType:
 
 
 def write(
-    model: PreTrainedModel, path: Path, types: Choice = as_float, *, vocabulary: Mapping[str, Any] | None = None
+    model: PreTrainedModel,
+    path: Path,
+    types: Choice = as_float,
+    *,
+    vocabulary: Mapping[str, Any] | None = None,
+    others: Mapping[str, NDArray[Any] | None] = {},
+    split: int = 0,
+    endianness: GGUFEndian = GGUFEndian.LITTLE,
 ) -> Path:
-    """Write `model` to `path`, and put what was lost by the types of its matrices into it too."""
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[KINDS[model.config.model_type]])
+    """Write `model` to `path`, and put what was lost by the types of its matrices into it too.
+
+    `others` replaces tensors by these, or by nothing; `split` is how many a file has.
+    """
+    writer = GGUFWriter(
+        path, MODEL_ARCH_NAMES[KINDS[model.config.model_type]], endianess=endianness, split_max_tensors=split
+    )
     add_settings(writer, model.config)
     add_vocabulary(writer, vocabulary if vocabulary is not None else plain_vocabulary(model.config.vocab_size))
-    add_tensors(writer, model, types)
+    add_tensors(writer, model, types, others)
+    for name, tensor in others.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor)
     return finish(writer, path)
 
 
@@ -92,7 +108,7 @@ def add_settings(writer: GGUFWriter, config: Any) -> None:
     if kind.startswith(("gemma", "qwen3")):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if kind in ("gemma2", "gemma3_text"):
+    if getattr(config, "sliding_window", None) and kind != "mistral":
         writer.add_sliding_window(config.sliding_window)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -115,6 +131,11 @@ def add_rope(writer: GGUFWriter, config: Any) -> None:
         if rope["rope_type"] == "longrope":
             for which in ("long", "short"):
                 writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
+    elif rope["rope_type"] == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device=torch.device("cpu"))
+        dim = 2 * len(scaled)
+        plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     elif rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -122,8 +143,10 @@ def add_rope(writer: GGUFWriter, config: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def add_tensors(writer: GGUFWriter, model: PreTrainedModel, types: Choice) -> None:
+def add_tensors(writer: GGUFWriter, model: PreTrainedModel, types: Choice, others: Collection[str] = ()) -> None:
     for name, stored, put_back in stored_tensors(model):
+        if name in others:
+            continue
         kind = types(name) if stored.ndim > 1 else GGMLQuantizationType.F32
         written = quants.quantize(stored, kind)
         writer.add_tensor(name, written, raw_dtype=kind)

@@ -1,0 +1,108 @@
+"""Models in GGUF files through our worker, against transformers with the same (dequantised) weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from transformers import PreTrainedModel
+
+from services.worker.weight_files import WeightFiles
+from shared.gguf.folder import model_folder
+from tests.gguf import second_opinion
+from tests.gguf.writing import write
+from tests.models.tiny import Forward, llama, reference_logits
+from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+
+TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+"""Rows of whole blocks of 32, which is what the plain quantised types have."""
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [2.0 + at for at in range(8)]}  # TOKENS are more than 32
+PHI = {name: size for name, size in WIDE.items() if name != "head_dim"}
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: llama(**WIDE),
+    "llama, biases": lambda: llama(**WIDE, attention_bias=True, mlp_bias=True),
+    "llama, stretched": lambda: llama(**WIDE, rope_parameters=LINEAR),
+    "mistral": lambda: mistral(**WIDE, sliding_window=None),
+    "mixtral": lambda: mixtral(**WIDE),
+    "qwen2": lambda: qwen2(**WIDE, tie_word_embeddings=True),
+    "qwen2, stretched": lambda: qwen2(**WIDE, rope_parameters=YARN),
+    "qwen3": lambda: qwen3(**WIDE | {"head_dim": 32}),
+    "qwen3moe": lambda: qwen3_moe(**WIDE, norm_topk_prob=True, moe_intermediate_size=32),
+    "gemma": lambda: gemma(**WIDE),
+    "gemma2": lambda: gemma2(**WIDE, query_pre_attn_scalar=16),
+    "gemma3": lambda: gemma3(**WIDE, query_pre_attn_scalar=16, num_hidden_layers=7, sliding_window_pattern=6),
+    "phi3": lambda: phi3(**PHI, sliding_window=7),
+    "phi3, part of each head": lambda: phi3(**PHI, partial_rotary_factor=0.5),
+    "phi3, long": lambda: phi3(**PHI, rope_parameters=LONG, original_max_position_embeddings=32),
+    "gpt2": lambda: gpt2(n_embd=64, n_head=4),
+    "gpt2, untied": lambda: gpt2(n_embd=64, n_head=4, tie_word_embeddings=False),
+}
+
+
+def mixed(name: str) -> GGMLQuantizationType:
+    """Of each kind that can be written, some: as the usual mixtures of types have it."""
+    kinds = ("Q4_0", "Q8_0", "Q5_1", "F16", "Q4_1", "BF16", "Q5_0", "F32")
+    return GGMLQuantizationType[kinds[sum(name.encode()) % len(kinds)]]
+
+
+def compare(file: Path, model: PreTrainedModel, cache: Path, **config: object) -> None:
+    forward = Forward(model_folder(file, cache), **config)
+    forward.enter(0, TOKENS, range(11))
+    (ours,) = forward.step((0, 0, len(TOKENS)))
+    theirs = reference_logits(model, TOKENS)
+    assert theirs.std() > 0.3  # the comparison is of something
+    assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    compare(write(model, tmp_path / "model.gguf", mixed), model, tmp_path / "cache")
+
+
+def test_transformers_code_computes_a_gguf_file_too(tmp_path: Path) -> None:
+    model = MODELS["gemma2"]()
+    file = write(model, tmp_path / "model.gguf", mixed)
+    compare(file, model, tmp_path / "cache", model_impl="transformers")
+
+
+def test_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) -> None:  # LDG-09: rope_freqs.weight
+    model = llama(**WIDE, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32})
+    file = write(model, tmp_path / "model.gguf")
+    compare(file, model, tmp_path / "cache")
+    plain = llama(**WIDE)
+    plain.load_state_dict(model.state_dict())
+    assert (reference_logits(plain, TOKENS) - reference_logits(model, TOKENS)).abs().max() > 0.01
+
+
+def test_a_file_without_output_layer_is_tied(tmp_path: Path) -> None:  # LDG-09: tied output
+    model = llama(**WIDE, tie_word_embeddings=True)
+    compare(write(model, tmp_path / "model.gguf", mixed), model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
+def test_each_type_of_weights(kind: str, tmp_path: Path) -> None:  # LDG-09: quantised types
+    model = llama(**WIDE, num_hidden_layers=1)
+    file = write(model, tmp_path / "model.gguf", lambda name: GGMLQuantizationType[kind])
+    compare(file, model, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2"])
+def test_tensors_are_those_that_transformers_finds(name: str, tmp_path: Path) -> None:
+    """A reader that was written by others: names, order of rows, transposition, and what is subtracted."""
+    file = write(MODELS[name](), tmp_path / "model.gguf", mixed)
+    folder = model_folder(file, tmp_path / "cache")
+    files = WeightFiles(folder)
+    _, theirs = second_opinion.read(file, folder)
+    assert set(theirs) == set(files.names)
+    for tensor, values in theirs.items():
+        assert torch.equal(files.get(tensor).float(), values.float()), tensor
