@@ -1,12 +1,11 @@
 """How much of the KV memory that running requests hold is waste? Measured, from the server's own figures.
 
 Starts `quire serve` with each block size, sends it the long-tail mix through `quire bench serve`'s client, and reads
-/metrics all the while: the scheduler counts the positions stored in held blocks (`quire:kv_tokens_held`, shared blocks
-once) and the blocks held. Averages are over time, while anything ran:
+/metrics all the while. Averages are over time, while anything ran:
 
-- *waste*: 1 - positions stored / (blocks held * block size).
-- *contiguous*: the same for memory reserved in one piece a request, as long as the context, or as the longest request;
-  the running requests and the positions they store are those of the same run.
+- *waste*: what the scheduler says of its held blocks (`quire:kv_waste_perc`; shared blocks count once).
+- *to 2048* and *to the longest*: the same for memory reserved in one piece a request, as long as the context or as the
+  longest request; the running requests and the positions that they store are those of the same readings.
 
     python benchmarks/kv_waste.py
     python benchmarks/kv_waste.py --step 0.03     # a worker that sleeps in each step and computes nothing
@@ -17,6 +16,7 @@ where the CPU would take a quarter of an hour.
 
 import argparse
 import asyncio
+import itertools
 import re
 import sys
 import time
@@ -30,7 +30,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import itertools
 
 from quire.bench.client import Target
 from quire.bench.load import Run, run, session
@@ -45,7 +44,7 @@ from tests.system.running import engine, gateway
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 2048
 INTERVAL = 0.1  # seconds between two readings; the engine renews its figures four times a second
-NAMES = ("vllm:num_requests_running", "quire:kv_tokens_held", "quire:kv_blocks", "quire:kv_blocks_free")
+NAMES = ("vllm:num_requests_running", "quire:kv_tokens_held", "quire:kv_waste_perc", "quire:kv_block_size")
 
 
 class Reading(NamedTuple):
@@ -54,7 +53,8 @@ class Reading(NamedTuple):
     at: float
     running: float
     tokens: float
-    blocks: float  # held
+    waste: float
+    block_size: float
 
 
 @asynccontextmanager
@@ -92,8 +92,7 @@ async def read(http: aiohttp.ClientSession, url: str) -> Reading:
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()
     found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
-    running, tokens, blocks, free = (found[name] for name in NAMES)
-    return Reading(time.perf_counter(), running, tokens, blocks - free)
+    return Reading(time.perf_counter(), *(found[name] for name in NAMES))
 
 
 async def measure(url: str, requests: list[Request], concurrency: int) -> tuple[Run, list[Reading]]:
@@ -119,9 +118,8 @@ async def measure(url: str, requests: list[Request], concurrency: int) -> tuple[
     return load, [reading for reading in readings if reading.running and reading.tokens]
 
 
-def over_time(readings: list[Reading], held: list[float]) -> float:
-    """1 - positions stored / positions held, on average over the time between the first reading and the last."""
-    shares = [1 - reading.tokens / space for reading, space in zip(readings, held, strict=True)]
+def over_time(readings: list[Reading], shares: list[float]) -> float:
+    """The average of the shares; each counts for the time until the next reading."""
     spans = [after.at - before.at for before, after in itertools.pairwise(readings)]
     return sum(share * span for share, span in zip(shares, spans, strict=False)) / sum(spans)
 
@@ -135,9 +133,12 @@ async def row(block_size: int, given: argparse.Namespace) -> str:
     if failed:
         raise SystemExit(f"{len(failed)} requests failed, such as: {failed[0]}")
     longest = max(request.prompt_len + request.output_len for request in requests)
-    paged = over_time(readings, [reading.blocks * block_size for reading in readings])
+    if {reading.block_size for reading in readings} != {block_size}:
+        raise SystemExit("the server has blocks of another size")
+    paged = over_time(readings, [reading.waste for reading in readings])
     to_context, to_longest = (
-        over_time(readings, [reading.running * length for reading in readings]) for length in (CONTEXT, longest)
+        over_time(readings, [1 - reading.tokens / (reading.running * length) for reading in readings])
+        for length in (CONTEXT, longest)
     )
     outputs = [one.output_tokens for one in load.outcomes]
     mix = f"{min(outputs)}-{max(outputs)}, {sum(outputs) / len(outputs):.0f}"

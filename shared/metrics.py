@@ -30,6 +30,11 @@ def _usage(snapshot: Snapshot) -> float:
     return 1.0 - snapshot.blocks_free / snapshot.blocks if snapshot.blocks else 0.0
 
 
+def _waste(snapshot: Snapshot) -> float:
+    held = (snapshot.blocks - snapshot.blocks_free) * snapshot.block_size
+    return 1.0 - snapshot.tokens_held / held if held else 0.0
+
+
 GAUGES = (
     Family("vllm:num_requests_running", "Sequences being computed.", lambda s: s.running),
     Family("vllm:num_requests_waiting", "Sequences waiting to be computed.", lambda s: s.waiting),
@@ -39,6 +44,8 @@ GAUGES = (
     Family("quire:kv_blocks_free", "Blocks without a holder, cached ones included.", lambda s: s.blocks_free),
     Family("quire:kv_blocks_cached", "Blocks published in the prefix index.", lambda s: s.blocks_cached),
     Family("quire:kv_tokens_held", "Positions stored in held blocks, shared ones once.", lambda s: s.tokens_held),
+    Family("quire:kv_block_size", "Positions in a block.", lambda s: s.block_size),
+    Family("quire:kv_waste_perc", "Share of the positions in held blocks that store nothing, from 0 to 1.", _waste),
     Family("quire:steps_in_flight", "Plans sent whose result is not back.", lambda s: s.in_flight),
 )
 

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 """Bumped by every change of the wire; peers with another version are refused at the first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -162,6 +162,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     finished_abort: int = 0  # counter: sequences
     finished_error: int = 0  # counter: sequences
     worker_losses: int = 0  # counter: epochs that ended in a dead, hung or faulty worker
+    block_size: int = 0  # tokens in a block
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):

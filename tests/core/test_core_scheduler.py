@@ -106,7 +106,8 @@ def test_a_fork_shares_the_prompt_and_copies_the_block_that_is_written() -> None
     _submit(core, 1, [1, 2, 3, 4, 5], Sampling(max_tokens=3, seed=5), n=3)
     plan = _plan(core)
     assert plan.forks == [Fork(0, [(1, 1), (2, 2)])]
-    assert core.snapshot().tokens_held == 5
+    held = core.snapshot()
+    assert (held.tokens_held, held.blocks - held.blocks_free, held.block_size) == (5, 2, 4), "three share two blocks"
     news = _commit(core, plan, 6, 7, 8)
     assert [(row.sample, row.position, row.tokens) for row in news] == [(0, 0, [6]), (1, 0, [7]), (2, 0, [8])]
     plan = _plan(core)

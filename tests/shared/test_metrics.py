@@ -37,6 +37,13 @@ def test_an_engine_without_blocks_uses_none() -> None:
     assert samples({"0": Snapshot()})["vllm:kv_cache_usage_perc", "0", ""] == 0
 
 
+def test_waste_is_what_held_blocks_do_not_store() -> None:
+    held = Snapshot(blocks=10, blocks_free=6, block_size=16, tokens_held=48)
+    assert samples({"0": held})["quire:kv_waste_perc", "0", ""] == 0.25
+    idle = Snapshot(blocks=10, blocks_free=10, block_size=16)
+    assert samples({"0": idle})["quire:kv_waste_perc", "0", ""] == 0
+
+
 def test_every_field_of_a_snapshot_is_exported() -> None:
     """Each field, set alone, changes the exposition."""
     zero = samples({"0": Snapshot(blocks=10)})

@@ -65,7 +65,7 @@ TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", FACTS, 4096, 128),
     Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, Finish.ERROR, 16, "why")]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 22))),
+    Status(True, False, Snapshot(*range(1, 23))),
 ]
 TO_WORKER: list[Struct] = [
     Configure(EPOCH, 16, 1000, 128, 4096, 640),

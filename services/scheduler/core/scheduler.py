@@ -179,6 +179,7 @@ class Scheduler:
             blocks_free=memory.free,
             blocks_cached=len(memory.index),
             tokens_held=memory.stored,
+            block_size=memory.block_size,
             in_flight=len(self._flights),
             **msgspec.structs.asdict(self._counters),
         )
