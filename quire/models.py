@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.worker.models.fallback.catalog import with_replaceable_attention
 from services.worker.models.registry import ARCHITECTURES, Way, choose, read_supported
+from shared.errors import ModelError
 
 
 def listing() -> str:
@@ -34,6 +35,8 @@ def describe(asked: str) -> str:
     folder = Path(asked).expanduser()
     if folder.is_dir():
         return _line(choose(read_supported(folder)))
+    if not asked.isidentifier():
+        raise ModelError(f"there is no folder {asked}, and an architecture's name looks otherwise")
     return _line(choose({"architectures": [asked]}))
 
 

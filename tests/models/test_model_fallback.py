@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from kernels.load import ops
@@ -63,6 +64,24 @@ def test_neighbours_make_no_difference(pair: Pair) -> None:
     first, second, third, fourth = forward.step((2, 3, 38), (0, 29, 1), (3, 0, 1), (1, 10, 26))
     for ours, tokens in ((first, texts[2]), (second, texts[0]), (third, texts[3]), (fourth, texts[1])):
         assert (ours - reference_logits(model, tokens)[-len(ours) :]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["shards", "bin", "a lone file"])
+def test_weights_come_in_any_form(form: str, tmp_path: Path) -> None:
+    model = MODELS["olmo2"]()
+    save(model, tmp_path, max_shard_size="40KB" if form == "shards" else "1GB")
+    whole = tmp_path / "model.safetensors"
+    if form == "shards":
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    elif form == "bin":
+        torch.save(load_file(whole), tmp_path / "pytorch_model.bin")
+        whole.unlink()
+    else:
+        whole.rename(tmp_path / "weights.safetensors")
+    forward = Forward(tmp_path)
+    forward.enter(0, TOKENS, SCATTERED)
+    (ours,) = forward.step((0, 0, len(TOKENS)))
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("make", [llama, opt])

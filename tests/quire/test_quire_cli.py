@@ -109,6 +109,9 @@ def test_the_way_of_one_model_is_told(folder: Path) -> None:
     refused = quire("models", "MambaForCausalLM")
     assert refused.returncode == 2
     assert refused.stderr.startswith("quire: architecture MambaForCausalLM is not supported: in transf")
+    assert quire("models", "owner/name").stderr.startswith(
+        "quire: there is no folder owner/name, and an architecture's"
+    )
     assert quire("models", "a", "b").stderr.startswith("quire: models takes one architecture or folder\n")
 
 
@@ -134,6 +137,16 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(folder:
         assert "has no tokenizer" in said()
         shutil.copy(folder / "tokenizer.json", broken)
         assert "no weights; none of model.safetensors," in said()
+
+
+def test_families_only_by_wish(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GraniteForCausalLM"]}')
+    result = quire("serve", str(tmp_path), "--port=0", "--model-impl=quire")
+    assert result.returncode == 2
+    assert result.stderr.startswith(
+        "quire: --model-impl quire: no family of architecture GraniteForCausalLM (there are"
+    )
+    assert quire("serve", str(tmp_path), "--port=0").stderr.startswith(f"quire: {tmp_path} has no tokenizer")
 
 
 def test_ctrl_c_in_the_first_moments_leaves_no_traceback(tmp_path: Path) -> None:

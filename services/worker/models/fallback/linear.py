@@ -46,7 +46,7 @@ def pack_modules(model: nn.Module, ops: Ops) -> None:
 
 def _packed(module: nn.Module, ops: Ops) -> nn.Module:
     weight, bias = module.weight, module.bias
-    if not isinstance(weight, Tensor) or weight.is_meta:
+    if not isinstance(weight, Tensor):
         return module
     plain = weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
     packed = ops.pack_linear(plain)
