@@ -88,7 +88,7 @@ def flag_parser(
     for knob in (knob for config in configs for knob in knobs(config)):
         if knob.name not in seen:
             seen.add(knob.name)
-            _add_flag(parser, knob, variable="" if only_flags else f"; {knob.variable}")
+            _add_flag(parser, knob, only_flags)
     return parser
 
 
@@ -143,9 +143,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _add_flag(parser: argparse.ArgumentParser, knob: Knob, variable: str) -> None:
+def _add_flag(parser: argparse.ArgumentParser, knob: Knob, only_flags: bool) -> None:
+    variable = "" if only_flags else f"; {knob.variable}"
     help_text = f"{knob.doc} ({knob.kind}; default: {knob.default!r}{variable})".replace("%", "%%")
-    if _bare(knob.type) is bool:
+    if knob.default is False and only_flags:  # nothing else could have set it
+        parser.add_argument(knob.flag, action="store_true", help=help_text)
+    elif _bare(knob.type) is bool:
         parser.add_argument(knob.flag, action=argparse.BooleanOptionalAction, help=help_text)
     elif _is_list(knob.type):
         parser.add_argument(knob.flag, action="extend", nargs="+", metavar="VALUE", help=help_text)

@@ -25,7 +25,7 @@ from quire.bench.report import Result, block, file_name, record, result, save
 from quire.bench.workload import Drawer, Request
 from shared.checkpoint import locate
 from shared.embedded import EMBEDDED
-from shared.errors import EngineFailure, Unavailable
+from shared.errors import EngineFailure, ModelError, Unavailable
 from shared.progress import on_terminal
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -152,8 +152,11 @@ class _Serve:
         else:
             name, model = options.served_model_name or options.model, options.model
         tokenizer_id = options.tokenizer or model
-        folder = locate("" if tokenizer_id == EMBEDDED else tokenizer_id)
-        tokenizer = Tokenizer.load(folder)
+        try:
+            folder = locate("" if tokenizer_id == EMBEDDED else tokenizer_id)
+            tokenizer = Tokenizer.load(folder)
+        except ModelError as error:
+            raise ModelError(f"no tokenizer, which --tokenizer can name: {error}") from error
         return Words(model, name, tokenizer_id, tokenizer, ChatTemplate.load(folder, tokenizer.special))
 
     async def _first_model(self) -> tuple[str, str]:

@@ -159,13 +159,16 @@ class Drawer:
     def _request(self, ids: list[int], output: int) -> Request:
         if not self.text:
             return Request(ids, len(ids), output)
+        added = len(self.tokenizer.encode(""))  # such as a BOS, which the server will put before the text
+        ids = ids[: max(len(ids) - added, 1)]
         wanted = len(ids)
         text = self.tokenizer.decode(ids)
-        for _ in range(TRIES):
+        for spare in range(TRIES):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             if len(ids) == wanted:
                 break
-            text = self.tokenizer.decode(ids[:wanted] + self._ids(wanted - len(ids) if len(ids) < wanted else 0))
+            kept = ids[: max(wanted - spare, 0)]  # a cut may split a character, which then grows again
+            text = self.tokenizer.decode(kept + self._ids(wanted - len(kept)))
         return Request(text, len(self.tokenizer.encode(text)), output)
 
     def _shuffled(self, items: Sequence[T]) -> list[T]:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import signal
 import socket
+import sys
 import xml.etree.ElementTree
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,9 +18,9 @@ import pytest_asyncio
 from quire.bench.command import bench
 from quire.bench.options import ServeOptions
 from shared.config import resolve
-from shared.errors import ConfigError, EngineFailure, Unavailable
+from shared.errors import ConfigError, EngineFailure, ModelError, Unavailable
 from tests.system.asking import figures, settled, talk
-from tests.system.running import Server, server, until
+from tests.system.running import ROOT, Server, server, until
 
 FLAGS = ["--random-input-len=20", "--random-output-len=6", "--num-prompts=12"]
 
@@ -132,6 +134,31 @@ async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsy
     assert found["failed"] >= 1
     assert found["total_output_tokens"] == 20 * found["completed"]
     assert "quire: a request failed: Client" in capsys.readouterr().err
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_without_a_tokenizer_here_is_told_of(quick: Server) -> None:
+    with pytest.raises(ModelError, match="which --tokenizer can name: there is no folder /no/such"):
+        await serve(quick, "--model=/no/such")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_ctrl_c_ends_it_without_a_traceback(quick: Server) -> None:
+    flags = ["--random-input-len=20", "--random-output-len=1000", "--num-prompts=8", "--max-concurrency=2"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "quire", "bench", "serve", f"--port={quick.port}", *flags),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+    async def it_asks() -> bool:
+        return (await figures(quick))["vllm:num_requests_running"] > 0
+
+    await until(it_asks)
+    process.send_signal(signal.SIGINT)
+    out, err = await process.communicate()
+    assert (process.returncode, out, err) == (130, b"", b"")
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
@@ -49,11 +50,15 @@ def test_a_range_ratio_spreads_lengths_evenly() -> None:
     assert {request.output_len for request in tiny} == {1, 2}, "never nothing"
 
 
-def test_random_text_is_as_long_when_it_is_tokenized_again() -> None:
-    for request in draw(text=True, random_input_len=40):
+@pytest.mark.parametrize("bos", [False, True])
+def test_random_text_is_as_long_when_it_is_tokenized_again(bos: bool) -> None:
+    tokenizer = make_tokenizer(bos=bos)
+    drawer = Drawer(WorkloadOptions(num_prompts=30, random_input_len=30), tokenizer, seed=0, text=True)
+    whole = [id for id in drawer.ordinary.tolist() if not tokenizer.token_text(id).startswith("bytes:")]
+    drawer.ordinary = np.array(whole)  # a vocabulary of words has few tokens that are part of a character
+    for request in drawer.draw():
         assert isinstance(request.prompt, str)
-        assert len(TOKENIZER.encode(request.prompt)) == request.prompt_len
-        assert abs(request.prompt_len - 40) <= 8, "bytes that are no character become longer"
+        assert request.prompt_len == len(tokenizer.encode(request.prompt)) == 30, "a BOS included"
 
 
 def test_prefixes_are_shared_evenly_in_a_shuffled_order() -> None:
