@@ -4,15 +4,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from wsgiref.simple_server import WSGIServer
+from contextlib import AbstractContextManager, nullcontext
 
 import zmq
-from prometheus_client import start_http_server
 
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.exporter import export
 from services.scheduler.service import Service
 from shared.config import load
-from shared.errors import ConfigError, QuireError
+from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
 from shared.process import EXIT_REFUSED, follow, start_logging
 from shared.transport import listen
@@ -45,21 +45,15 @@ def run(config: SchedulerConfig) -> None:
         signals = [signal.SIGTERM] if config.supervisor else [signal.SIGTERM, signal.SIGINT]
         for number in signals:
             signal.signal(number, lambda *_: service.stop())
-        server = _export(config, service) if config.metrics_port else None
-        try:
+        with _export(config, service):
             service.run()
-        finally:
-            if server is not None:
-                server.shutdown()
 
 
-def _export(config: SchedulerConfig, service: Service) -> WSGIServer:
+def _export(config: SchedulerConfig, service: Service) -> AbstractContextManager[None]:
+    if not config.metrics_port:
+        return nullcontext()
     collector = EngineCollector(lambda: service.engine.model, lambda: {config.engine: service.snapshot})
-    try:
-        server, _ = start_http_server(config.metrics_port, registry=registry(collector))
-    except OSError as error:
-        raise ConfigError(f"--metrics-port {config.metrics_port}: {error.strerror}") from error
-    return server
+    return export(config.metrics_port, registry(collector), lambda: service.turned)
 
 
 if __name__ == "__main__":

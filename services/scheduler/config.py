@@ -71,7 +71,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0
     metrics_port: Annotated[
-        int, Meta(ge=0, le=65535, description="Port of the scheduler's own Prometheus endpoint; 0: none.")
+        int, Meta(ge=0, le=65535, description="Port of the scheduler's own /metrics and /health; 0: none.")
     ] = 0
     insecure: Annotated[bool, Meta(description="Allow unencrypted tcp on addresses that other hosts can reach.")] = (
         False

@@ -48,7 +48,7 @@ class Service:
             self._poller.register(listener.monitor.socket, zmq.POLLIN)
         self._stops = 0  # how often `stop` was called
         self._drained_at: float | None = None  # when waiting for running requests ends
-        self._turned = self._ticked = time.monotonic()
+        self.turned = self._ticked = time.monotonic()  # when the loop did so last; other threads may read it
 
     def stop(self) -> None:
         """Begin to drain; the second time, abort what is left. Meant for signal handlers: `run` does the work."""
@@ -62,8 +62,8 @@ class Service:
         self._finish(time.monotonic())
 
     def _turn(self, now: float) -> None:
-        self._forgive(now - self._turned)
-        self._turned = now
+        self._forgive(now - self.turned)
+        self.turned = now
         for news in self._workers.receive(now):
             self._settle(news, now)
         self._plan(now)
