@@ -9,13 +9,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install serve test lint
+.PHONY: help install serve test lint compose-test
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
 	@echo "              MODEL=folder-or-name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make lint     the same without the tests"
+	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load; takes all down"
 	@echo "make install  only make $(VENV)"
 
 install: $(STAMP)
@@ -47,3 +48,6 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+compose-test: install
+	$(BIN)/python deploy/compose_test.py

@@ -1,0 +1,282 @@
+"""`make compose-test`: docker-compose.yml put to the test on a real container engine.
+
+Builds the images, starts three gateways, streams through the balancer, kills the worker's container with `kill -9`
+while the streams run, and expects every one of them to end as if nothing had happened. Whatever comes of it, all is
+taken down: containers, networks and volumes. Needs docker with its compose plugin, or podman with podman-compose.
+
+Exit status 0: all is well; 1: it is not, and the containers' logs say more; 75: there is no engine here.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from openai import AsyncOpenAI
+
+ROOT = Path(__file__).resolve().parents[1]
+GATEWAYS = 3
+STREAMS = 20
+TOKENS = 128
+PROMPTS = ("What is a lighthouse?", "Tell me of the sea.", "Count to fifty.", "Why do ships float?")
+SERVICES = ("balancer", "gateway", "scheduler", "worker")
+
+BUILDING, STARTING, STREAMING = 600.0, 120.0, 180.0  # seconds; reached only by what fails
+NO_ENGINE = 75
+
+METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
+
+
+class Failure(Exception):
+    """Something is not as it should be."""
+
+
+class Project:
+    """One start of docker-compose.yml, under a name, tags and a port of its own."""
+
+    def __init__(self, engine: str, compose: Sequence[str]) -> None:
+        self.engine = engine  # docker or podman
+        self.name = f"quire-test-{os.getpid()}"
+        self.port = free_port()
+        self._compose = [*compose, "-p", self.name, "-f", str(ROOT / "docker-compose.yml")]
+        others = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+        self._environment = {**others, "PORT": str(self.port), "TAG": "compose-test"}
+
+    def compose(self, *argv: str, seconds: float) -> str:
+        """Run a command of compose's; what it printed. Raises `Failure` with that."""
+        return execute([*self._compose, *argv], seconds, self._environment)
+
+    def engine_says(self, *argv: str) -> str:
+        """Run a command of the engine's; what it printed. Raises `Failure` with that."""
+        return execute([self.engine, *argv], 60, self._environment).strip()
+
+    def containers(self, service: str) -> list[str]:
+        """Ids of a service's containers, those that have ended included."""
+        wanted = {"project": self.name, "service": service}
+        filters = [f"--filter=label=com.docker.compose.{key}={value}" for key, value in wanted.items()]
+        return self.engine_says("ps", "--all", "--quiet", *filters).split()
+
+    def state(self, container: str) -> dict[str, object]:
+        """What the engine says of a container: Pid, Status, ..."""
+        found: dict[str, object] = json.loads(self.engine_says("inspect", "--format", "{{json .State}}", container))
+        return found
+
+    def healthy(self, containers: Sequence[str]) -> bool:
+        """Whether the health checks of all these containers pass."""
+        return all(self._healthy(container) for container in containers)
+
+    def _healthy(self, container: str) -> bool:
+        if self.engine == "docker":
+            health = self.state(container).get("Health")
+            return isinstance(health, dict) and health.get("Status") == "healthy"
+        with suppress(Failure):  # podman's own clock for health checks is systemd, which need not be there
+            self.engine_says("healthcheck", "run", container)
+            return True
+        return False
+
+
+def main() -> int:
+    """Runs the test; the exit status."""
+    project = find_engine()
+    if project is None:
+        print("compose-test: no container engine works here (docker with compose, or podman with podman-compose)")
+        return NO_ENGINE
+    print(f"compose-test: {project.engine}, project {project.name}, port {project.port}")
+    try:
+        with step("images are built"):
+            project.compose("build", seconds=BUILDING)
+        try:
+            test(project)
+        except BaseException:
+            with suppress(Failure):
+                print(project.compose("logs", "--tail", "60", seconds=60))
+            raise
+        finally:
+            with step("all is taken down"):
+                project.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", seconds=120)
+    except Failure as failure:
+        print(f"compose-test: FAILED: {failure}")
+        return 1
+    print("compose-test: passed")
+    return 0
+
+
+def test(project: Project) -> None:
+    """The test itself, on images that are built. Raises `Failure`."""
+    with step(f"{GATEWAYS} gateways, scheduler, worker and balancer are started"):
+        project.compose("up", "--detach", "--no-build", "--scale", f"gateway={GATEWAYS}", seconds=STARTING)
+    with step("the balancer finds a gateway that is ready"):
+        until(lambda: answers(f"http://127.0.0.1:{project.port}/health"), "no gateway is ready")
+    with step("every container's health check passes"):
+        for service in SERVICES:
+            containers = project.containers(service)
+            expect(len(containers) == (GATEWAYS if service == "gateway" else 1), f"{service} runs as {containers}")
+            until(partial(project.healthy, containers), f"{service} is not healthy")
+    with step(f"{len(PROMPTS)} prompts are streamed undisturbed"):
+        expected = dict(zip(PROMPTS, asyncio.run(Streams(project.port, PROMPTS).run()), strict=True))
+    with step(f"{STREAMS} streams of {TOKENS} tokens end well, the worker killed in their midst"):
+        prompts = [PROMPTS[number % len(PROMPTS)] for number in range(STREAMS)]
+        texts = asyncio.run(Streams(project.port, prompts).run(lambda: kill_worker(project)))
+        changed = sum(text != expected[prompt] for prompt, text in zip(prompts, texts, strict=True))
+        expect(not changed, f"{changed} of {STREAMS} streams have other text than undisturbed ones")
+    served = [requests_served(project, container) for container in project.containers("gateway")]
+    with step(f"each gateway served some: {served}"):
+        expect(all(served) and sum(served) == STREAMS + len(PROMPTS), f"the gateways served {served}")
+
+
+class Streams:
+    """Chat completions through the balancer, all at the same time."""
+
+    def __init__(self, port: int, prompts: Sequence[str]) -> None:
+        # no retries: a stream that breaks is what this test looks for
+        self._client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        self._prompts = prompts
+        self._waiting = len(prompts)  # streams that have not begun, nor failed
+        self._begun = asyncio.Event()
+
+    async def run(self, disturb: Callable[[], None] | None = None) -> list[str]:
+        """Their texts; `disturb` is called once every one has begun. Raises `Failure`."""
+        async with asyncio.timeout(STREAMING), self._client:
+            streams = [asyncio.create_task(self._stream(prompt)) for prompt in self._prompts]
+            begun = asyncio.create_task(self._begun.wait())
+            await asyncio.wait([begun, *streams], return_when=asyncio.FIRST_COMPLETED)
+            if disturb is not None and begun.done():
+                await asyncio.to_thread(disturb)
+            found = await asyncio.gather(*streams, return_exceptions=True)
+        if failures := [each for each in found if isinstance(each, BaseException)]:
+            raise Failure(f"{len(failures)} of {len(found)} streams failed, the first with {failures[0]!r}")
+        expect(begun.done(), "a stream had ended before all had begun")
+        return [text for text in found if isinstance(text, str)]
+
+    def _begin(self) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._begun.set()
+
+    async def _stream(self, prompt: str) -> str:
+        text, tokens, reason = "", 0, None
+        stream = await self._client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            if chunk.usage is not None:
+                tokens = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                if not text and choice.delta.content:
+                    self._begin()
+                text += choice.delta.content or ""
+                reason = choice.finish_reason or reason
+        expect((tokens, reason) == (TOKENS, "length"), f"a stream ended with {tokens} tokens, for {reason}")
+        return text
+
+
+def kill_worker(project: Project) -> None:
+    """End the worker's container as a crash would, and see to it that it comes back."""
+    (container,) = project.containers("worker")
+    pid = project.state(container)["Pid"]
+    expect(isinstance(pid, int) and pid > 1, f"the worker's process is {pid}")
+    try:
+        os.kill(int(str(pid)), signal.SIGKILL)  # of which its restart policy makes a restart
+    except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
+        project.engine_says("kill", container)
+        project.engine_says("start", container)
+    until(lambda: project.state(container)["Pid"] not in (0, pid), "the worker's container does not come back")
+
+
+def requests_served(project: Project, gateway: str) -> int:
+    """Samples that ended at a gateway because of their length, as its own /metrics has them."""
+    lines = project.engine_says("exec", gateway, "python", "-c", METRICS).splitlines()
+    counts = [line for line in lines if line.startswith("vllm:request_success_total{") and '"length"' in line]
+    return sum(int(float(line.split()[-1])) for line in counts)
+
+
+def find_engine() -> Project | None:
+    """A project on the engine that works here, docker before podman; None if none does."""
+    if works("docker", "info") and works("docker", "compose", "version"):
+        return Project("docker", ["docker", "compose"])
+    places = os.pathsep.join([os.environ.get("PATH", ""), str(Path.home() / ".podman-compose/bin")])
+    podman_compose = shutil.which("podman-compose", path=places)
+    if podman_compose and works("podman", "info"):
+        return Project("podman", [podman_compose])
+    return None
+
+
+def works(*argv: str) -> bool:
+    """Whether a command is there and succeeds."""
+    try:
+        return subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def execute(argv: Sequence[str], seconds: float, environment: dict[str, str]) -> str:
+    """What a command printed. Raises `Failure` with the ends of its output and its errors."""
+    process = subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise Failure(f"{' '.join(argv)}: not done in {seconds:.0f} s") from None
+        raise
+    if process.returncode:
+        raise Failure(f"{' '.join(argv)}: status {process.returncode}\n{output[-2000:]}{errors[-2000:]}")
+    return output
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """One line for a step that went well, with the seconds it took."""
+    began = time.monotonic()
+    yield
+    print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
+
+
+def until(holds: Callable[[], bool], otherwise: str) -> None:
+    """Waits until something holds. Raises `Failure` if that takes too long."""
+    deadline = time.monotonic() + STARTING
+    while not holds():
+        expect(time.monotonic() < deadline, f"{otherwise} within {STARTING:.0f} s")
+        time.sleep(0.3)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Failure(otherwise)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
