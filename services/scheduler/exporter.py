@@ -38,6 +38,7 @@ def export(port: int, registry: CollectorRegistry, turned: Callable[[], float]) 
         yield
     finally:
         server.shutdown()
+        server.server_close()
 
 
 def health(turned: float, start: Any) -> Iterable[bytes]:

@@ -1,0 +1,147 @@
+"""docker-compose.yml and what it starts with, as far as no container engine is needed: `make compose-test` has one."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from socket import create_connection, create_server
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from quire.settings import INTERNAL
+from services.gateway import faults
+from services.gateway.config import GatewayConfig
+from services.scheduler.config import SchedulerConfig
+from services.worker.config import WorkerConfig
+from shared.config import knobs, load
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())
+HAPROXY = (ROOT / "deploy/haproxy.cfg").read_text()
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+
+CONFIGS: dict[str, type[msgspec.Struct]] = {
+    "gateway": GatewayConfig,
+    "scheduler": SchedulerConfig,
+    "worker": WorkerConfig,
+}
+FIXED = {"host", "port", "reuse_port", "metrics_port"}  # inside a container there is nothing to choose
+
+
+def service(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = COMPOSE["services"][name]
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_setting_of_a_service_can_be_given_by_environment_and_no_other(name: str) -> None:
+    given = [variable for variable in service(name)["environment"] if variable.startswith("QUIRE_")]
+    wanted = [knob.variable for knob in knobs(CONFIGS[name]) if knob.name not in INTERNAL | FIXED]
+    assert sorted(given) == sorted(wanted)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_commands_are_ones_that_the_services_take(name: str) -> None:
+    config = load(CONFIGS[name], service(name)["command"], {}, prog=name)
+    assert config != CONFIGS[name]()
+
+
+def test_the_services_address_each_other() -> None:
+    scheduler = load(SchedulerConfig, service("scheduler")["command"], {}, prog="scheduler")
+    gateway = load(GatewayConfig, service("gateway")["command"], {}, prog="gateway")
+    worker = load(WorkerConfig, service("worker")["command"], {}, prog="worker")
+    assert gateway.engines == [scheduler.gateways.replace("0.0.0.0", "scheduler")]
+    assert worker.scheduler == scheduler.workers.replace("0.0.0.0", "scheduler")
+    assert service("worker")["healthcheck"]["test"][-1] == scheduler.workers.rpartition(":")[2]
+    assert f":{scheduler.metrics_port}/health" in service("scheduler")["healthcheck"]["test"][-1]
+    assert f"gateway:{gateway.port}\n" in HAPROXY
+    assert f":{gateway.port}/health" in service("gateway")["healthcheck"]["test"][-1]
+
+
+def test_only_the_balancer_is_published_and_the_services_network_is_internal() -> None:
+    ours = [name for name, found in COMPOSE["services"].items() if "profiles" not in found]
+    assert [name for name in ours if "ports" in service(name)] == ["balancer"]
+    assert COMPOSE["networks"]["engine"] == {"internal": True}
+    assert service("scheduler")["networks"] == ["engine"]
+    assert set(service("balancer")["networks"]) & set(service("gateway")["networks"]) == {"engine"}  # one address each
+
+
+def test_targets_and_volumes_are_there() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
+    built = [found["build"] for file in (COMPOSE, GPU) for found in file["services"].values() if "build" in found]
+    assert {build["target"] for build in built} == {"balancer", "gateway", "scheduler", "worker-cpu", "worker-gpu"}
+    assert {build["target"] for build in built} <= set(stages)
+    for found in COMPOSE["services"].values():
+        for volume in found.get("volumes", []):
+            source = volume.partition(":")[0]
+            assert source in COMPOSE["volumes"] or source.startswith("${MODEL_FOLDER") or (ROOT / source).exists()
+
+
+def test_whatever_stops_has_time_to_drain() -> None:
+    drain = SchedulerConfig().drain_timeout
+    for name in ("balancer", *CONFIGS):
+        (grace,) = re.findall(r"^\$\{STOP_GRACE_PERIOD:-(\d+)s\}$", service(name)["stop_grace_period"])
+        assert int(grace) > drain + 10
+    (hard,) = re.findall(r"hard-stop-after (\d+)s", HAPROXY)
+    assert int(grace) > int(hard) > drain
+
+
+def test_errors_of_the_balancer_are_the_apis() -> None:
+    bodies = re.findall(r"(?:http-error|return) status (\d+) content-type application/json string '(.*?)'", HAPROXY)
+    assert {int(status) for status, _ in bodies} == {400, 404, 408, 500, 502, 503, 504}
+    for status, body in bodies:
+        fault = faults.Fault(int(status), json.loads(body)["error"]["message"])
+        assert json.loads(body) == json.loads(faults.body(fault))
+
+
+def probe(*argv: str) -> tuple[int, str]:
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "deploy/probe.py"), *argv], capture_output=True, text=True, timeout=30, check=False
+    )
+    return found.returncode, found.stdout
+
+
+class Answers(BaseHTTPRequestHandler):
+    """200 at /well, 503 elsewhere."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/well" else 503)
+        self.end_headers()
+        self.wfile.write(b"no worker")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_probe_asks_over_http() -> None:
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            assert probe("http", f"{url}/well") == (0, "well\n")
+            assert probe("http", f"{url}/ill") == (1, "status 503: no worker\n")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert probe("http", url)[0] == 1
+
+
+def test_the_probe_sees_a_connection_and_its_end() -> None:
+    with create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert probe("connected", str(port)) == (1, f"there is no connection to port {port}\n")  # it only listens
+        with create_connection(("127.0.0.1", port)), server.accept()[0]:
+            assert probe("connected", str(port)) == (0, "well\n")
+        assert probe("connected", str(port))[0] == 1
+
+
+def test_the_probe_refuses_what_it_does_not_know() -> None:
+    assert probe("ftp", "x")[0] == 1

@@ -1,0 +1,34 @@
+"""The scheduler's /health is about its loop, and stands beside /metrics."""
+
+import time
+import urllib.request
+from urllib.error import HTTPError
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from services.scheduler.exporter import STALLED, export
+from tests.quire.serving import free_ports
+
+
+def ask(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status, response.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_it_is_healthy_while_the_loop_turns() -> None:
+    registry = CollectorRegistry()
+    Gauge("loops", "For the test.", registry=registry).set(3)
+    turned = time.monotonic()
+    (port,) = free_ports(1)
+    with export(port, registry, lambda: turned):
+        assert ask(f"http://127.0.0.1:{port}/health") == (200, "")
+        assert "loops 3.0" in ask(f"http://127.0.0.1:{port}/metrics")[1]
+        turned -= STALLED + 1
+        status, said = ask(f"http://127.0.0.1:{port}/health")
+        assert status == 503
+        assert "has stood still for 6 s" in said
+        assert ask(f"http://127.0.0.1:{port}/metrics")[0] == 200
