@@ -24,6 +24,7 @@ def test_files_and_flags_that_it_names_exist() -> None:
     named = re.findall(r"`((?:services|shared|kernels|docs|quire)/[\w/.]*)`", README)
     assert len(named) > 5
     assert [path for path in named if not (ROOT / path).exists()] == []
-    flags = set(re.findall(r"--[a-z][a-z-]+", README)) - {"--config", "--port"}
+    others = {"--config", "--port", "--scale", "--profile"}  # the last two are compose's
+    flags = set(re.findall(r"--[a-z][a-z-]+", README)) - others
     measuring = [knob for options in (ServeOptions, ThroughputOptions, LatencyOptions) for knob in knobs(options)]
     assert flags <= {knob.flag for knob in [*public_knobs(), *measuring]}
