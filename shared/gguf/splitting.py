@@ -9,10 +9,17 @@ from typing import Any, NamedTuple
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SIGN = r"[^\r\n\p{L}\p{N}]?"  # or space, before a word
+
+_LETTERS = rf"{_CONTRACTIONS}|{_SIGN}\p{{L}}+"
+"""Words; what an apostrophe shortens is a word of its own."""
+
+_CASES = rf"{_SIGN}{_UPPER}*{_LOWER}+{{0}}|{_SIGN}{_UPPER}+{_LOWER}*{{0}}"
+"""Words in which a capital behind a small letter begins another one; `{0}` is what may follow."""
+
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Splitting(NamedTuple):
@@ -32,19 +39,27 @@ def splitting(name: str) -> Splitting | None:
         case "smollm":
             digits = pre_tokenizers.Digits(individual_digits=True)
             return Splitting(pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)]))
-        case "llama-bpe":
-            return Splitting(_words("{1,3}"), ignore_merges=True, adds_bos=True)
+        case "llama-bpe" | "llama3" | "llama-v3":
+            return Splitting(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"), ignore_merges=True, adds_bos=True)
+        case "dbrx":  # of Phi-4
+            return Splitting(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"))
         case "qwen2":
-            return Splitting(_words(""), normalizers.NFC())
+            return Splitting(_split(_LETTERS, r"\p{N}", r"[\r\n]*"), normalizers.NFC())
+        case "tekken":  # of Mistral Nemo
+            words = _CASES.replace("{0}", "")
+            return Splitting(_split(words, r"\p{N}", r"[\r\n/]*"), ignore_merges=True, adds_bos=True)
+        case "gpt-4o":  # of Phi-4-mini
+            return Splitting(_split(_CASES.replace("{0}", _CONTRACTIONS + "?"), r"\p{N}{1,3}", r"[\r\n/]*"))
     return None
 
 
-KNOWN = ("gpt-2", "smollm", "llama-bpe", "qwen2")
+KNOWN = ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
 
 
-def _words(digits: str) -> Any:
-    """Words with the sign or space before them, numbers of so many digits, runs of signs, and white space."""
-    split = pre_tokenizers.Split(Regex(_WORDS.format(digits=digits)), behavior="isolated", invert=False)
+def _split(words: str, numbers: str, behind_signs: str) -> Any:
+    """Words, numbers, runs of signs with the space before them and what may follow, and white space."""
+    pattern = Regex(rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{behind_signs}|{_SPACE}")
+    split = pre_tokenizers.Split(pattern, behavior="isolated", invert=False)
     return pre_tokenizers.Sequence([split, _byte_level(use_regex=False)])
 
 

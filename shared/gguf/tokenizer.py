@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, Keys, TokenType
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from shared.gguf.splitting import KNOWN, splitting
 
@@ -25,6 +25,9 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 """Control tokens that end an answer in a chat; files often name just one end, which may be that of a document."""
 
 PREFIX, WORD = "▁", " "
+
+INSTRUCTION = "[INST]"
+"""A control token of Mistral's since version 3; there, what follows a special token does not begin a word by itself."""
 
 
 class Unconvertible(Exception):
@@ -117,7 +120,11 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(model)
     spaces = normalizers.Replace(WORD, PREFIX)
     back: list[Any] = [decoders.Replace(PREFIX, WORD), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get(Keys.Tokenizer.ADD_PREFIX, True):  # the text, and what follows a special token, begins a word
+    adds_prefix = metadata.get(Keys.Tokenizer.ADD_PREFIX, True)
+    if adds_prefix and INSTRUCTION in tokens and types[tokens.index(INSTRUCTION)] == TokenType.CONTROL:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(PREFIX, prepend_scheme="first", split=False)
+        back.append(decoders.Strip(WORD, 1, 0))
+    elif adds_prefix:  # the text begins a word, and so does what follows a special token
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(PREFIX), spaces])
         back.append(decoders.Strip(WORD, 1, 0))
     else:
