@@ -103,7 +103,7 @@ class LLM:
         scheduler, worker = resolve(SchedulerConfig, given, {}), resolve(WorkerConfig, given, {})
         folder = locate(str(model), revision)
         texts = locate_tokenizer(str(tokenizer)) if tokenizer else folder
-        self._tokenizer = Tokenizer.load(texts)
+        self._tokenizer = Tokenizer.load(texts, folder if tokenizer else None)
         self._template = ChatTemplate.load(texts, self._tokenizer.special)
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)

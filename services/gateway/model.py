@@ -1,7 +1,7 @@
 """`ServedModel`: what a gateway knows of the model without its weights.
 
-Its names in the API, tokenizer, chat template and sampling defaults, all read from the model's folder at start. Limits
-of the context and the vocabulary come from the engine instead.
+Its names in the API, tokenizer, chat template and sampling defaults, all read at start from the model's folder or, as
+to text, from the one that `--tokenizer` names. Limits of the context and the vocabulary come from the engine instead.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ class ServedModel(Struct, frozen=True):
         """From the folder that `config` names. Raises `ModelError`."""
         folder = locate(config.model, config.revision)
         texts = locate_tokenizer(config.tokenizer) if config.tokenizer else folder
-        tokenizer = Tokenizer.load(texts)
+        tokenizer = Tokenizer.load(texts, folder if config.tokenizer else None)
         file = Path(config.chat_template) if config.chat_template else None
         root = config.model or EMBEDDED
         return cls(

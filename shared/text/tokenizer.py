@@ -50,12 +50,18 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """The tokenizer of a model folder. Raises `ModelError` naming the file that is missing or broken."""
+    def load(cls, folder: Path, model: Path | None = None) -> "Tokenizer":
+        """The tokenizer in `folder`, which may be another one than the model's, `model`.
+
+        What ends a sequence is then the model's to say. Raises `ModelError` naming the file that is missing or broken,
+        and for tokens that the model does not have.
+        """
         check_there(folder)
         backend = _read(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _convert(folder)
+        if model is not None:
+            _check_fits(backend, folder, model)
         special = _special(folder)
-        return cls(backend, special=special, eos_token_ids=_eos_token_ids(folder, backend, special))
+        return cls(backend, special=special, eos_token_ids=_eos_token_ids(model or folder, backend, special))
 
     @property
     def bos_token_id(self) -> int | None:
@@ -121,6 +127,13 @@ def check_there(folder: Path) -> None:
         raise ModelError(pointer.no_tokenizer)
     if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         raise ModelError(f"{folder} has no tokenizer; none of {', '.join(VOCABULARIES)} is there")
+
+
+def _check_fits(backend: tokenizers.Tokenizer, folder: Path, model: Path) -> None:
+    size = read_json(model / "config.json").get("vocab_size")
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if isinstance(size, int) and highest >= size:
+        raise ModelError(f"the tokenizer in {folder} has ids up to {highest}, but the model has only {size} tokens")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 
 from services.gateway.config import GatewayConfig
 from services.gateway.model import ServedModel
+from shared.errors import ModelError
 from tests.gateway.fakes import TOKENIZER, FakeBackend, serve, write_template
 from tests.text.vocabulary import CHATML, make_tokenizer, write_model_folder
 
@@ -142,6 +143,26 @@ def test_a_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
     model = ServedModel.load(GatewayConfig(model=str(folder)))
     assert (model.name, model.root, model.defaults.temperature) == (str(folder), str(folder), 0.5)
     assert model.template.render([USER]).startswith("<|im_start|>user")
+
+
+def test_another_tokenizer_brings_its_template_and_not_its_sampling(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.5, "eos_token_id": 77})
+    other = write_model_folder(tmp_path / "other", generation={"temperature": 0.7, "eos_token_id": 78}, words=["zzz"])
+    (other / "config.json").unlink()
+    (other / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "theirs"}')
+    model = ServedModel.load(GatewayConfig(model=str(folder), tokenizer=str(other)))
+    assert len(model.tokenizer.encode("zzz")) == 1
+    assert len(ServedModel.load(GatewayConfig(model=str(folder))).tokenizer.encode("zzz")) == 3
+    assert model.template.render([USER]) == "theirs"
+    assert (model.name, model.defaults.temperature) == (str(folder), 0.5)
+    assert model.tokenizer.eos_token_ids == (1, 77)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"vocab_size": 100}')
+    with pytest.raises(ModelError, match="but the model has only 100 tokens"):
+        ServedModel.load(GatewayConfig(model=str(folder), tokenizer=str(folder)))
 
 
 def test_a_users_template_defaults_and_names_win(tmp_path: Path) -> None:

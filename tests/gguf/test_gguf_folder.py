@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -138,3 +140,17 @@ def test_a_cache_that_is_a_file_is_a_clear_error(file: Path, tmp_path: Path) -> 
     (tmp_path / "cache").write_text("")
     with pytest.raises(ModelError, match="QUIRE_CACHE names another place"):
         model_folder(file, tmp_path / "cache")
+
+
+def test_making_and_reading_it_takes_no_torch(file: Path, tmp_path: Path) -> None:
+    """The gateway, whose image has none, may be the first to ask for it."""
+    code = (
+        "import sys; from pathlib import Path; from shared.checkpoint import locate\n"
+        "from shared.text.tokenizer import Tokenizer\n"
+        f"Tokenizer.load(locate({str(file)!r}))\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
+    )
+    environment = {**os.environ, "QUIRE_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    code += "assert not {'gguf', 'numpy'} & sys.modules.keys()\n"  # now that it is there
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

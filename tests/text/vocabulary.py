@@ -61,11 +61,16 @@ def make_tokenizer(words: Iterable[str] = WORDS, bos: bool = False) -> Tokenizer
 
 
 def write_model_folder(
-    folder: Path, *, bos: bool = False, template: Any = CHATML, generation: dict[str, Any] | None = None
+    folder: Path,
+    *,
+    words: Iterable[str] = WORDS,
+    bos: bool = False,
+    template: Any = CHATML,
+    generation: dict[str, Any] | None = None,
 ) -> Path:
     """What a gateway reads of a model."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_backend(bos=bos).save(str(folder / "tokenizer.json"))
+    make_backend(words, bos).save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
         "bos_token": "<s>",
         "eos_token": {"__type": "AddedToken", "content": "</s>"},

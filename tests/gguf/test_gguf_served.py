@@ -1,0 +1,51 @@
+"""A GGUF file as a user serves it, with the tokenizer of another folder, since the file's own cannot be made."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from shared.errors import ModelError
+from shared.text.tokenizer import Tokenizer
+from tests.gguf.writing import plain_vocabulary, write
+from tests.models.tiny import llama
+from tests.quire.serving import serving
+from tests.quire.test_quire_serve import post
+from tests.text.vocabulary import write_model_folder
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return write_model_folder(tmp_path / "texts")
+
+
+@pytest.fixture
+def file(texts: Path, tmp_path: Path) -> Path:
+    size = Tokenizer.load(texts).vocab_size
+    return write(llama(vocab_size=size), tmp_path / "m.gguf", vocabulary=plain_vocabulary(size) | {"pre": "strange"})
+
+
+def test_it_answers_as_the_offline_class_does(
+    file: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    messages = [{"role": "user", "content": "hello"}]
+    with LLM(file, tokenizer=texts, kv_cache_memory=0.05, num_threads=1) as llm:
+        expected = llm.chat(messages, GREEDY, use_tqdm=False)[0]
+    with serving(file, tmp_path / "serve", f"--tokenizer={texts}") as server:
+        body = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 8}
+        answer = post(f"{server.url}/v1/chat/completions", body)
+        assert answer["choices"][0]["message"]["content"] == expected.outputs[0].text
+        assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids or [])
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_without_one_the_start_says_what_is_missing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=r"'strange' is not known here.*--tokenizer"):
+        LLM(file)
