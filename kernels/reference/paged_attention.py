@@ -23,6 +23,7 @@ _LONGEST = 256
 """Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
 
 _BLOCK = 32  # queries; see `spare_queries`
+_TILE = 512  # keys; see `padded_length`
 
 
 class Piece(NamedTuple):
@@ -125,9 +126,10 @@ def _alike(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
 def _group(pieces: list[Piece], tables: Tensor, block_size: int, heads: int, whole: bool) -> Group:
     rows, firsts, starts, sizes = torch.tensor(pieces).T
     ends = starts + sizes
-    width = -(-int(ends.max()) // block_size)
+    used = -(-int(ends.max()) // block_size)
+    width = -(-padded_length(used * block_size) // block_size)
     device, steps = tables.device, torch.arange(pieces[0].size)
-    blocks = tables[rows.to(device), :width].long()
+    blocks = F.pad(tables[rows.to(device), :used].long(), (0, width - used))
     beyond = torch.arange(width * block_size) >= ends[:, None]
     return Group(
         queries=None if whole else (firsts[:, None] + steps).flatten().to(device),
@@ -193,6 +195,20 @@ def spare_queries(queries: int, dim: int) -> int:
     return least - rest if 0 < rest < least else 0
 
 
+def padded_length(length: int) -> int:
+    """So many keys have to be read that the bits of a query don't hang on how many there are behind its own.
+
+    On a CPU, torch takes keys in tiles of 512, and its matrix library sums up to 256 products in one go, more of them
+    in two halves. So a last tile of more than 256 is filled up: then its halves are where all others have them.
+    """
+    return length + (-length % _TILE if length % _TILE > _TILE // 2 else 0)
+
+
 def _softcapped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     scores = (q @ keys.transpose(-1, -2)).float() * (scale / softcap)
-    return torch.softmax(scores.tanh_() * softcap + mask, -1).to(values.dtype) @ values
+    weights = torch.softmax(scores.tanh_() * softcap + mask, -1).to(values.dtype)
+    out = torch.zeros(q.shape, device=q.device)
+    for start in range(0, values.shape[2], _TILE // 2):  # see `padded_length`
+        part = slice(start, start + _TILE // 2)
+        out += weights[..., part] @ values[:, :, part]
+    return out.to(values.dtype)

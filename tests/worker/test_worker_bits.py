@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from kernels.reference.paged_attention import spare_queries
+from kernels.reference.paged_attention import padded_length, spare_queries
 from tests.models.fallback_models import stablelm
 from tests.models.tiny import Forward, llama, opt, save
 from tests.models.variants import gemma2, qwen3_moe
@@ -140,6 +140,39 @@ def test_attention(dim: int, kv_heads: int, options: dict[str, float]) -> None:
         torch.set_num_threads(threads)
         for others in ([], [149], [0, 3, 149, 20, 31], [60] * 20):
             assert torch.equal(attend(start, count, others), whole[start : start + count])
+
+
+@pytest.mark.parametrize(("dim", "kv_heads"), [(64, 3), (128, 1), (256, 2)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 300}], ids=["plain", "softcap", "window"])
+def test_attention_over_long_contexts(dim: int, kv_heads: int, options: dict[str, float]) -> None:
+    """Of more keys than the matrix library sums in one go; chunks end at other places, neighbours are longer."""
+    chooser = random.Random(dim)
+    torch.manual_seed(dim)
+    keys, values = torch.randn(2, 90, kv_heads, 16, dim)
+    q = torch.randn(1440, 6, dim)
+    table = torch.randperm(90)[None]
+
+    def attend(start: int, count: int, others: list[int]) -> Tensor:
+        offsets = torch.tensor([0, count, *(count + 1 + i for i in range(len(others)))])
+        starts = torch.tensor([start, *others])
+        tables = table.expand(len(starts), -1)
+        plan = OPS.plan_attention(offsets, starts, tables, block_size=16, num_kv_heads=kv_heads)
+        batch = torch.cat((q[start : start + count], q[others]))
+        return OPS.paged_attention(batch, keys, values, plan, scale=0.1, **options)[:count]
+
+    for _ in range(12):
+        start, count = chooser.randrange(60, 1140), chooser.choice([1, 2, 17, 100, 300])
+        torch.set_num_threads(1)
+        before = chooser.choice([1, 9, 50])
+        expected = attend(start - before, before + count, [])[before:]
+        torch.set_num_threads(chooser.choice([1, 2]))
+        others = chooser.choice([[], [1400], [5], [start + 5] * 5, [1400, 1, 700]])
+        assert torch.equal(attend(start, count, others), expected), (start, count, others)
+
+
+def test_keys_are_summed_in_the_same_parts_whatever_lies_behind_them() -> None:
+    lengths = {1: 1, 256: 256, 257: 512, 511: 512, 512: 512, 768: 768, 769: 1024, 1024: 1024, 1040: 1040}
+    assert {length: padded_length(length) for length in lengths} == lengths
 
 
 def test_spare_queries_leave_no_small_block() -> None:
