@@ -35,6 +35,9 @@ def model_config(header: Header) -> dict[str, Any]:
     if source.architecture not in _CONFIGS:
         asked = source.architecture or "none named"
         raise ModelError(f"{source.path}: architecture {asked} is not supported (supported: {', '.join(_CONFIGS)})")
+    layers = source.get(Keys.LLM.BLOCK_COUNT, int)
+    if not 0 < layers <= len(header.tensors):
+        raise ModelError(f"{source.path}: it has {len(header.tensors)} tensors, which cannot be {layers} layers")
     for key in _FOREIGN:
         if source.has(key):
             raise ModelError(f"{source.path}: {source.name(key)} is not supported")
@@ -88,6 +91,15 @@ class Source:
         if self.get(Keys.Attention.VALUE_LENGTH, int, dim) != dim:
             raise ModelError(f"{self.path}: {self.name(Keys.Attention.VALUE_LENGTH)} differs from the keys' {dim}")
         return dim
+
+    def experts(self) -> int:
+        """How many each layer has; 0: it has none."""
+        experts = self.get(Keys.LLM.EXPERT_COUNT, int, 0)
+        router = self.header.tensors.get("blk.0.ffn_gate_inp.weight")
+        if experts and (router is None or router.shape[0] != experts):
+            what = router or f"{self.path}: tensor blk.0.ffn_gate_inp.weight is missing"
+            raise ModelError(f"{what}: there are {experts} experts")
+        return experts
 
     def factors(self, name: str, dim: int) -> list[float] | None:
         """Of the rotary frequencies, a tensor of its own; None if there is no such one."""
@@ -144,7 +156,7 @@ def _rope(source: Source, dim: int) -> dict[str, Any]:
 
 def _llama(source: Source) -> dict[str, Any]:
     """Also Mistral, which computes the same, and Mixtral."""
-    if experts := source.get(Keys.LLM.EXPERT_COUNT, int, 0):
+    if experts := source.experts():
         used = source.get(Keys.LLM.EXPERT_USED_COUNT, int)
         mixture = {"num_local_experts": experts, "num_experts_per_tok": used, "sliding_window": None}
         return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"} | _decoder(source) | mixture
@@ -167,7 +179,7 @@ def _qwen3(source: Source) -> dict[str, Any]:
 
 def _qwen3_moe(source: Source) -> dict[str, Any]:
     mixture = {
-        "num_experts": source.get(Keys.LLM.EXPERT_COUNT, int),
+        "num_experts": source.experts(),
         "num_experts_per_tok": source.get(Keys.LLM.EXPERT_USED_COUNT, int),
         "moe_intermediate_size": source.get(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, int),
         "norm_topk_prob": True,  # as all of them are computed that are kept in this format

@@ -104,9 +104,10 @@ def _write(parts: tuple[Path, ...], folder: Path, sampling: Mapping[str, Any]) -
     from shared.gguf.config import model_config  # with the gguf package; not needed where the folder is there
     from shared.gguf.header import read_header
     from shared.gguf.tensors import find_sources
-    from shared.gguf.tokenizer import Unconvertible, build_tokenizer, end_token_ids, tokenizer_config
+    from shared.gguf.tokenizer import Unconvertible, build_tokenizer, check_kinds, end_token_ids, tokenizer_config
 
     header = read_header(parts[0])
+    check_kinds(header)
     config = model_config(header)
     find_sources(header, config)  # now, when the user looks, and not in a worker's log
     ends = end_token_ids(header.metadata)

@@ -146,13 +146,15 @@ class _Walk:
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind != GGUFValueType.ARRAY:
-            return _plain(np.frombuffer(self.take(np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]))[0]
+            value = np.frombuffer(self.take(np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind])[0]
+            # a 32-bit float as the shortest decimal that means it, which is what was written
+            return float(str(value)) if kind == GGUFValueType.FLOAT32 else value.item()
         kind, length = self.kind(), self.number("<u8")
         if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
             if length * 8 > self.size - self.at:
                 raise self.cut_short()
             return [self.value(kind) for _ in range(length)] if kind == GGUFValueType.ARRAY else self.strings(length)
-        return _plain(np.frombuffer(self.take(length * np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]))
+        return np.frombuffer(self.take(length * np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]).tolist()
 
     def kind(self) -> GGUFValueType:
         number = self.number("<u4")
@@ -220,8 +222,3 @@ class _Walk:
 
     def cut_short(self) -> ModelError:
         return ModelError(f"{self.path} is cut short: it ends within {self.reading}, at byte {self.size}")
-
-
-def _plain(values: "np.ndarray[Any, Any]") -> list[Any]:
-    """The values as Python's own; a 32-bit float as the shortest decimal that means it, which is what was written."""
-    return [float(str(value)) for value in values] if values.dtype == np.float32 else values.tolist()

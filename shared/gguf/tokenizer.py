@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, Keys, TokenType
+from msgspec import ValidationError, convert
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from shared.errors import ModelError
+from shared.gguf.header import Header
 from shared.gguf.splitting import KNOWN, splitting
 
 Metadata = Mapping[str, Any]
@@ -28,6 +31,33 @@ PREFIX, WORD = "▁", " "
 
 INSTRUCTION = "[INST]"
 """A control token of Mistral's since version 3; there, what follows a special token does not begin a word by itself."""
+
+
+KINDS: dict[str, Any] = {
+    Keys.Tokenizer.MODEL: str,
+    Keys.Tokenizer.PRE: str,
+    Keys.Tokenizer.LIST: list[str],
+    Keys.Tokenizer.TOKEN_TYPE: list[int],
+    Keys.Tokenizer.SCORES: list[float],
+    Keys.Tokenizer.MERGES: list[str],
+    Keys.Tokenizer.ADD_BOS: bool,
+    Keys.Tokenizer.ADD_EOS: bool,
+    Keys.Tokenizer.ADD_PREFIX: bool,
+    Keys.Tokenizer.CHAT_TEMPLATE: str,
+    Keys.Tokenizer.EOT_ID: int,
+    Keys.Tokenizer.EOM_ID: int,
+    **dict.fromkeys(SPECIAL.values(), int),
+}
+
+
+def check_kinds(header: Header) -> None:
+    """Raises `ModelError` if the vocabulary, or a setting of it, is no such thing at all."""
+    for key, kind in KINDS.items():
+        if key in header.metadata:
+            try:
+                convert(header.metadata[key], kind)
+            except ValidationError as error:
+                raise ModelError(f"{header.paths[0]}: {key}: {error}") from error
 
 
 class Unconvertible(Exception):

@@ -16,7 +16,7 @@ QUANTISED = [kind for kind in GGMLQuantizationType if hasattr(getattr(quants, ki
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some blocks have scales that are no numbers
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
-def test_arbitrary_blocks_in_pieces_by_threads_and_one_of_a_stack(  # LDG-09: mixed quant types
+def test_arbitrary_blocks_in_pieces_by_threads_and_one_of_a_stack(
     kind: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, size = GGML_QUANT_SIZES[kind]

@@ -40,6 +40,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma": lambda: gemma(**WIDE),
     "gemma2": lambda: gemma2(**WIDE, query_pre_attn_scalar=16),
     "gemma3": lambda: gemma3(**WIDE, query_pre_attn_scalar=16, num_hidden_layers=7, sliding_window_pattern=6),
+    "gemma3, stretched": lambda: gemma3(
+        **WIDE,
+        query_pre_attn_scalar=16,
+        num_hidden_layers=7,
+        sliding_window_pattern=6,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        rope_local_base_freq=500.0,
+    ),
     "phi3": lambda: phi3(**PHI, sliding_window=7),
     "phi3, part of each head": lambda: phi3(**PHI, partial_rotary_factor=0.5),
     "phi3, long": lambda: phi3(**PHI, rope_parameters=LONG, original_max_position_embeddings=32),
@@ -64,7 +72,7 @@ def compare(file: Path, model: PreTrainedModel, cache: Path, **config: object) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_ldg_09_logits_of_mixed_types_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
     compare(write(model, tmp_path / "model.gguf", mixed), model, tmp_path / "cache")
 
@@ -75,7 +83,7 @@ def test_transformers_code_computes_a_gguf_file_too(tmp_path: Path) -> None:
     compare(file, model, tmp_path / "cache", model_impl="transformers")
 
 
-def test_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) -> None:  # LDG-09: rope_freqs.weight
+def test_ldg_09_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) -> None:
     model = llama(**WIDE, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32})
     file = write(model, tmp_path / "model.gguf")
     compare(file, model, tmp_path / "cache")
@@ -84,13 +92,19 @@ def test_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) -> None: 
     assert (reference_logits(plain, TOKENS) - reference_logits(model, TOKENS)).abs().max() > 0.01
 
 
-def test_a_file_without_output_layer_is_tied(tmp_path: Path) -> None:  # LDG-09: tied output
+def test_ldg_09_a_file_without_output_layer_is_tied(tmp_path: Path) -> None:
     model = llama(**WIDE, tie_word_embeddings=True)
     compare(write(model, tmp_path / "model.gguf", mixed), model, tmp_path / "cache")
 
 
+def test_ldg_09_a_set_of_files_is_one_model(tmp_path: Path) -> None:
+    model = llama(**WIDE)
+    write(model, tmp_path / "model.gguf", mixed, split=8)
+    compare(tmp_path / "model-00003-of-00004.gguf", model, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
-def test_each_type_of_weights(kind: str, tmp_path: Path) -> None:  # LDG-09: quantised types
+def test_each_type_of_weights(kind: str, tmp_path: Path) -> None:
     model = llama(**WIDE, num_hidden_layers=1)
     file = write(model, tmp_path / "model.gguf", lambda name: GGMLQuantizationType[kind])
     compare(file, model, tmp_path / "cache")

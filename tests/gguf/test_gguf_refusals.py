@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.gguf.header import read_header
-from tests.gguf.writing import finish, write
+from tests.gguf.writing import finish, plain_vocabulary, write
 from tests.models.tiny import llama
 from tests.models.variants import mixtral
 
@@ -49,7 +49,7 @@ def test_a_big_endian_file(tmp_path: Path) -> None:
     assert "is a big-endian file (supported: little-endian" in refusal(file)
 
 
-def test_a_file_that_is_cut_short(whole: bytes, tmp_path: Path) -> None:  # LDG-09: truncated file
+def test_ldg_09_a_file_that_is_cut_short(whole: bytes, tmp_path: Path) -> None:
     last = max(read_header(saved(whole, tmp_path)).tensors.values(), key=lambda tensor: tensor.offset)
     said = refusal(saved(whole[: last.offset + last.nbytes - 1], tmp_path))
     assert f"model.gguf: tensor {last.name} (F32 " in said
@@ -106,6 +106,20 @@ def test_a_tensor_that_is_wrong(others: Mapping[str, NDArray[Any] | None], said:
     assert said in refusal(write(llama(), tmp_path / "model.gguf", others=others))
 
 
+def test_numbers_that_no_file_can_hold(whole: bytes, tmp_path: Path) -> None:
+    name = b"llama.block_count"
+    place = whole.index(name) + len(name) + 4
+    content = whole[:place] + struct.pack("<I", 2**31) + whole[place + 4 :]
+    assert "it has 30 tensors, which cannot be 2147483648 layers" in refusal(saved(content, tmp_path))
+
+
+def test_a_vocabulary_that_is_none(tmp_path: Path) -> None:
+    vocabulary = plain_vocabulary(131) | {"token_types": [1.5] * 131}
+    assert "tokenizer.ggml.token_type: Expected `int`" in refusal(
+        write(llama(), tmp_path / "model.gguf", vocabulary=vocabulary)
+    )
+
+
 def test_experts_of_another_number(tmp_path: Path) -> None:
     wrong = {"blk.1.ffn_down_exps.weight": np.zeros((4, 60, 77), np.float32)}
     said = refusal(write(mixtral(), tmp_path / "model.gguf", others=wrong))
@@ -135,6 +149,7 @@ def test_a_setting_that_is_missing_or_of_another_kind(tmp_path: Path) -> None:
         writer = GGUFWriter(file, "llama")
         writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
         writer.add_tokenizer_model("none")
+        writer.add_block_count(1)
         writer.add_embedding_length(8)
         if value:
             writer.add_head_count(value)
@@ -142,7 +157,7 @@ def test_a_setting_that_is_missing_or_of_another_kind(tmp_path: Path) -> None:
         file.unlink()
 
 
-def test_a_set_of_files(tmp_path: Path) -> None:  # LDG-09: split file set
+def test_ldg_09_a_set_of_files(tmp_path: Path) -> None:
     model = llama()
     write(model, tmp_path / "model.gguf", split=8)
     files = sorted(tmp_path.glob("*.gguf"))

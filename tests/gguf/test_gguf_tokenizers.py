@@ -1,4 +1,4 @@
-"""LDG-12: texts through a GGUF file's tokenizer and through the original it was made from give the same ids."""
+"""Texts through a GGUF file's tokenizer and through the original it was made from give the same ids."""
 
 import hashlib
 import inspect
@@ -114,7 +114,7 @@ def test_there_are_fifty_texts() -> None:
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
+def test_ldg_12_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
     original, tokens, merges = trained(ORIGINALS[name])
     ours = Tokenizer.load(folder_of(byte_level(name, tokens, merges), tmp_path))
     for text in TEXTS:
@@ -186,7 +186,7 @@ def expected_ids(model: sentencepiece.SentencePieceProcessor, text: str) -> list
 
 
 @pytest.mark.parametrize("prefix", [True, False], ids=["as Llama 2", "as Gemma"])
-def test_sentence_piece_tokenizers(prefix: bool, tmp_path: Path) -> None:
+def test_ldg_12_sentence_piece_tokenizers(prefix: bool, tmp_path: Path) -> None:
     added = [] if prefix else [text.replace(" ", "▁") for text in ADDED]
     model = sentence_piece(prefix=prefix, user_defined=added)
     more = {} if prefix else {"add_space_prefix": False}
@@ -222,7 +222,7 @@ def test_behind_mistrals_instruction_tokens_no_word_begins(tmp_path: Path) -> No
         ({"eos_token_id": 131}, "eos_token_id is 131, and it has 131 tokens"),
     ],
 )
-def test_what_would_be_guessed_needs_the_original(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_ldg_12_what_would_be_guessed_needs_the_original(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     folder = folder_of(plain_vocabulary(131) | changes, tmp_path)
     for ask in (check_there, Tokenizer.load):
         with pytest.raises(ModelError, match=said):
