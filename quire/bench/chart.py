@@ -54,7 +54,8 @@ def _over_time(axes: "Axes", result: Result) -> None:
     other.step(seconds, timeline.running, where="post", color="tab:orange", label="requests running")
     other.set(ylabel="requests running", ylim=(0, None))
     lines = [*axes.get_lines(), *other.get_lines()]
-    axes.legend(lines, [str(line.get_label()) for line in lines], loc="lower right")
+    names = [str(line.get_label()) for line in lines]
+    axes.legend(lines, names, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)  # below, clear of the lines
 
 
 def _by_percentile(axes: "Axes", result: Result) -> None:

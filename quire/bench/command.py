@@ -72,7 +72,8 @@ def latency(argv: Sequence[str]) -> int:
     parser = flag_parser(
         [LatencyOptions, engine_config()],
         prog="quire bench latency",
-        description="Measure how long one batch takes from its start to its end.",
+        description="Measure how long one batch takes from its start to its end, without the prefix cache unless it is "
+        "asked for.",
         only_flags=True,
     )
     flags = vars(parser.parse_args(argv))
