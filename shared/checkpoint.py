@@ -6,20 +6,13 @@ embedded model, gets a folder in Quire's cache the first time somebody asks for 
 """
 
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from shared.embedded import RECOMMENDED, embedded_file
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
-
-PATIENCE = 10.0
-"""Seconds for the hub to answer what files a model has; then what was fetched earlier is used."""
-
-SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-"""Configuration, tokenizer and chat template, under the names that the field uses for them."""
+from shared.hub import download, gguf_files, wanted_files
 
 
 def cache_folder() -> Path:
@@ -30,8 +23,8 @@ def cache_folder() -> Path:
 
 
 def locate(model: str, revision: str | None = None) -> Path:
-    """The local folder of `model`: a folder, a GGUF file, a Hugging Face name (downloaded if need be), or '' for the
-    embedded one.
+    """The local folder of `model`: a folder, a GGUF file, a Hugging Face name (downloaded if need be), such a name with
+    the type of the GGUF file that is meant (`owner/name:Q4_K_M`), or '' for the embedded one.
 
     Raises `ModelError`, with what to do about it, if it cannot be had.
     """
@@ -48,7 +41,13 @@ def locate(model: str, revision: str | None = None) -> Path:
         )
     if _looks_like_path(model):
         raise ModelError(f"there is no folder {model}")
-    return _checked(_download(model, revision))
+    name, _, quantisation = model.partition(":")
+    if quantisation:
+        choose = partial(gguf_files, quantisation=quantisation)
+        folder = download(name, revision, choose)
+        files = choose([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")])
+        return model_folder(folder / files[0], cache_folder() / "gguf")
+    return _checked(download(model, revision, wanted_files))
 
 
 def locate_tokenizer(name: str) -> Path:
@@ -56,9 +55,9 @@ def locate_tokenizer(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" or path.exists() or _looks_like_path(name):
+    if path.suffix == ".gguf" or path.exists() or ":" in name or _looks_like_path(name):
         return locate(name)
-    return _download(name, None, weights=False)
+    return download(name, None, partial(wanted_files, weights=False))
 
 
 def _checked(folder: Path) -> Path:
@@ -71,53 +70,3 @@ def _checked(folder: Path) -> Path:
 
 def _looks_like_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
-
-
-def _download(name: str, revision: str | None, *, weights: bool = True) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
-
-    try:
-        siblings = HfApi().model_info(name, revision=revision, timeout=PATIENCE).siblings or []
-        files = wanted_files([sibling.rfilename for sibling in siblings], weights=weights)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except HFValidationError as error:
-        raise ModelError(f"{name!r} is neither a folder nor a Hugging Face name") from error
-    except (HTTPError, OSError) as error:  # OSError: offline by the user's wish, or a full disk
-        if not _is_answer(error):
-            with suppress(LocalEntryNotFoundError):
-                return Path(snapshot_download(name, revision=revision, local_files_only=True))
-        raise ModelError(_reason(name, revision, error)) from error
-
-
-def _is_answer(error: Exception) -> bool:
-    """Whether the hub has said no; otherwise it could not be asked, and what was fetched earlier will do."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    return isinstance(error, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError))
-
-
-def wanted_files(files: Sequence[str], *, weights: bool = True) -> list[str]:
-    """Of a repository's files at its top level, those needed to serve it: weights in one format, and the small ones."""
-    top = [name for name in files if "/" not in name]
-
-    def matching(patterns: Iterable[str]) -> list[str]:
-        return [name for name in top if any(fnmatch(name, pattern) for pattern in patterns)]
-
-    heavy = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
-    return (heavy if weights else []) + matching(SMALL_FILES)
-
-
-def _reason(name: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return f"{name} is gated: accept its terms on Hugging Face and set HF_TOKEN"
-    if isinstance(error, RevisionNotFoundError):
-        return f"{name} has no revision {revision!r}"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"there is no folder {name}, and no such model on Hugging Face that this HF_TOKEN may see"
-    if HF_HUB_OFFLINE:
-        return f"{name} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to fetch it"
-    return f"there is no folder {name}, and it cannot be fetched from Hugging Face ({type(error).__name__}: {error})"

@@ -6,8 +6,11 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from shared import checkpoint
-from shared.checkpoint import locate, locate_tokenizer, wanted_files
+from shared.checkpoint import locate, locate_tokenizer
 from shared.errors import ModelError
+from shared.hub import gguf_files, wanted_files
+from tests.gguf.writing import write
+from tests.models.tiny import llama
 
 
 def test_a_folder_with_a_config_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -82,6 +85,40 @@ def test_one_format_of_weights_is_fetched() -> None:
     assert wanted_files([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
     assert wanted_files([*small, *other, *safe], weights=False) == small
     assert wanted_files(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
+
+
+GGUF = ["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "mmproj-Q4_K_M.gguf", "BF16/a-BF16-00001-of-00002.gguf"]
+GGUF += ["BF16/a-BF16-00002-of-00002.gguf", "a.q8_0.gguf", "README.md"]
+
+
+def test_a_gguf_file_is_chosen_by_its_type() -> None:
+    assert gguf_files(GGUF, "Q4_K_M") == ["a-Q4_K_M.gguf"]
+    assert gguf_files(GGUF, "Q8_0") == ["a.q8_0.gguf"]
+    assert gguf_files(GGUF, "bf16") == GGUF[3:5]
+    with pytest.raises(ModelError, match=r"no GGUF file of type Q4_K; there are: BF16/a-.*, a\.q8_0\.gguf"):
+        gguf_files(GGUF, "Q4_K")
+    with pytest.raises(ModelError, match=r"Q4_K_M may be any of a-Q4_K_M\.gguf, b-Q4_K_M\.gguf"):
+        gguf_files(["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], "Q4_K_M")
+    with pytest.raises(ModelError, match="name one by its type, as in owner/name:Q4_K_M: a-Q4_K_M"):
+        wanted_files([*GGUF, "config.json"])
+
+
+def test_a_gguf_file_on_hugging_face_is_named_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is silent: what it would be asked for is in the cache."""
+
+    def silent(self: HfApi, *args: object, **options: object) -> None:
+        raise ConnectionError("no route to host")
+
+    asked: list[str] = []
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(HfApi, "model_info", silent)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.append(name) or str(tmp_path / "snapshot")
+    )
+    (tmp_path / "snapshot" / "deep").mkdir(parents=True)
+    file = write(llama(), tmp_path / "snapshot" / "deep" / "tiny-F32.gguf")
+    assert locate("owner/model:F32") == locate(str(file))
+    assert asked == ["owner/model"]
 
 
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
