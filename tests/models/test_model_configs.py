@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from services.worker.models.registry import choose, family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
 from tests.models.tiny import LLAMA, Forward, draw_the_rest, reference_logits, save
-from tests.models.variants import VARIANTS
+from tests.models.variants import VARIANTS, longrope
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
 
@@ -83,6 +84,18 @@ def test_windows(name: str, tmp_path: Path) -> None:
         "qwen3_moe, some dense": (7, 7, 7),
     }
     assert tuple(layer.window for layer in spec(config_of(name, tmp_path)).layers) == windows[name]
+
+
+def test_long_contexts_have_the_long_factors(tmp_path: Path) -> None:
+    """Where contexts of up to 128 tokens are served, and 10 are the original length."""
+    model = longrope(10)
+    forward = Forward(save(model, tmp_path))
+    forward.enter(0, TOKENS, [2, 0, 1])
+    (ours,) = forward.step((0, 0, len(TOKENS)))
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
+    (short,) = forward.step((0, 0, 9))
+    assert torch.equal(short, ours[:9])
+    assert (short - reference_logits(model, TOKENS[:9])).abs().max() > 0.1  # transformers goes by the sequence
 
 
 def test_absent_fields_have_the_familys_defaults(tmp_path: Path) -> None:

@@ -6,15 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from kernels.layout import KVLayout, layer_views
 from kernels.load import ops
@@ -51,13 +43,11 @@ OPT: dict[str, Any] = {
 
 
 def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return draw_the_rest(LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))))
+    return tiny(LlamaConfig(**(LLAMA | changes)), seed)
 
 
 def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return draw_the_rest(OPTForCausalLM(OPTConfig(**(OPT | changes))))
+    return tiny(OPTConfig(**(OPT | changes)), seed)
 
 
 def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

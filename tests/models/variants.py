@@ -57,6 +57,13 @@ def phi3(**changes: Any) -> PreTrainedModel:
     return tiny(Phi3Config(**(LLAMA | {"pad_token_id": 0, "eos_token_id": 2} | changes)))
 
 
+def longrope(original: int, **changes: Any) -> PreTrainedModel:
+    factors = {"short_factor": [1.0, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 20.0, 40.0]}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
+    sizes = {"max_position_embeddings": 512, "original_max_position_embeddings": original}
+    return phi3(**sizes, rope_parameters=scaling, **changes)
+
+
 def gpt2(**changes: Any) -> PreTrainedModel:
     shape = {"vocab_size": 131, "n_embd": 60, "n_layer": 3, "n_head": 5, "n_positions": 128, "initializer_range": 0.3}
     return tiny(GPT2Config(**(shape | {"bos_token_id": 1, "eos_token_id": 2} | changes)))
@@ -98,6 +105,7 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "phi3": lambda: phi3(sliding_window=WINDOW),
     "phi3, part of each head": lambda: phi3(partial_rotary_factor=0.6, head_dim=10, tie_word_embeddings=True),
+    "phi3, short contexts": lambda: longrope(128),  # the tests serve no longer ones
     "gpt2": gpt2,
     "gpt2, untied, relu": lambda: gpt2(
         tie_word_embeddings=False, activation_function="relu", n_inner=70, scale_attn_weights=False

@@ -47,10 +47,6 @@ SHAPES = {
         vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, num_hidden_layers=2, sliding_window=21,
     ),
-    "wide heads with softcaps": lambda: gemma2(
-        vocab_size=512, hidden_size=128, intermediate_size=200, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=256, num_hidden_layers=2, sliding_window=21,
-    ),
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class Rotations:
 def rope_table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines (length, R) float32, both halves of the R dimensions equal.
 
-    The last position is that of a stray row behind the longest context, so contexts have up to `length - 1` tokens.
+    Contexts have up to `length - 1` tokens: the last place is for one that is sampled behind the longest, and dropped.
     """
     long = rope.long_inverse_frequencies and length - 1 > rope.short_positions
     chosen = rope.long_inverse_frequencies if long else rope.inverse_frequencies
