@@ -36,11 +36,16 @@ def splitting(name: str) -> Splitting | None:
     match name:
         case "gpt-2":
             return Splitting(_byte_level(use_regex=True))
-        case "smollm":
+        case "smollm" | "starcoder" | "refact" | "command-r":
             digits = pre_tokenizers.Digits(individual_digits=True)
             return Splitting(pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)]))
         case "llama-bpe" | "llama3" | "llama-v3":
             return Splitting(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"), ignore_merges=True, adds_bos=True)
+        case "deepseek-coder":
+            cuts = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
+            splits: list[Any] = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in cuts]
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            return Splitting(pre_tokenizers.Sequence([*splits, digits, _byte_level(use_regex=False)]))
         case "dbrx":  # of Phi-4
             return Splitting(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"))
         case "qwen2":
@@ -53,7 +58,10 @@ def splitting(name: str) -> Splitting | None:
     return None
 
 
-KNOWN = ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
+KNOWN = (
+    *("gpt-2", "llama-bpe", "qwen2", "smollm", "starcoder", "refact", "command-r", "deepseek-coder"),
+    *("dbrx", "tekken", "gpt-4o"),
+)
 
 
 def _split(words: str, numbers: str, behind_signs: str) -> Any:

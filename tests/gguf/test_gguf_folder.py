@@ -154,3 +154,12 @@ def test_making_and_reading_it_takes_no_torch(file: Path, tmp_path: Path) -> Non
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     code += "assert not {'gguf', 'numpy'} & sys.modules.keys()\n"  # now that it is there
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_the_load_format_may_ask_for_it_and_for_another(file: Path, tmp_path: Path) -> None:
+    folder = model_folder(file, tmp_path / "cache")
+    assert WeightFiles(folder, "gguf").names == WeightFiles(folder).names
+    with pytest.raises(ModelError, match=r"no weights; none of model\.safetensors"):
+        WeightFiles(folder, "safetensors")
+    with pytest.raises(ModelError, match=r"was not made of a GGUF file; name the \.gguf file itself"):
+        WeightFiles(tmp_path, "gguf")

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,22 @@ def split_by(pattern: str, *, ignore_merges: bool) -> Callable[..., Backend]:
     return original
 
 
+def deepseek_coder(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Backend:
+    made = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    cut = partial(pre_tokenizers.Split, behavior="isolated")
+    first = [cut("\n"), cut("\r"), cut(Regex(r"\s?\p{L}+")), cut(Regex(r"\s?\p{P}+")), cut(Regex("[一-龥ࠀ-一가-퟿]+"))]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*first, pre_tokenizers.Digits(individual_digits=True), BYTES])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
 ORIGINALS: dict[str, Callable[..., Backend]] = {
     "gpt-2": gpt2,
     "smollm": smollm,
+    "refact": smollm,
+    "starcoder": smollm,
+    "command-r": smollm,
+    "deepseek-coder": deepseek_coder,
     "qwen2": qwen2,
     "llama-bpe": split_by(LLAMA3, ignore_merges=True),
     "dbrx": split_by(GGUF_PRE_TOKENIZER_SPLITS["dbrx"], ignore_merges=False),
