@@ -9,7 +9,14 @@ two, not both, should be scraped.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    GC_COLLECTOR,
+    PLATFORM_COLLECTOR,
+    PROCESS_COLLECTOR,
+    CollectorRegistry,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -95,6 +102,14 @@ def registry(*collectors: Collector) -> CollectorRegistry:
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR, *collectors):
         result.register(collector)
     return result
+
+
+def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """All figures as plain text, which every scraper takes, and the content type.
+
+    Never OpenMetrics, which Prometheus would prefer: the client library writes `vllm_` for `vllm:` in it (0.26).
+    """
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 def _fill(

@@ -66,7 +66,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus' exposition."""
-    data, content_type = request.app[GATEWAY].metrics.render(request.headers.get("Accept", ""))
+    data, content_type = request.app[GATEWAY].metrics.render()
     return web.Response(body=data, headers={"Content-Type": content_type})
 
 

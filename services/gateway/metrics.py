@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 from prometheus_client import Counter, Histogram
-from prometheus_client.exposition import choose_encoder
 
-from shared.metrics import EngineCollector, registry
+from shared.metrics import EngineCollector, exposition, registry
 from shared.protocol import Snapshot
 
 LABELS = ("model_name", "engine")
@@ -94,16 +93,9 @@ class Metrics:
         """An HTTP request was answered; 400s are counted here and nowhere else."""
         self._families.responses.labels(handler, str(status)).inc()
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type, in the format that the scraper's Accept header asks for.
-
-        It is plain text if that cannot be understood: the library raises on a version that is no number.
-        """
-        try:
-            encoder, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):
-            encoder, content_type = choose_encoder("")
-        return encoder(self._registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """The exposition and its content type."""
+        return exposition(self._registry)
 
 
 class _Families:

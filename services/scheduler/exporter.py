@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 
 from shared.errors import ConfigError
+from shared.metrics import exposition
 
 STALLED = 5.0
 """Seconds since the last turn of the loop from which on it is taken for stuck; idle, it turns four times a second."""
@@ -27,11 +28,9 @@ def export(port: int, registry: CollectorRegistry, turned: Callable[[], float]) 
         server, _ = start_http_server(port, registry=registry)
     except OSError as error:
         raise ConfigError(f"--metrics-port {port}: {error.strerror}") from error
-    metrics = server.get_app()
-    assert metrics is not None  # it was started with one
 
     def answer(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-        return health(turned(), start) if environ["PATH_INFO"] == "/health" else metrics(environ, start)
+        return health(turned(), start) if environ["PATH_INFO"] == "/health" else metrics(registry, start)
 
     server.set_app(answer)
     try:
@@ -39,6 +38,13 @@ def export(port: int, registry: CollectorRegistry, turned: Callable[[], float]) 
     finally:
         server.shutdown()
         server.server_close()
+
+
+def metrics(registry: CollectorRegistry, start: Any) -> Iterable[bytes]:
+    """The figures, at any path but one."""
+    data, content_type = exposition(registry)
+    start("200 OK", [("Content-Type", content_type)])
+    return [data]
 
 
 def health(turned: float, start: Any) -> Iterable[bytes]:

@@ -37,7 +37,7 @@ def of_gateway() -> set[str]:
     metrics = Metrics("model", lambda: {"0": Snapshot()})
     metrics.engine("0")
     metrics.answered("/v1/models", 200)
-    return samples(metrics.render("")[0])
+    return samples(metrics.render()[0])
 
 
 def queries() -> list[str]:

@@ -12,7 +12,8 @@ from tests.quire.serving import free_ports
 
 def ask(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text;version=1.0.0"})
+        with urllib.request.urlopen(request, timeout=10) as response:
             return response.status, response.read().decode()
     except HTTPError as error:
         with error:
@@ -21,12 +22,12 @@ def ask(url: str) -> tuple[int, str]:
 
 def test_it_is_healthy_while_the_loop_turns() -> None:
     registry = CollectorRegistry()
-    Gauge("loops", "For the test.", registry=registry).set(3)
+    Gauge("quire:loops", "For the test.", registry=registry).set(3)
     turned = time.monotonic()
     (port,) = free_ports(1)
     with export(port, registry, lambda: turned):
         assert ask(f"http://127.0.0.1:{port}/health") == (200, "")
-        assert "loops 3.0" in ask(f"http://127.0.0.1:{port}/metrics")[1]
+        assert "\nquire:loops 3.0\n" in ask(f"http://127.0.0.1:{port}/metrics")[1]
         turned -= STALLED + 1
         status, said = ask(f"http://127.0.0.1:{port}/health")
         assert status == 503
