@@ -25,6 +25,7 @@ from services.worker.sampler import Draws, Sampler
 from services.worker.slots import Slots
 from services.worker.warmup import warm_up
 from shared.checkpoint import locate
+from shared.embedded import EMBEDDED
 from shared.protocol import Configure, Fork, ModelFacts, SampledRow, StepPlan, StepResult, TokenLogprobs
 
 
@@ -67,7 +68,7 @@ class Runner:
         shape = self._decoder.shape
         self._facts = Facts(
             facts=ModelFacts(
-                model=config.model or str(folder),
+                model=config.model or EMBEDDED,
                 architecture=shape.architecture,
                 dtype=str(model.dtype).removeprefix("torch."),
                 max_positions=shape.max_positions,
