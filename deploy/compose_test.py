@@ -25,6 +25,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL = "SmolLM2-135M-Instruct"
 GATEWAYS = 3
 STREAMS = 20
 TOKENS = 128
@@ -34,7 +35,8 @@ SERVICES = ("balancer", "gateway", "scheduler", "worker")
 BUILDING, STARTING, STREAMING = 600.0, 120.0, 180.0  # seconds; reached only by what fails
 NO_ENGINE = 75
 
-METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/metrics').read().decode())"
+METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:{}/metrics').read().decode())"
+PORTS = {"gateway": 8000, "scheduler": 9100}  # of their metrics
 
 
 class Failure(Exception):
@@ -129,6 +131,8 @@ def test(project: Project) -> None:
         texts = asyncio.run(Streams(project.port, prompts).run(lambda: kill_worker(project)))
         changed = sum(text != expected[prompt] for prompt, text in zip(prompts, texts, strict=True))
         expect(not changed, f"{changed} of {STREAMS} streams have other text than undisturbed ones")
+    with step("a client that leaves before its answer begins takes its request with it"):
+        leave(project)
     served = [requests_served(project, container) for container in project.containers("gateway")]
     with step(f"each gateway served some: {served}"):
         expect(all(served) and sum(served) == STREAMS + len(PROMPTS), f"the gateways served {served}")
@@ -166,7 +170,7 @@ class Streams:
     async def _stream(self, prompt: str) -> str:
         text, tokens, reason = "", 0, None
         stream = await self._client.chat.completions.create(
-            model="SmolLM2-135M-Instruct",
+            model=MODEL,
             messages=[{"role": "user", "content": prompt}],
             max_tokens=TOKENS,
             temperature=0,
@@ -196,14 +200,34 @@ def kill_worker(project: Project) -> None:
     except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
         project.engine_says("kill", container)
         project.engine_says("start", container)
-    until(lambda: project.state(container)["Pid"] not in (0, pid), "the worker's container does not come back")
+    until(lambda: project.state(container)["Pid"] not in (0, pid), "the worker's container has not come back")
+
+
+def leave(project: Project) -> None:
+    """Send a request that would take minutes, and hang up; the scheduler must soon be idle."""
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{project.port}/v1/completions", data, headers)
+    try:
+        urllib.request.urlopen(request, timeout=2)
+    except TimeoutError:
+        pass
+    else:
+        raise Failure("a request of 4000 tokens was answered in 2 s")
+    (scheduler,) = project.containers("scheduler")
+    until(lambda: figure(project, "scheduler", scheduler, "vllm:num_requests_running") == 0, "it still runs", 10)
 
 
 def requests_served(project: Project, gateway: str) -> int:
     """Samples that ended at a gateway because of their length, as its own /metrics has them."""
-    lines = project.engine_says("exec", gateway, "python", "-c", METRICS).splitlines()
-    counts = [line for line in lines if line.startswith("vllm:request_success_total{") and '"length"' in line]
-    return sum(int(float(line.split()[-1])) for line in counts)
+    return figure(project, "gateway", gateway, "vllm:request_success_total", 'finished_reason="length"')
+
+
+def figure(project: Project, service: str, container: str, name: str, label: str = "") -> int:
+    """The sum of a metric of one container, of those of its samples that have a label."""
+    lines = project.engine_says("exec", container, "python", "-c", METRICS.format(PORTS[service])).splitlines()
+    found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+    return sum(int(float(line.rpartition(" ")[2])) for line in found)
 
 
 def find_engine() -> Project | None:
@@ -251,11 +275,11 @@ def step(what: str) -> Iterator[None]:
     print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
 
 
-def until(holds: Callable[[], bool], otherwise: str) -> None:
+def until(holds: Callable[[], bool], otherwise: str, seconds: float = STARTING) -> None:
     """Waits until something holds. Raises `Failure` if that takes too long."""
-    deadline = time.monotonic() + STARTING
+    deadline = time.monotonic() + seconds
     while not holds():
-        expect(time.monotonic() < deadline, f"{otherwise} within {STARTING:.0f} s")
+        expect(time.monotonic() < deadline, f"{otherwise} after {seconds:.0f} s")
         time.sleep(0.3)
 
 
