@@ -42,9 +42,15 @@ def service(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_setting_of_a_service_can_be_given_by_environment_and_no_other(name: str) -> None:
-    given = [variable for variable in service(name)["environment"] if variable.startswith("QUIRE_")]
+    variables = [entry.partition("=")[0] for entry in service(name)["environment"]]
+    given = [variable for variable in variables if variable.startswith("QUIRE_")]
     wanted = [knob.variable for knob in knobs(CONFIGS[name]) if knob.name not in INTERNAL | FIXED]
     assert sorted(given) == sorted(wanted)
+
+
+def test_the_worker_computes_on_what_its_image_is_for() -> None:
+    assert "QUIRE_DEVICE=cpu" in service("worker")["environment"]
+    assert GPU["services"]["worker"]["environment"] == ["QUIRE_DEVICE=cuda"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
