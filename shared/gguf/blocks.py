@@ -1,7 +1,7 @@
 """Stored tensors to numbers. The arithmetic of each quantised type is the `gguf` package's.
 
 Blocks are taken some thousands at a time, as many as fit a core's cache: a few rows at a time, as the package does it
-itself, spends the time in Python, and whole tensors at a time spend it in memory. Several threads share the work.
+itself, spends the time in Python, and whole tensors at a time spend it in memory. Several threads share large tensors.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +17,9 @@ from shared.gguf.header import StoredTensor
 
 CHUNK = 2**18
 """Numbers that are dequantised at once."""
+
+SHARED = 16
+"""Chunks from which on threads share a tensor: in small ones they mostly wait for each other's Python."""
 
 PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
@@ -57,7 +60,7 @@ def _dequantise(stored: NDArray[np.uint8], kind: GGMLQuantizationType, threads: 
         numbers[start : start + step] = quantisation.dequantize_blocks(stored[start : start + step])
 
     starts = range(0, len(stored), step)
-    if threads == 1 or len(starts) == 1:
+    if threads == 1 or len(starts) < SHARED:
         for start in starts:
             one(start)
     else:

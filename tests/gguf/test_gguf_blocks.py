@@ -28,6 +28,7 @@ def test_arbitrary_blocks_in_pieces_by_threads_and_one_of_a_stack(
     assert tensor.shape == (3, 7, 2 * block)
     expected = quants.dequantize(stored, kind)
     monkeypatch.setattr(blocks, "CHUNK", 5 * block)
+    monkeypatch.setattr(blocks, "SHARED", 2)
     for threads in (1, 3):
         np.testing.assert_array_equal(blocks.read_part(tensor, threads=threads), expected)
         np.testing.assert_array_equal(blocks.read_part(tensor, 1, threads), expected[1])
