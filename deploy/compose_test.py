@@ -153,13 +153,18 @@ class Streams:
         async with asyncio.timeout(STREAMING), self._client:
             streams = [asyncio.create_task(self._stream(prompt)) for prompt in self._prompts]
             begun = asyncio.create_task(self._begun.wait())
-            await asyncio.wait([begun, *streams], return_when=asyncio.FIRST_COMPLETED)
-            if disturb is not None and begun.done():
-                await asyncio.to_thread(disturb)
-            found = await asyncio.gather(*streams, return_exceptions=True)
+            try:
+                await asyncio.wait([begun, *streams], return_when=asyncio.FIRST_COMPLETED)
+                if disturb is not None and begun.done():
+                    await asyncio.to_thread(disturb)
+                found = await asyncio.gather(*streams, return_exceptions=True)
+            finally:  # a failure elsewhere leaves them running
+                for task in (begun, *streams):
+                    task.cancel()
+                await asyncio.gather(begun, *streams, return_exceptions=True)
         if failures := [each for each in found if isinstance(each, BaseException)]:
             raise Failure(f"{len(failures)} of {len(found)} streams failed, the first with {failures[0]!r}")
-        expect(begun.done(), "a stream had ended before all had begun")
+        expect(self._begun.is_set(), "a stream had ended before all had begun")
         return [text for text in found if isinstance(text, str)]
 
     def _begin(self) -> None:
