@@ -41,10 +41,12 @@ def model_config(header: Header) -> dict[str, Any]:
     for key in _FOREIGN:
         if source.has(key):
             raise ModelError(f"{source.path}: {source.name(key)} is not supported")
-    # null where the file names none: left out, a config class would have an id of its own
-    tokens = {f"{part}_token_id": source.metadata.get(key) for part, key in _TOKENS.items()}
+    size = source.vocab_size()
+    # null where the file names none that there is: left out, a config class would have an id of its own
+    ids = {f"{part}_token_id": source.metadata.get(key) for part, key in _TOKENS.items()}
+    tokens = {name: id if id is not None and 0 <= id < size else None for name, id in ids.items()}
     return {
-        "vocab_size": source.vocab_size(),
+        "vocab_size": size,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "bfloat16",
         **tokens,

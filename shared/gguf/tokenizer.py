@@ -5,6 +5,7 @@ SentencePiece BPE model, whose merges follow from its pieces' scores. What canno
 for every text is an `Unconvertible` saying why, and the model is then served with a tokenizer that the user names.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from shared.errors import ModelError
 from shared.gguf.header import Header
 from shared.gguf.splitting import KNOWN, splitting
+
+logger = logging.getLogger(__name__)
 
 Metadata = Mapping[str, Any]
 
@@ -98,23 +101,31 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     tokens = metadata.get(Keys.Tokenizer.LIST) or []
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for part, key in SPECIAL.items():
-        if (id := metadata.get(key)) is not None and id < len(tokens):
+        if (id := metadata.get(key)) is not None and 0 <= id < len(tokens):
             config[part] = tokens[id]
     if template := metadata.get(Keys.Tokenizer.CHAT_TEMPLATE):
         config["chat_template"] = template
     return config
 
 
-def end_token_ids(metadata: Metadata) -> list[int]:
-    """What ends an answer: the tokens that the file calls so, and known ends of a turn in its vocabulary."""
+def end_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
+    """What ends an answer: the tokens that the file calls so, and known ends of a turn in its vocabulary.
+
+    Ids that the model does not have are left out, with a warning.
+    """
     tokens, types = metadata.get(Keys.Tokenizer.LIST) or [], metadata.get(Keys.Tokenizer.TOKEN_TYPE) or []
-    named = [metadata.get(key) for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)]
+    named = []
+    for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID):
+        if (id := metadata.get(key)) is not None and not 0 <= id < vocab_size:
+            logger.warning("%s %d is ignored: the model has %d tokens", key, id, vocab_size)
+        elif id is not None:
+            named.append(id)
     known = [
         id
         for id, (token, type) in enumerate(zip(tokens, types, strict=False))
         if type == TokenType.CONTROL and token in ENDS
     ]
-    return list(dict.fromkeys(id for id in [*named, *known] if id is not None))
+    return list(dict.fromkeys([*named, *known]))
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:

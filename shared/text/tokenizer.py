@@ -130,9 +130,9 @@ def check_there(folder: Path) -> None:
 
 
 def _check_fits(backend: tokenizers.Tokenizer, folder: Path, model: Path) -> None:
-    size = read_json(model / "config.json").get("vocab_size")
+    size = _model_vocab_size(model)
     highest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
-    if isinstance(size, int) and highest >= size:
+    if size is not None and highest >= size:
         raise ModelError(f"the tokenizer in {folder} has ids up to {highest}, but the model has only {size} tokens")
 
 
@@ -207,12 +207,29 @@ def _special(folder: Path) -> dict[str, str]:
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> list[int]:
     """The tokenizer's own, and those of generation_config.json, or of config.json where the former names none."""
+    size = _model_vocab_size(folder)
+    if size is None:
+        size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    ids = [] if own is None else [own]
+    ids = [] if own is None else _inside([own], size, folder / "tokenizer.json")
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id")
         listed = found if isinstance(found, list) else [found]
-        named = [id for id in listed if isinstance(id, int)]
-        if named:
+        if named := _inside([id for id in listed if isinstance(id, int)], size, folder / name):
             return ids + named
     return ids
+
+
+def _model_vocab_size(folder: Path) -> int | None:
+    """What config.json says, which may be more than the tokenizer has; of a model of many parts, its text part's."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
+
+
+def _inside(ids: Sequence[int], size: int, path: Path) -> list[int]:
+    """Those that the model can produce: it never ends with another, and an engine would refuse to wait for it."""
+    if outside := [id for id in ids if not 0 <= id < size]:
+        logger.warning("%s: eos_token_id %s is ignored: the model has %d tokens", path, outside, size)
+    return [id for id in ids if 0 <= id < size]

@@ -255,6 +255,16 @@ def test_ends_of_turns_end_an_answer(tmp_path: Path) -> None:
     assert ours.encode("AB", add_special_tokens=False) == [32, 33]
 
 
+@pytest.mark.parametrize("key", ["eot_token_id", "eom_token_id"])
+def test_an_end_that_the_model_does_not_have_is_ignored(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vocabulary = plain_vocabulary(131) | {"eos_token_id": 9}
+    file = write(llama(), tmp_path / "model.gguf", vocabulary=vocabulary, extra={f"tokenizer.ggml.{key}": 2**32 - 1})
+    assert Tokenizer.load(model_folder(file, tmp_path / "cache")).eos_token_ids == (9,)
+    assert f"tokenizer.ggml.{key} 4294967295 is ignored: the model has 131 tokens" in caplog.text
+
+
 def test_the_embedded_models_ids_are_as_ever() -> None:
     """By the tokenizer that was compared with the makers' own."""
     ours = Tokenizer.load(locate(""))

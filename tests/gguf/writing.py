@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFEndian, GGUFWriter, RopeScalingType, quants
-from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType
+from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFValueType
 from gguf.tensor_mapping import get_tensor_name_map
 from numpy.typing import NDArray
 from torch import Tensor
@@ -47,12 +47,14 @@ def write(
     *,
     vocabulary: Mapping[str, Any] | None = None,
     others: Mapping[str, NDArray[Any] | None] = {},
+    extra: Mapping[str, Any] = {},
     split: int = 0,
     endianness: GGUFEndian = GGUFEndian.LITTLE,
 ) -> Path:
     """Write `model` to `path`, and put what was lost by the types of its matrices into it too.
 
-    `others` replaces tensors by these, or by nothing; `split` is how many a file has.
+    `others` replaces tensors by these, or by nothing; `extra` keys are written as 32-bit numbers or what else they are,
+    instead of those that the model has, and left out if they are None; `split` is how many tensors a file has.
     """
     writer = GGUFWriter(
         path, MODEL_ARCH_NAMES[KINDS[model.config.model_type]], endianess=endianness, split_max_tensors=split
@@ -63,7 +65,24 @@ def write(
     for name, tensor in others.items():
         if tensor is not None:
             writer.add_tensor(name, tensor)
+    replace_keys(writer, extra)
     return finish(writer, path)
+
+
+def replace_keys(writer: GGUFWriter, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        writer.kv_data[0].pop(key, None)
+        match value:
+            case None:
+                pass
+            case int() if not isinstance(value, bool):
+                writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case list():  # an empty one too, which `add_array` leaves out
+                writer.add_key_value(key, value, GGUFValueType.ARRAY)
+            case _:
+                writer.add_key_value(key, value, GGUFValueType.get_type(value))
 
 
 def finish(writer: GGUFWriter, path: Path) -> Path:

@@ -82,6 +82,26 @@ def test_ends_of_sequence_come_from_tokenizer_and_generation_config(tmp_path: Pa
     assert Tokenizer.load(folder).eos_token_ids == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("named", "kept"), [([2, 999], (1, 2)), ([999], (1, 3)), (999, (1, 3)), (-1, (1, 3)), (2**32 - 1, (1, 3))]
+)
+def test_ends_that_the_model_does_not_have_are_ignored(
+    named: object, kept: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of them in `Sampling` would make an engine refuse every request."""
+    folder = write_model_folder(tmp_path, generation={"eos_token_id": named})
+    (folder / "config.json").write_text('{"vocab_size": 500, "eos_token_id": [3, 500]}')
+    assert Tokenizer.load(folder).eos_token_ids == kept
+    assert f"{folder / 'generation_config.json'}: eos_token_id [" in caplog.text
+    assert "is ignored: the model has 500 tokens" in caplog.text
+
+
+def test_without_a_config_the_tokenizers_size_counts(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, generation={"eos_token_id": [2, 999]})
+    (folder / "config.json").unlink(missing_ok=True)
+    assert Tokenizer.load(folder).eos_token_ids == (1, 2)
+
+
 def test_truncation_left_in_the_file_by_training_is_off(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
