@@ -5,6 +5,7 @@ into its own cache, so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they
 embedded model, gets a folder in Quire's cache the first time somebody asks for it.
 """
 
+import hashlib
 import os
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from shared.embedded import RECOMMENDED, embedded_file
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.hub import download, gguf_files, wanted_files
+
+TEXT_FILES = ("config.json", "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json")
 
 
 def cache_folder() -> Path:
@@ -58,6 +61,17 @@ def locate_tokenizer(name: str) -> Path:
     if path.suffix == ".gguf" or path.exists() or ":" in name or _looks_like_path(name):
         return locate(name)
     return download(name, None, partial(wanted_files, weights=False))
+
+
+def text_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits of what tells text from tokens in a model's folder, whichever service reads it.
+
+    The chat template is not part of it: it makes text, and may differ.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _checked(folder: Path) -> Path:

@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 """Bumped by every change of the wire; peers with another version are refused at the first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -136,6 +136,8 @@ class ModelFacts(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     max_positions: int  # the longest context that the model was made for
     vocab_size: int  # logits per position
     fingerprint: str  # equal fingerprints give equal tokens
+    weights: str = ""  # of the weight files: an engine's workers must agree; empty: not known
+    text: str = ""  # of the files that tell text from tokens: a gateway's must be the same; empty: not known
 
 
 class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

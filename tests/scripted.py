@@ -64,6 +64,7 @@ class Script(Struct):
     start_delay: float = 0.0  # seconds to load
     fingerprint: str = "scripted"
     model: str = "scripted"
+    text: str = ""
     replies: list[Reply] = []
     misdeeds: list[Misdeed] = []
 
@@ -99,7 +100,13 @@ class ScriptedRunner:
     def facts(self) -> Facts:
         script = self.script
         facts = ModelFacts(
-            script.model, "Scripted", "none", script.max_positions, script.vocab_size, script.fingerprint
+            model=script.model,
+            architecture="Scripted",
+            dtype="none",
+            max_positions=script.max_positions,
+            vocab_size=script.vocab_size,
+            fingerprint=script.fingerprint,
+            text=script.text,
         )
         return Facts(facts, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
 

@@ -22,13 +22,16 @@ __all__ = ["Attempt", "Backend"]
 
 
 class Backend:
-    """Connections to engines, one an address, for the time of an `async with`. Raises `ConfigError` for an address."""
+    """Connections to engines, one an address, for the time of an `async with`. Raises `ConfigError` for an address.
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    `text` is the digest of this gateway's model, without which nothing is sent to an engine that has another one.
+    """
+
+    def __init__(self, addresses: Sequence[str], text: str = "") -> None:
         for address in addresses:
             check_address(address)
         self._context = zmq.asyncio.Context()
-        self._links = [Link(self._context, address) for address in dict.fromkeys(addresses)]
+        self._links = [Link(self._context, address, text) for address in dict.fromkeys(addresses)]
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._welcome: Welcome | None = None
@@ -86,7 +89,7 @@ class Backend:
         """The least loaded engine that makes steps; else one whose workers are on their way, for it queues."""
         known = [link for link in self._links if link.welcome is not None]
         if not known:
-            raise Unavailable("no engine is ready yet")
+            raise Unavailable(next((link.unusable for link in self._links if link.unusable), "no engine is ready yet"))
         open_ = [link for link in known if not link.draining]
         if not open_:
             raise Unavailable("the engine is shutting down")

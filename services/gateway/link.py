@@ -58,9 +58,11 @@ MESSAGES = 64
 class Link:
     """One engine as its gateway sees it."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, text: str) -> None:
         self.address = address
         self.welcome: Welcome | None = None  # of the present connection
+        self.unusable = ""  # why the engine of the present connection is not used
+        self._text = text
         self.status: Status | None = None
         self._context = context
         self._heard = 0.0  # when the engine last said anything
@@ -137,6 +139,7 @@ class Link:
                 return await self._pump(socket, monitor)
             finally:
                 self._socket = self.welcome = self.status = None
+                self.unusable = ""
 
     async def _pump(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
         """Read until the engine is gone; says why."""
@@ -188,6 +191,9 @@ class Link:
                     attempt.fail(_error(message))
             case Status():
                 self.status, self._told, self._since = message, self._heard, 0
+            case Welcome() if self._text and message.facts.text not in ("", self._text):
+                self.unusable = "the engine has loaded another model than this gateway: its files have changed"
+                log.error("engine at %s: %s; start both anew", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
                 log.info("engine %s at %s serves %s", message.engine, self.address, message.facts.model)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
-from shared.checkpoint import locate, locate_tokenizer
+from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
@@ -22,6 +22,7 @@ class ServedModel(Struct, frozen=True):
 
     names: tuple[str, ...]  # the first stands in answers
     root: str  # what it was started with
+    digest: str  # of its text: an engine must have loaded the same
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: SamplingDefaults
@@ -33,12 +34,15 @@ class ServedModel(Struct, frozen=True):
         texts = locate_tokenizer(config.tokenizer) if config.tokenizer else folder
         tokenizer = Tokenizer.load(texts, folder if config.tokenizer else None)
         file = Path(config.chat_template) if config.chat_template else None
+        template = ChatTemplate.load(texts, tokenizer.special, file)
+        template.try_out()
         root = config.model or EMBEDDED
         return cls(
             names=tuple(config.served_model_name) or (root,),
             root=root,
+            digest=text_digest(folder),
             tokenizer=tokenizer,
-            template=ChatTemplate.load(texts, tokenizer.special, file),
+            template=template,
             defaults=_defaults(config.generation_config, folder),
         )
 

@@ -20,13 +20,19 @@ def fingerprint(
 
     `code` names the modelling code, where it is not ours.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in weights:
-        _add_file(digest, path)
+    digest = hashlib.sha256(weights_digest(folder, weights).encode())
     # Not the number of threads: it doesn't change a row's bits.
     cuda = device.type == "cuda"
     machine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
     digest.update(f"{dtype} {device.type} {machine} {torch.__version__}{code}".encode())
+    return digest.hexdigest()[:16]
+
+
+def weights_digest(folder: Path, weights: Sequence[Path]) -> str:
+    """Sixteen hexadecimal digits of what a model's files say, however it is computed."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in weights:
+        _add_file(digest, path)
     return digest.hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels.load import Ops
 from services.worker.config import WorkerConfig
-from services.worker.fingerprint import fingerprint
+from services.worker.fingerprint import fingerprint, weights_digest
 from services.worker.loader import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
@@ -31,6 +31,7 @@ class Model:
     decoder: CausalLM
     dtype: torch.dtype
     fingerprint: str
+    weights: str  # digest of the files
 
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
@@ -44,12 +45,14 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
     if config.load_format == "dummy":
         dtype = _dtype(config, device, torch.bfloat16)
         weights = RandomWeights(spec, dtype, device)
-        return Model(Decoder(spec, weights, ops), dtype, fingerprint(folder, [], dtype, device))
+        decoder = Decoder(spec, weights, ops)
+        return Model(decoder, dtype, fingerprint(folder, [], dtype, device), weights_digest(folder, []))
     files = WeightFiles(folder, config.load_format)
     dtype = _dtype(config, device, checkpoint_dtype(folder, files))
     with load_weights(files, spec, found.names, dtype, device) as checkpoint:
         decoder = Decoder(spec, checkpoint, ops)
-    return Model(decoder, dtype, fingerprint(folder, files.paths, dtype, device))
+    paths = files.paths
+    return Model(decoder, dtype, fingerprint(folder, paths, dtype, device), weights_digest(folder, paths))
 
 
 def _through_transformers(
@@ -63,7 +66,8 @@ def _through_transformers(
     dtype = _dtype(config, device, checkpoint_dtype(folder, files) if files else torch.bfloat16)
     model = load(folder, architecture, files, dtype, device, ops)
     paths = files.paths if files else []
-    return Model(model, dtype, fingerprint(folder, paths, dtype, device, code=f"transformers {__version__}"))
+    name = fingerprint(folder, paths, dtype, device, code=f"transformers {__version__}")
+    return Model(model, dtype, name, weights_digest(folder, paths))
 
 
 def choose_device(wanted: str) -> torch.device:

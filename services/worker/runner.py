@@ -24,7 +24,7 @@ from services.worker.model import choose_device, load_model
 from services.worker.sampler import Draws, Sampler
 from services.worker.slots import Slots
 from services.worker.warmup import warm_up
-from shared.checkpoint import locate
+from shared.checkpoint import locate, text_digest
 from shared.embedded import EMBEDDED
 from shared.protocol import Configure, Fork, ModelFacts, SampledRow, StepPlan, StepResult, TokenLogprobs
 
@@ -74,6 +74,8 @@ class Runner:
                 max_positions=shape.max_positions,
                 vocab_size=shape.vocab_size,
                 fingerprint=model.fingerprint,
+                weights=model.weights,
+                text=text_digest(folder),
             ),
             device=str(self.device),
             kv_bytes_per_token=self._layout(block_size=1).bytes_per_token,

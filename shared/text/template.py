@@ -9,8 +9,10 @@ the messages' fault, hence `InvalidRequest`; a template that does not parse is a
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from threading import Thread
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,6 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest, ModelError
 from shared.text.messages import plain_messages
 from shared.text.tokenizer import read_json
+
+TRIAL = 10.0
+"""Seconds for a first message, which takes a millisecond."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
 
@@ -49,6 +54,14 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return self._template is not None
+
+    def try_out(self, seconds: float = TRIAL) -> None:
+        """Raises `ModelError` if one short message keeps the template busy for so long: it would stop a server."""
+        thread = Thread(target=self._render_anything, daemon=True)  # which the process ends with
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise ModelError(f"the chat template has made nothing of one short message in {seconds:.0f} s")
 
     def render(
         self,
@@ -80,6 +93,10 @@ class ChatTemplate:
         if not found:
             raise InvalidRequest("the chat template leaves out the final message's content", "messages")
         return before
+
+    def _render_anything(self) -> None:
+        with suppress(InvalidRequest):  # it may want other messages
+            self.render([{"role": "user", "content": "Hello"}])
 
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:

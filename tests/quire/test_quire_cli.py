@@ -38,8 +38,8 @@ def quire(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["serve", "/no/such/model"], "quire: there is no folder /no/such/model"),
-        (["serve", "--model=/no/such/model"], "quire: there is no folder /no/such/model"),
+        (["serve", "/no/such/model", "--port=0"], "quire: there is no folder /no/such/model"),
+        (["serve", "--model=/no/such/model", "--port=0"], "quire: there is no folder /no/such/model"),
         (["serve", "--no-such-flag"], "quire: unrecognized arguments: --no-such-flag"),
         (["serve", "--port", "70000"], "quire: --port '70000': Expected `int` <= 65535"),
         (["serve", "--max-num-seqs", "many"], "quire: --max-num-seqs 'many': Expected `int`, got `str`"),
@@ -50,7 +50,7 @@ def quire(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         (["serve", "--max-num-batched-tokens=9"], "quire: --max-num-batched-tokens must be more than --max-num-seqs"),
         (["serve", "--priority-ageing=1"], "quire: --priority-ageing needs --scheduling-policy priority"),
         (["serve", "--max-model-len=1"], "quire: --max-model-len '1': Expected `int` >= 2"),
-        (["serve", "--chat-template=/no/such"], "quire: cannot read the chat template /no/such"),
+        (["serve", "--chat-template=/no/such", "--port=0"], "quire: cannot read the chat template /no/such"),
         (["pull", "/no/such/model"], "quire: there is no folder /no/such/model"),
     ],
 )

@@ -104,6 +104,8 @@ def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: py
     engine.lose_worker(1.0)
     assert engine.strange(replace(REGISTER, facts=replace(FACTS, vocab_size=99)))
     assert engine.strange(replace(REGISTER, facts=replace(FACTS, model="other")))
+    assert engine.strange(replace(REGISTER, facts=replace(FACTS, weights="of files that were replaced")))
+    assert engine.strange(replace(REGISTER, facts=replace(FACTS, text="of another tokenizer")))
     assert not engine.strange(REGISTER)
     assert "continued outputs may differ" not in caplog.text
     assert not engine.strange(replace(REGISTER, facts=replace(FACTS, fingerprint="g")))

@@ -35,7 +35,7 @@ from shared.protocol import (
 )
 
 EPOCH = Epoch("b007", 3)
-FACTS = ModelFacts("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1")
+FACTS = ModelFacts("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1", "w1", "t1")
 SAMPLING = Sampling(
     max_tokens=64,
     seed=2**64 - 1,

@@ -10,6 +10,7 @@ import msgspec
 import zmq.asyncio
 
 from services.gateway.backend import Backend
+from shared.errors import Unavailable
 from shared.protocol import (
     VERSION,
     Abort,
@@ -47,6 +48,15 @@ def register(**changes: object) -> bytes:
     facts = ScriptedRunner(Script()).facts
     plain = Register(VERSION, "stranger", 0, 1, 1, "cpu", facts.facts, 1, 1 << 20, 0.001, 0.0)
     return encode(msgspec.structs.replace(plain, **changes))
+
+
+async def refusal(backend: Backend) -> str:
+    """What a client is told; empty if it is served."""
+    try:
+        await complete(backend, [CHAIN], 1)
+    except Unavailable as error:
+        return str(error)
+    return ""
 
 
 async def test_garbage_at_both_sockets_harms_nobody() -> None:
@@ -89,6 +99,17 @@ async def test_other_versions_of_the_protocol_are_not_served() -> None:
         async with stranger(workers(made)) as worker:
             await worker.send(register(version=VERSION + 1))
             await until(lambda: f"it speaks version {VERSION + 1}" in made.scheduler.log)
+
+
+async def test_an_engine_that_has_loaded_another_model_than_the_gateway_gets_no_requests() -> None:
+    async with engine(Script(text="theirs")) as made:
+        async with Backend([made.address], text="theirs") as backend:
+            await until(backend.ready)
+        async with Backend([made.address], text="ours") as backend:
+            while "its files have changed" not in (said := await refusal(backend)):
+                assert said == "no engine is ready yet"
+                await asyncio.sleep(0.01)
+            assert not backend.ready()
 
 
 async def test_workers_that_do_not_fit_are_sent_away() -> None:

@@ -168,3 +168,11 @@ def test_no_template_says_so_and_broken_ones_are_model_errors(tmp_path: Path) ->
         ChatTemplate.load(tmp_path, {}, tmp_path / "nowhere")
     with pytest.raises(ModelError, match="default"):
         ChatTemplate.load(write_model_folder(tmp_path, template=[{"name": "a", "template": "x"}] * 0), {})
+
+
+def test_a_template_that_does_not_come_to_an_end_is_found_before_it_serves() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ModelError, match="nothing of one short message"):
+        ChatTemplate(endless).try_out(seconds=0.2)
+    for source in ("{{ messages[0]['content'] }}", "{{ raise_exception('no system message') }}", None):
+        ChatTemplate(source).try_out()

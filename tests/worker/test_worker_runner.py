@@ -45,7 +45,7 @@ def test_facts(runner: Runner) -> None:
     assert found.device == "cpu"
     assert found.step_seconds > 0
     assert found.token_seconds > 0
-    assert len(found.facts.fingerprint) == 16
+    assert len(found.facts.fingerprint) == len(found.facts.weights) == len(found.facts.text) == 16
 
 
 def test_greedy_as_transformers(runner: Runner, model: PreTrainedModel) -> None:
