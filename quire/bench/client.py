@@ -7,15 +7,27 @@ client sees, however many tokens a server puts into one. How many tokens there w
 Whatever goes wrong with a request is part of its outcome, and never raised.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from quire.bench.lines import Lines
 from quire.bench.workload import Request
+
+SHOWN = 500
+"""Characters of what a server said that was not asked for."""
+
+REFUSAL = 64 * 1024
+"""Bytes that are read of a refusal."""
+
+PARTING = 0.25
+"""Seconds to the end of the answer behind [DONE], in which the connection can be kept for the next request."""
 
 
 class Outcome(Struct):
@@ -41,6 +53,7 @@ class Target(NamedTuple):
     model: str
     headers: Mapping[str, str]
     body: Mapping[str, Any]
+    timeout: float  # seconds without a token
 
 
 class _Delta(Struct):
@@ -54,9 +67,12 @@ class _Choice(Struct):
     finish_reason: str | None = None
 
 
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+
+
 class _Usage(Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
 class _Chunk(Struct):
@@ -75,18 +91,43 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request,
     headers = {**target.headers, "X-Request-Id": id}
     content = msgspec.json.encode(payload(target, request))
     outcome.started = time.perf_counter()
+    limit = asyncio.timeout(target.timeout)
     try:
-        async with session.post(target.url, data=content, headers=headers) as response:
+        async with limit, session.post(target.url, data=content, headers=headers) as response:
             if response.status != 200:
-                outcome.error = f"HTTP {response.status}: {said(await response.read())}"
+                outcome.error = f"HTTP {response.status}: {said(await beginning(response, REFUSAL))}"
                 return outcome
-            async for data in response.content.iter_any():
-                stream.feed(data, time.perf_counter())
-    except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:  # a timeout is an OSError
-        outcome.error = f"{type(error).__name__}: {error}"
+            await _take(response, stream, limit, target.timeout)
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:  # a timeout is an OSError
+        name = type(error).__name__
+        outcome.error = f"no token for {target.timeout:g} s" if limit.expired() else one_line(f"{name}: {error}")
         return outcome
-    stream.end()
+    stream.end(response.content_type)
     return outcome
+
+
+async def _take(response: aiohttp.ClientResponse, stream: "Stream", limit: asyncio.Timeout, seconds: float) -> None:
+    """A stream up to its [DONE], or its end; each token puts off the limit."""
+    async for data in response.content.iter_any():
+        now = time.perf_counter()
+        if stream.feed(data, now):
+            limit.reschedule(asyncio.get_running_loop().time() + seconds)
+        if stream.done:
+            break
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(PARTING):
+            async for _ in response.content.iter_any():
+                pass
+
+
+async def beginning(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """What an answer begins with: about so many bytes, or all if there are fewer."""
+    found = bytearray()
+    async for data in response.content.iter_any():
+        found += data
+        if len(found) >= most:
+            break
+    return bytes(found)
 
 
 def payload(target: Target, request: Request) -> dict[str, Any]:
@@ -101,37 +142,55 @@ def payload(target: Target, request: Request) -> dict[str, Any]:
 
 
 def said(body: bytes) -> str:
-    """The message in the body of a refusal, or the body itself."""
+    """The message in the body of a refusal, or what the body begins with, in one line."""
     try:
         error = msgspec.json.decode(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return body[:500].decode(errors="replace")
+        return one_line(str(error["message"] if isinstance(error, dict) else error))
+    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
+        return one_line(body[: 4 * SHOWN].decode(errors="replace"))
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, in one line that a terminal can show."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * SHOWN])
+    return " ".join(printable.split())[:SHOWN]
 
 
 class Stream:
     """Server-sent events into an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
+        self.done = False  # [DONE] has come: nothing will come behind it
         self._outcome = outcome
-        self._begun = b""  # of a line whose end has not come
+        self._lines = Lines()
+        self._head = b""  # what the answer begins with, until there is an event
+        self._events = False
         self._last = 0.0  # time of the last piece
         self._finished = False
         outcome.itls = []
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Bytes that came `now`. Raises msgspec's `DecodeError` for what is not a chunk."""
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):  # all else is comments, blank lines and other fields
-                self._take(line[5:].strip(), now)
+    def feed(self, data: bytes, now: float) -> bool:
+        """Bytes that came `now`; whether a token was in them.
 
-    def end(self) -> None:
-        """The connection was closed in good order; whether the stream was whole."""
+        Raises `ValueError` for what is not a chunk, `RecursionError` for one too deep.
+        """
+        before = len(self._outcome.itls), self._last
+        if not self._events and len(self._head) < 4 * SHOWN:
+            self._head += data[: 4 * SHOWN]
+        for line in self._lines.feed(data):
+            if line.startswith(b"data:"):  # all else is comments, blank lines and other fields
+                self._events = True
+                self._take(line[5:].strip(), now)
+        return before != (len(self._outcome.itls), self._last)
+
+    def end(self, content_type: str) -> None:
+        """The answer has ended in good order; whether it was a whole stream."""
         outcome = self._outcome
         if outcome.error:
             return
-        if not self._last:
+        if not self._events and content_type != "text/event-stream":
+            outcome.error = f"no stream but an answer of type {content_type}: {said(self._head)}"
+        elif not self._last:
             outcome.error = "the stream held no token"
         elif not self._finished:
             outcome.error = "the stream broke off"
@@ -140,7 +199,7 @@ class Stream:
 
     def _take(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
-            self._finished = True
+            self._finished = self.done = True
             return
         chunk, outcome = _decode(data), self._outcome
         if chunk.error is not None:

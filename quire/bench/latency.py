@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import LatencyOptions
+from quire.bench.outputs import check_writable
 from quire.bench.throughput import write_json
 from quire.llm import LLM, Prompt
 from shared.progress import on_terminal
@@ -24,6 +25,8 @@ MOST_ID = 10_000
 
 def run(options: LatencyOptions, settings: Mapping[str, Any]) -> int:
     """Measure, print and save; the exit status."""
+    if options.output_json is not None:
+        check_writable("--output-json", options.output_json)
     llm = LLM(**{"enable_prefix_caching": False} | dict(settings), seed=options.seed)
     most = min(MOST_ID, llm.get_tokenizer().vocab_size)
     drawn = np.random.default_rng(options.seed).integers(0, most, (options.batch_size, options.input_len))

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import aiohttp
 from quire.bench.client import Outcome, Target, send
 from quire.bench.workload import Request
 
-TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=60)
+TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=60)  # besides --timeout
 RETRY = 1.0  # seconds between two tries of a server that is not ready
 
 
@@ -63,9 +63,12 @@ async def run(
 
 async def ready(http: aiohttp.ClientSession, target: Target, request: Request, seconds: float) -> str:
     """Tries until a request is answered, for so long; the last error, or '' if it was."""
-    deadline = time.monotonic() + seconds
-    while True:
-        outcome = await send(http, target, request, "bench-ready")
-        if outcome.ok or time.monotonic() + RETRY > deadline:
-            return outcome.error
-        await asyncio.sleep(RETRY)
+    error = "it does not answer"
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                error = (await send(http, target, request, "bench-ready")).error
+                if not error:
+                    break
+                await asyncio.sleep(RETRY)
+    return error

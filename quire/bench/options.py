@@ -14,6 +14,9 @@ from shared.errors import ConfigError
 Dataset = Literal["random", "prefix_repetition", "long-tail", "sharegpt", "custom"]
 Positive = Annotated[int, Meta(ge=1)]
 
+SLOWEST = 1 / 86400
+"""Requests a second: one a day, at which the first is not sent before that."""
+
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 
 
@@ -89,7 +92,7 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
         bool,
         Meta(description="Send random prompts as text, not as token ids, to /v1/completions too (Quire's own flag)."),
     ] = False
-    request_rate: Annotated[float, Meta(gt=0, description="Requests a second; inf: all at once.")] = math.inf
+    request_rate: Annotated[float, Meta(ge=SLOWEST, description="Requests a second; inf: all at once.")] = math.inf
     burstiness: Annotated[
         float,
         Meta(
@@ -111,6 +114,14 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
     ready_check_timeout_sec: Annotated[
         int, Meta(ge=0, description="Seconds to try until the server answers a first request; 0: do not try.")
     ] = 0
+    timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds without a token after which a request has failed, those in the server's queue among "
+            "them (Quire's own flag).",
+        ),
+    ] = 3600.0
     ignore_eos: Annotated[
         bool, Meta(description="Go on behind the end of an answer to the full length; always so for random prompts.")
     ] = False

@@ -14,6 +14,9 @@ from quire.bench.options import ServeOptions
 from shared.errors import ConfigError
 
 WIDTH = 50
+MODEL = 100
+"""Characters of a model's name in that of a file, which cannot be longer than some 255 bytes."""
+
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 """Keys that are written with --save-detailed only."""
 
@@ -118,7 +121,7 @@ def file_name(options: ServeOptions, concurrency: int | None, model: str, now: d
     if options.ramp_up_strategy is not None:
         rate = f"ramp-up-{options.ramp_up_strategy}-{options.ramp_up_start_rps}qps-{options.ramp_up_end_rps}qps"
     together = "" if concurrency is None else f"-concurrency{concurrency}"
-    name = model.rstrip("/").split("/")[-1]
+    name = model.rstrip("/").split("/")[-1][:MODEL]
     return folder / f"{options.label or options.backend}-{rate}{together}-{name}-{now:%Y%m%d-%H%M%S}.json"
 
 

@@ -8,20 +8,22 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import msgspec
 import uvloop
+from msgspec import Meta, Struct
 from tqdm import tqdm
 
 from quire.bench import values
 from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
-from quire.bench.client import Target, said
+from quire.bench.client import Target, beginning, one_line, said
 from quire.bench.load import Run, ready, session
 from quire.bench.load import run as run_load
 from quire.bench.options import ServeOptions
-from quire.bench.report import Result, block, file_name, record, result, save
+from quire.bench.outputs import check_writable
+from quire.bench.report import MODEL, Result, block, file_name, record, result, save
 from quire.bench.workload import Drawer, Request
 from shared.checkpoint import locate
 from shared.embedded import EMBEDDED
@@ -32,6 +34,24 @@ from shared.text.tokenizer import Tokenizer
 
 ALL_FAILED = 1
 SHOWN = 3  # errors of failed requests
+
+
+LISTING = 30.0
+"""Seconds that a server may take to name its models."""
+
+LIST = 1024 * 1024
+"""Bytes that such a list may have."""
+
+Shown = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class _Card(Struct):
+    id: Shown
+    root: Shown | None = None
+
+
+class _Cards(Struct):
+    data: list[_Card]
 
 
 class Words(NamedTuple):
@@ -50,6 +70,10 @@ def run(options: ServeOptions, environment: Mapping[str, str]) -> int:
         from quire.bench.chart import check_library
 
         check_library()
+        check_writable("--plot", options.plot)
+    if options.save_result or options.append_result:
+        longest = file_name(options, max(options.max_concurrency or [0]), "m" * MODEL, datetime.now())
+        check_writable("--result-dir or --result-filename", longest)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(_Serve(options, environment).run())
     if options.plot is not None:
@@ -69,10 +93,7 @@ class _Serve:
         self.chat = chat
         self.base = (options.base_url or f"http://{_bracketed(options.host)}:{options.port}").rstrip("/")
         self.endpoint = options.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
-        self.headers = {"Content-Type": "application/json"}
-        if key := environment.get("OPENAI_API_KEY"):
-            self.headers["Authorization"] = f"Bearer {key}"
-        self.headers |= values.pairs("--header", options.header)
+        self.headers = {"Content-Type": "application/json"} | values.headers(options, environment)
         self.metadata = values.pairs("--metadata", options.metadata)
         self.goals = values.goals(options)
         self.percentiles = values.percentiles(options)
@@ -84,7 +105,8 @@ class _Serve:
     async def run(self) -> list[Result]:
         """All runs, one after the other."""
         words = await self._words()
-        target = Target(self.base + self.endpoint, self.chat, words.name, self.headers, self.body)
+        url = self.base + self.endpoint
+        target = Target(url, self.chat, words.name, self.headers, self.body, self.options.timeout)
         results = []
         for index, concurrency in enumerate(self.options.max_concurrency or [None]):
             results.append(await self._one(index, concurrency, words, target))
@@ -164,19 +186,22 @@ class _Serve:
         url = f"{self.base}/v1/models"
         try:
             async with (
+                asyncio.timeout(LISTING),
                 session(None, insecure=self.options.insecure) as http,
                 http.get(url, headers=self.headers) as response,
             ):
-                body = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(f"{url} cannot be reached: {error}") from error
+                body = await beginning(response, LIST)
+        except TimeoutError as error:
+            raise Unavailable(f"{url} does not answer in {LISTING:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # a ValueError for what is no address
+            raise Unavailable(f"{url} cannot be reached: {one_line(str(error))}") from error
         if response.status != 200:
             raise EngineFailure(f"{url}: HTTP {response.status}: {said(body)}")
         try:
-            cards = msgspec.json.decode(body)["data"]
-            return cards[0]["id"], cards[0].get("root") or cards[0]["id"]
-        except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-            raise EngineFailure(f"{url} names no model; name one with --model") from error
+            card = msgspec.json.decode(body, type=_Cards).data[0]
+        except (msgspec.DecodeError, LookupError, RecursionError) as error:
+            raise EngineFailure(f"{url} names no model ({error}); name one with --model") from error
+        return card.id, card.root or card.id
 
 
 def count_tokens(load: Run, tokenizer: Tokenizer) -> None:

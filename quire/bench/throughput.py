@@ -10,6 +10,7 @@ import msgspec
 
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import ThroughputOptions
+from quire.bench.outputs import check_writable
 from quire.bench.workload import Drawer, Request
 from quire.llm import LLM, Prompt
 from shared.errors import ConfigError
@@ -17,6 +18,8 @@ from shared.errors import ConfigError
 
 def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
     """Measure, print and save; the exit status."""
+    if options.output_json is not None:
+        check_writable("--output-json", options.output_json)
     llm = LLM(**settings, tokenizer=options.tokenizer, seed=options.seed)
     requests = Drawer(options, llm.get_tokenizer(), seed=options.seed).draw()
     if options.num_warmups:

@@ -1,6 +1,7 @@
 """What the flags say that are more than a number or a word. Each error names its flag."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,12 @@ from quire.bench.options import LATENCIES, ServeOptions, WorkloadOptions
 from shared.errors import ConfigError
 
 GOALS = ("ttft", "tpot", "e2el")
+
+NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""Of a header, by RFC 9110."""
+
+FRAMING = ("content-length", "transfer-encoding")
+"""Headers that follow from the request's body."""
 
 
 def goals(options: ServeOptions) -> dict[str, float]:
@@ -49,6 +56,21 @@ def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def headers(options: ServeOptions, environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of every request: the key of `OPENAI_API_KEY` and what --header says. Raises `ConfigError`."""
+    found = {}
+    if key := environment.get("OPENAI_API_KEY"):
+        _check_header("OPENAI_API_KEY", key)  # which is not shown
+        found["Authorization"] = f"Bearer {key}"
+    for name, value in pairs("--header", options.header).items():
+        if not NAME.fullmatch(name) or name.lower() in FRAMING:
+            raise ConfigError(f"--header {name!r}: no header that can be set")
+        _check_header(f"--header {name}", value)
+        found[name] = value
+    _check_header("--request-id-prefix", options.request_id_prefix or "")
+    return found
+
+
 def range_ratios(options: WorkloadOptions) -> tuple[float, float]:
     """Of input and output lengths. Raises `ConfigError`."""
     flag = f"--random-range-ratio {options.random_range_ratio}"
@@ -83,6 +105,11 @@ def body(options: ServeOptions, *, ignore_eos: bool) -> dict[str, Any]:
 
 def _logprobs(count: int, chat: bool) -> dict[str, Any]:
     return {"logprobs": True, "top_logprobs": count} if chat else {"logprobs": count}
+
+
+def _check_header(source: str, value: str) -> None:
+    if not value.replace("\t", " ").isprintable():
+        raise ConfigError(f"{source}: has a line end or another character that no header can have")
 
 
 def _number(flag: str, value: Any, least: float, most: float) -> float:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.client import Outcome, Stream, Target, payload, said
+from quire.bench.client import Outcome, Stream, Target, one_line, payload, said
+from quire.bench.lines import Lines
 from quire.bench.workload import Request
 
 
@@ -27,13 +28,13 @@ USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 5, "to
 DONE = b"data: [DONE]\n\n"
 
 
-def take(*parts: tuple[float, bytes]) -> Outcome:
+def take(*parts: tuple[float, bytes], content_type: str = "text/event-stream") -> Outcome:
     """What becomes of bytes that come at these times, of a request sent at second 10."""
     outcome = Outcome(7, started=10.0)
     stream = Stream(outcome)
     for now, data in parts:
         stream.feed(data, now)
-    stream.end()
+    stream.end(content_type)
     return outcome
 
 
@@ -72,10 +73,10 @@ def test_a_stream_that_is_not_whole_has_failed(parts: list[bytes], error: str) -
     assert (found.ok, found.error) == (False, error)
 
 
-@given(st.lists(st.integers(0, 600), max_size=12), st.booleans())
-def test_bytes_may_be_cut_anywhere(cuts: list[int], windows: bool) -> None:
+@given(st.lists(st.integers(0, 600), max_size=12), st.sampled_from([b"\n", b"\r\n", b"\r"]))
+def test_bytes_may_be_cut_anywhere(cuts: list[int], end: bytes) -> None:
     whole = b": a comment\n\nevent: x\n" + text("aé") + b": ping\n\n" + text("b", "stop") + USAGE + DONE
-    whole = whole.replace(b"\n", b"\r\n") if windows else whole
+    whole = whole.replace(b"\n", end)
     ends = sorted({min(cut, len(whole)) for cut in cuts} | {len(whole)})
     pieces = [whole[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     found = take(*((11.0, piece) for piece in pieces))
@@ -83,7 +84,7 @@ def test_bytes_may_be_cut_anywhere(cuts: list[int], windows: bool) -> None:
 
 
 def test_what_is_sent() -> None:
-    target = Target("http://x", False, "m", {}, {"temperature": 0, "ignore_eos": True})
+    target = Target("http://x", False, "m", {}, {"temperature": 0, "ignore_eos": True}, 1.0)
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     asked = {"model": "m", "prompt": [1, 2], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
     assert payload(target, Request([1, 2], 2, 3)) == asked | usage
@@ -96,4 +97,42 @@ def test_what_a_refusal_says() -> None:
     assert said(b'{"error": {"message": "too long"}}') == "too long"
     assert said(b'{"error": "no"}') == "no"
     assert said(b"<html>\xff") == "<html>\ufffd"
+    assert said(b'{"error": {"message": "too\\nlong"}}') == "too long"
+    assert said(b"[" * 100_000) == "[" * 500, "too deep to be read"
+    assert one_line("a\n\tb\x1b[31m c") == "a b [31m c"
     assert said(b"[]") == "[]"
+
+
+def test_only_a_token_is_told_of_and_done_is_the_end() -> None:
+    stream = Stream(Outcome(7))
+    assert [stream.feed(data, 11.0) for data in (b": ping\n\n", text("a"), text("b"), USAGE)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert not stream.done
+    assert (stream.feed(DONE, 11.0), stream.done) == (False, True)
+
+
+@pytest.mark.parametrize("count", ["-3", "1" + "0" * 23])
+def test_a_number_of_tokens_that_cannot_be_is_refused(count: str) -> None:
+    with pytest.raises(ValueError, match="Expected `int"):
+        take((11.0, text("a") + b'data: {"usage": {"completion_tokens": ' + count.encode() + b"}}\n\n"))
+
+
+def test_an_answer_that_is_no_stream_is_shown() -> None:
+    found = take((11.0, b"<html>\n<body>Log in"), (11.0, b" first</body>"), content_type="text/html")
+    assert found.error == "no stream but an answer of type text/html: <html> <body>Log in first</body>"
+    found = take((11.0, b'{"error": "no such model"}'), content_type="application/json")
+    assert found.error == "no stream but an answer of type application/json: no such model"
+    assert take((11.0, text("a", "stop") + DONE), content_type="text/plain").ok, "what it is called does not matter"
+
+
+def test_a_line_without_an_end_is_cut_off() -> None:
+    lines = Lines(most=10)
+    assert lines.feed(b"12345\n12345") == [b"12345"]
+    assert lines.feed(b"67890\r") == [b"1234567890"]
+    assert lines.feed(b"\n1234567890") == []
+    with pytest.raises(ValueError, match="a line of more than 10 bytes"):
+        lines.feed(b"x")

@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 import xml.etree.ElementTree
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest_asyncio
 
 from quire.bench.command import bench
 from quire.bench.options import ServeOptions
+from quire.bench.outputs import check_writable
 from shared.config import resolve
+from shared.embedded import EMBEDDED
 from shared.errors import ConfigError, EngineFailure, ModelError, Unavailable
 from tests.system.asking import figures, settled, talk
 from tests.system.running import ROOT, Server, server, until
@@ -142,6 +145,115 @@ async def test_a_model_without_a_tokenizer_here_is_told_of(quick: Server) -> Non
         await serve(quick, "--model=/no/such")
 
 
+def test_a_key_with_a_line_end_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY: has a line end") as caught:
+        bench(["serve", "--port=1"])
+    assert "secret" not in str(caught.value)
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    """The flag for a server that reads a request's head and then does what `answer` does, until it is left."""
+    under_way: list[asyncio.Task[None]] = []
+
+    async def each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await answer(writer)
+            await asyncio.Event().wait()
+        finally:
+            writer.transport.abort()
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        under_way.append(asyncio.create_task(each(reader, writer)))
+
+    made = await asyncio.start_server(begin, "127.0.0.1", 0)
+    try:
+        yield f"--port={made.sockets[0].getsockname()[1]}"
+    finally:
+        made.close()
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await made.wait_closed()
+
+
+ONE = ["--model=m", f"--tokenizer={EMBEDDED}", *FLAGS, "--num-prompts=1"]
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+
+
+def says(data: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+
+    return answer
+
+
+async def pings(writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM)
+    while True:
+        writer.write(b": ping\n\n")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("answer", [says(b""), pings, says(b"HTTP/1.1 500 No\r\n\r\nno")])
+async def test_a_server_without_a_token_is_given_up(
+    answer: Callable[[asyncio.StreamWriter], Awaitable[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with answering(answer) as port:
+        assert await asyncio.to_thread(bench, ["serve", port, *ONE, "--timeout=0.3"]) == 1
+        with pytest.raises(Unavailable, match="is not ready after 1 s: it does not answer"):
+            await asyncio.to_thread(bench, ["serve", port, *ONE, "--ready-check-timeout-sec=1"])
+    assert "quire: a request failed: no token for 0.3 s\n" in capsys.readouterr().err
+
+
+async def test_behind_done_nothing_is_waited_for() -> None:
+    events = b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    async with answering(says(STREAM + events)) as port:  # and the connection stays open
+        assert await asyncio.to_thread(bench, ["serve", port, *ONE]) == 0
+
+
+async def test_a_server_that_does_not_name_its_models_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.bench.serve.LISTING", 0.2)
+    async with answering(says(b"")) as port:
+        with pytest.raises(Unavailable, match=r"/v1/models does not answer in 0\.2 s"):
+            await asyncio.to_thread(bench, ["serve", port])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"data": [{"id": 5}]}',
+        b'{"data": [{"id": "m", "root": 7}]}',
+        b'{"data": []}',
+        b'{"data": [{"id": "a\\u0000"}]}',
+        b"[" * 9999,
+    ],
+)
+async def test_a_list_that_names_no_model_is_refused(body: bytes) -> None:
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with answering(says(head + body)) as port:
+        with pytest.raises(EngineFailure, match="names no model"):
+            await asyncio.to_thread(bench, ["serve", port])
+
+
+def test_trying_a_file_leaves_no_trace(tmp_path: Path) -> None:
+    check_writable("--plot", tmp_path / "made" / "new.png")
+    assert list((tmp_path / "made").iterdir()) == []
+    (tmp_path / "old").write_text("kept")
+    check_writable("--plot", tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["throughput", "latency"])
+def test_a_result_that_cannot_be_written_is_told_of_before_the_engine_starts(name: str) -> None:
+    with pytest.raises(ConfigError, match="--output-json: cannot write /dev/null/x: "):
+        bench([name, "--output-json=/dev/null/x", "--model=/no/such"])
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_ctrl_c_ends_it_without_a_traceback(quick: Server) -> None:
     flags = ["--random-input-len=20", "--random-output-len=1000", "--num-prompts=8", "--max-concurrency=2"]
@@ -175,6 +287,8 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         (["--num-prompts=0"], "--num-prompts '0': Expected `int` >= 1"),
         (["--backend=tgi"], "--backend 'tgi': must be one of openai, vllm, openai-chat"),
         (["--request-rate=0"], "--request-rate '0'"),
+        (["--request-rate=1e-300"], "--request-rate '1e-300': Expected `float` >= "),
+        (["--timeout=0"], "--timeout '0': Expected `float` > 0"),
         (["--max-concurrency", "1", "x"], "--max-concurrency"),
         (["--goodput", "itl:5"], "--goodput itl:5: must be NAME:MILLISECONDS"),
         (["--goodput", "ttft:fast"], "--goodput ttft:fast: 'fast' is not a number"),
@@ -182,6 +296,15 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         (["--metric-percentiles=50,101"], "--metric-percentiles 50,101: 101 must be between 0 and 100"),
         (["--percentile-metrics=ttft,speed"], "--percentile-metrics speed: must be one of ttft"),
         (["--header", "x"], "--header x: must be KEY=VALUE"),
+        (["--header", "x=1\n2"], "--header x: has a line end"),
+        (["--header", "x y=1"], "--header 'x y': no header"),
+        (["--header", "x\ny=1"], "--header 'x\\ny': no header"),
+        (["--header", "Content-Length=1"], "--header 'Content-Length': no header that can be set"),
+        (["--request-id-prefix=a\nb"], "--request-id-prefix: has a line end"),
+        (["--plot=/proc/no/x.png"], "--plot: cannot write /proc/no/x.png: "),
+        (["--save-result", "--result-dir=/dev/null/x"], "--result-filename: cannot write /dev/null/x/openai-infqps-"),
+        (["--save-result", "--result-dir=/", "--result-filename=proc"], "cannot write /proc: Is a directory"),
+        (["--save-result", f"--result-filename={'x' * 300}"], ": File name too long"),
         (["--metadata", "=x"], "--metadata =x: must be KEY=VALUE"),
         (["--extra-body=[]"], "--extra-body: not a JSON object"),
         (["--random-range-ratio=2"], "--random-range-ratio 2"),
