@@ -22,7 +22,7 @@ from msgspec import Struct
 from shared.errors import ModelError
 from shared.gguf.parts import find_parts
 
-FORMAT = 1
+FORMAT = 2
 """Of the folder; raised when what is written changes, so that older folders are made anew."""
 
 POINTER = "gguf.json"

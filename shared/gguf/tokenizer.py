@@ -6,6 +6,7 @@ for every text is an `Unconvertible` saying why, and the model is then served wi
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,10 +82,15 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     except Unconvertible:
         raise
     except Exception as error:  # the library raises nothing narrower
-        raise Unconvertible(f"its vocabulary is damaged: {error}") from error
+        reason = " ".join(str(error).split())  # some of its messages have several lines
+        raise Unconvertible(f"its vocabulary is damaged: {reason}") from error
 
 
 def _build(kind: Any, metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
+    if not tokens:
+        raise Unconvertible(f"{Keys.Tokenizer.LIST} is missing or empty")
+    if (types := len(metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [])) != len(tokens):
+        raise Unconvertible(f"{Keys.Tokenizer.TOKEN_TYPE} has {types} types, and there are {len(tokens)} tokens")
     if kind == "gpt2":
         tokenizer, adds_bos = _byte_level(metadata, tokens)
     elif kind == "llama":
@@ -133,8 +139,8 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Tokenizer, b
     rule = splitting(str(name))
     if rule is None:
         raise Unconvertible(f"{Keys.Tokenizer.PRE} {name!r} is not known here (known: {', '.join(KNOWN)})")
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(Keys.Tokenizer.MERGES) or []]
     vocabulary = {token: id for id, token in enumerate(tokens)}
+    merges = list(_named_merges(metadata, vocabulary))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
     if rule.normalizer is not None:
         tokenizer.normalizer = rule.normalizer
@@ -143,13 +149,27 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Tokenizer, b
     return tokenizer, rule.adds_bos
 
 
+def _named_merges(metadata: Metadata, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """The pairs of tokens that make a third, as the file lists them."""
+    listed = metadata.get(Keys.Tokenizer.MERGES)
+    if not listed:
+        raise Unconvertible(f"{Keys.Tokenizer.MERGES} is missing or empty")
+    for merge in listed:
+        left, _, right = merge.partition(" ")
+        if not (right and left in vocabulary and right in vocabulary and left + right in vocabulary):
+            raise Unconvertible(f"{Keys.Tokenizer.MERGES}: {merge!r} is not two tokens that make a third one")
+        yield left, right
+
+
 def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     for key in (Keys.Tokenizer.PRECOMPILED_CHARSMAP, Keys.Tokenizer.REMOVE_EXTRA_WS):
         if metadata.get(key):
             raise Unconvertible(f"{key} is not supported for a {Keys.Tokenizer.MODEL} of 'llama'")
-    types, scores = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [], metadata.get(Keys.Tokenizer.SCORES) or []
-    if not len(types) == len(scores) == len(tokens):
-        raise Unconvertible(f"it has {len(tokens)} tokens, {len(types)} token types and {len(scores)} scores")
+    types, scores = metadata[Keys.Tokenizer.TOKEN_TYPE], metadata.get(Keys.Tokenizer.SCORES) or []
+    if len(scores) != len(tokens):
+        raise Unconvertible(f"{Keys.Tokenizer.SCORES} has {len(scores)} scores, and there are {len(tokens)} tokens")
+    if not all(map(math.isfinite, scores)):
+        raise Unconvertible(f"{Keys.Tokenizer.SCORES} has a score that is no finite number")
     unknown = metadata.get(Keys.Tokenizer.UNK_ID)
     model = models.BPE(
         vocab={token: id for id, token in enumerate(tokens)},
@@ -189,10 +209,9 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str]) -> None:
     """Tokens that are found in a text as they are written, before anything else."""
-    types = metadata.get(Keys.Tokenizer.TOKEN_TYPE) or []
     strips = _strips_right(metadata)
     special, ordinary = [], []
-    for token, type in zip(tokens, types, strict=False):
+    for token, type in zip(tokens, metadata[Keys.Tokenizer.TOKEN_TYPE], strict=True):
         if type == TokenType.CONTROL:
             special.append(AddedToken(token, normalized=False, special=True, rstrip=strips(token)))
         elif type == TokenType.USER_DEFINED and token:

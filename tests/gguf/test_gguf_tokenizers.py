@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.text.tokenizer import Tokenizer, check_there
 from tests.gguf.texts import ADDED, CORPUS, SPECIAL, TEXTS
-from tests.gguf.writing import plain_vocabulary, write
+from tests.gguf.writing import EMPTY, plain_vocabulary, with_key, write
 from tests.models.tiny import llama
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -232,7 +233,8 @@ def test_behind_mistrals_instruction_tokens_no_word_begins(tmp_path: Path) -> No
         ({"pre": "falcon"}, r"tokenizer\.ggml\.pre 'falcon' is not known here \(known: gpt-2, .*--tokenizer"),
         ({"model": "t5"}, r"tokenizer\.ggml\.model 't5' is not known here.*--tokenizer"),
         ({"token_list": ["a"] * 131}, "has a token twice"),
-        ({"token_merges": ["a b"]}, "its vocabulary is damaged"),
+        ({"token_merges": ["a b"]}, "merges: 'a b' is not two tokens that make a third one"),
+        ({"token_merges": ["z z", "ab"]}, r"no tokenizer can be made of [^\n]*merges: 'ab' is not two tokens"),
         ({"eos_token_id": 131}, "eos_token_id is 131, and it has 131 tokens"),
     ],
 )
@@ -241,6 +243,36 @@ def test_ldg_12_what_would_be_guessed_needs_the_original(changes: dict[str, Any]
     for ask in (check_there, Tokenizer.load):
         with pytest.raises(ModelError, match=said):
             ask(folder)
+
+
+MISSING = {
+    "merges": (None, "tokenizer.ggml.merges is missing or empty"),
+    "merges, empty": (None, "tokenizer.ggml.merges is missing or empty"),
+    "token_type": (None, "tokenizer.ggml.token_type has 0 types, and there are 131 tokens"),
+    "token_type, short": ([1] * 130, "tokenizer.ggml.token_type has 130 types, and there are 131 tokens"),
+    "token_type, long": ([1] * 132, "tokenizer.ggml.token_type has 132 types, and there are 131 tokens"),
+    "tokens": (None, "tokenizer.ggml.tokens is missing or empty"),
+    "tokens, empty": (None, "tokenizer.ggml.tokens is missing or empty"),
+    "scores": (None, "tokenizer.ggml.scores has 0 scores, and there are 131 tokens"),
+    "scores, short": ([0.5] * 130, "tokenizer.ggml.scores has 130 scores, and there are 131 tokens"),
+    "scores, none a number": ([math.nan] * 131, "tokenizer.ggml.scores has a score that is no finite number"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("gpt2", case) for case in MISSING if "scores" not in case]
+    + [("llama", case) for case in MISSING if "merges" not in case],
+)
+def test_ldg_12_a_vocabulary_that_lacks_a_part_needs_the_original(kind: str, case: str, tmp_path: Path) -> None:
+    key, (value, said) = case.partition(",")[0], MISSING[case]
+    vocabulary = plain_vocabulary(131) | {"model": kind, "token_scores": [0.5] * 131}
+    extra = {f"tokenizer.ggml.{key}": value}
+    file = write(llama(num_hidden_layers=1), tmp_path / "model.gguf", vocabulary=vocabulary, extra=extra)
+    if "empty" in case:
+        file.write_bytes(with_key(file.read_bytes(), f"tokenizer.ggml.{key}", EMPTY))
+    with pytest.raises(ModelError, match=f"^no tokenizer can be made of {file}: {re.escape(said)}; name.*--tokenizer$"):
+        Tokenizer.load(model_folder(file, tmp_path / "cache"))
 
 
 def test_ends_of_turns_end_an_answer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ What a quantised type loses is lost in the model too: `write` puts the dequantis
 the reference for the file.
 """
 
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,6 @@ def replace_keys(writer: GGUFWriter, values: Mapping[str, Any]) -> None:
                 writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
             case float():
                 writer.add_float32(key, value)
-            case list():  # an empty one too, which `add_array` leaves out
-                writer.add_key_value(key, value, GGUFValueType.ARRAY)
             case _:
                 writer.add_key_value(key, value, GGUFValueType.get_type(value))
 
@@ -93,10 +92,27 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
     return path
 
 
+def with_key(content: bytes, name: str, value: bytes) -> bytes:
+    """A file's content with one more key, whose kind and value are these bytes: also what the writer would not write."""
+    added = _string(name) + value
+    filler = -(len(added) + len(_string("filler")) + 16) % 32  # tensors begin at whole 32 bytes
+    nothing = struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.UINT8, filler) + bytes(filler)
+    (keys,) = struct.unpack_from("<Q", content, 16)
+    return content[:16] + struct.pack("<Q", keys + 2) + added + _string("filler") + nothing + content[24:]
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+EMPTY = struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, 0)
+"""An array without elements, for `with_key`."""
+
+
 def plain_vocabulary(size: int) -> dict[str, Any]:
-    """Byte-level BPE without merges: `gpt-2`."""
-    letters = [chr(33 + at) if at < 94 else f"[{at}]" for at in range(size)]
-    return {"model": "gpt2", "pre": "gpt-2", "token_list": letters, "token_types": [1] * size, "token_merges": []}
+    """Byte-level BPE with one merge: `gpt-2`."""
+    letters = [chr(33 + at) if at < 94 else f"[{at}]" for at in range(size - 1)] + ["zz"]
+    return {"model": "gpt2", "pre": "gpt-2", "token_list": letters, "token_types": [1] * size, "token_merges": ["z z"]}
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Mapping[str, Any]) -> None:
