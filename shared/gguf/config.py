@@ -5,16 +5,13 @@ architecture, is added here. What would make the model compute differently and h
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, Keys, RopeScalingType
-from msgspec import ValidationError, convert
 
 from shared.errors import ModelError
-from shared.gguf.blocks import read_part
 from shared.gguf.header import Header
-
-T = TypeVar("T", int, float, str)
+from shared.gguf.settings import Source
 
 _TOKENS = {"bos": Keys.Tokenizer.BOS_ID, "eos": Keys.Tokenizer.EOS_ID, "pad": Keys.Tokenizer.PAD_ID}
 
@@ -35,8 +32,8 @@ def model_config(header: Header) -> dict[str, Any]:
     if source.architecture not in _CONFIGS:
         asked = source.architecture or "none named"
         raise ModelError(f"{source.path}: architecture {asked} is not supported (supported: {', '.join(_CONFIGS)})")
-    layers = source.get(Keys.LLM.BLOCK_COUNT, int)
-    if not 0 < layers <= len(header.tensors):
+    layers = source.positive(Keys.LLM.BLOCK_COUNT, int)
+    if layers > len(header.tensors):
         raise ModelError(f"{source.path}: it has {len(header.tensors)} tensors, which cannot be {layers} layers")
     for key in _FOREIGN:
         if source.has(key):
@@ -54,75 +51,17 @@ def model_config(header: Header) -> dict[str, Any]:
     }
 
 
-class Source:
-    """A header, asked for settings by the `gguf` package's keys."""
-
-    def __init__(self, header: Header) -> None:
-        self.header, self.metadata, self.path = header, header.metadata, header.paths[0]
-        self.architecture = str(header.metadata.get(Keys.General.ARCHITECTURE, ""))
-
-    def name(self, key: str) -> str:
-        return key.format(arch=self.architecture)
-
-    def has(self, key: str) -> bool:
-        return self.name(key) in self.metadata
-
-    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The setting; `default` if it is absent, and an error if there is none."""
-        value = self.metadata.get(self.name(key), default)
-        if value is None:
-            raise ModelError(f"{self.path}: {self.name(key)} is missing")
-        try:
-            return convert(value, kind)
-        except ValidationError as error:  # numbers that differ by layer are lists, and not for these architectures
-            raise ModelError(f"{self.path}: {self.name(key)}: {error}") from error
-
-    def vocab_size(self) -> int:
-        """Rows of the token table; there may be more of them than tokens, for the sake of alignment."""
-        if (table := self.header.tensors.get("token_embd.weight")) is None:
-            raise ModelError(f"{self.path}: tensor token_embd.weight is missing")
-        tokens = len(self.metadata.get(Keys.Tokenizer.LIST, []))
-        if len(table.shape) != 2 or table.shape[0] < tokens:
-            raise ModelError(f"{table}: there are {tokens} tokens")
-        return table.shape[0]
-
-    def head_dim(self) -> int:
-        """Of keys and values, which must have the same."""
-        heads = self.get(Keys.Attention.HEAD_COUNT, int)
-        dim = self.get(Keys.Attention.KEY_LENGTH, int, self.get(Keys.LLM.EMBEDDING_LENGTH, int) // max(heads, 1))
-        if self.get(Keys.Attention.VALUE_LENGTH, int, dim) != dim:
-            raise ModelError(f"{self.path}: {self.name(Keys.Attention.VALUE_LENGTH)} differs from the keys' {dim}")
-        return dim
-
-    def experts(self) -> int:
-        """How many each layer has; 0: it has none."""
-        experts = self.get(Keys.LLM.EXPERT_COUNT, int, 0)
-        router = self.header.tensors.get("blk.0.ffn_gate_inp.weight")
-        if experts and (router is None or router.shape[0] != experts):
-            what = router or f"{self.path}: tensor blk.0.ffn_gate_inp.weight is missing"
-            raise ModelError(f"{what}: there are {experts} experts")
-        return experts
-
-    def factors(self, name: str, dim: int) -> list[float] | None:
-        """Of the rotary frequencies, a tensor of its own; None if there is no such one."""
-        if (tensor := self.header.tensors.get(name)) is None:
-            return None
-        if tensor.shape != (dim // 2,):
-            raise ModelError(f"{tensor}: must have the shape {[dim // 2]}")
-        return [float(str(value)) for value in read_part(tensor)]
-
-
 def _decoder(source: Source, rope: dict[str, Any] | None = None) -> dict[str, Any]:
     """What all but GPT-2 have; rotary positions as `rope` has them, or as the file says in the usual way."""
-    heads = source.get(Keys.Attention.HEAD_COUNT, int)
+    heads = source.positive(Keys.Attention.HEAD_COUNT, int)
     return {
-        "hidden_size": source.get(Keys.LLM.EMBEDDING_LENGTH, int),
-        "intermediate_size": source.get(Keys.LLM.FEED_FORWARD_LENGTH, int),
-        "num_hidden_layers": source.get(Keys.LLM.BLOCK_COUNT, int),
+        "hidden_size": source.positive(Keys.LLM.EMBEDDING_LENGTH, int),
+        "intermediate_size": source.positive(Keys.LLM.FEED_FORWARD_LENGTH, int),
+        "num_hidden_layers": source.positive(Keys.LLM.BLOCK_COUNT, int),
         "num_attention_heads": heads,
-        "num_key_value_heads": source.get(Keys.Attention.HEAD_COUNT_KV, int, heads),
+        "num_key_value_heads": source.positive(Keys.Attention.HEAD_COUNT_KV, int, heads),
         "head_dim": source.head_dim(),
-        "max_position_embeddings": source.get(Keys.LLM.CONTEXT_LENGTH, int),
+        "max_position_embeddings": source.positive(Keys.LLM.CONTEXT_LENGTH, int),
         "rms_norm_eps": source.get(Keys.Attention.LAYERNORM_RMS_EPS, float),
         "hidden_act": "silu",
         "rope_parameters": rope or _rope(source, source.head_dim()),
@@ -133,9 +72,9 @@ def _rope(source: Source, dim: int) -> dict[str, Any]:
     """Of a model that turns all dimensions of a head."""
     if (rotated := source.get(Keys.Rope.DIMENSION_COUNT, int, dim)) != dim:
         raise ModelError(f"{source.path}: {source.name(Keys.Rope.DIMENSION_COUNT)} {rotated} is not the head's {dim}")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": source.get(Keys.Rope.FREQ_BASE, float, 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": source.positive(Keys.Rope.FREQ_BASE, float, 10000.0)}
     factors = source.factors("rope_freqs.weight", dim)
-    kind = source.get(Keys.Rope.SCALING_TYPE, str, RopeScalingType.NONE.value)
+    kind = source.scaling()
     if factors is not None:
         rope |= {"rope_type": "factors", "factors": factors}
     if kind == RopeScalingType.NONE.value:
@@ -143,9 +82,9 @@ def _rope(source: Source, dim: int) -> dict[str, Any]:
     if factors is not None or kind not in (RopeScalingType.LINEAR.value, RopeScalingType.YARN.value):
         beside = " beside rope_freqs.weight" if factors is not None else ""
         raise ModelError(f"{source.path}: {source.name(Keys.Rope.SCALING_TYPE)} {kind!r}{beside} is not supported")
-    rope |= {"rope_type": kind, "factor": source.get(Keys.Rope.SCALING_FACTOR, float)}
+    rope |= {"rope_type": kind, "factor": source.positive(Keys.Rope.SCALING_FACTOR, float)}
     if kind == RopeScalingType.YARN.value:
-        rope["original_max_position_embeddings"] = source.get(Keys.Rope.SCALING_ORIG_CTX_LEN, int)
+        rope["original_max_position_embeddings"] = source.positive(Keys.Rope.SCALING_ORIG_CTX_LEN, int)
         for name, key in (
             ("attention_factor", Keys.Rope.SCALING_YARN_ATTN_FACTOR),
             ("beta_fast", Keys.Rope.SCALING_YARN_BETA_FAST),
@@ -159,7 +98,7 @@ def _rope(source: Source, dim: int) -> dict[str, Any]:
 def _llama(source: Source) -> dict[str, Any]:
     """Also Mistral, which computes the same, and Mixtral."""
     if experts := source.experts():
-        used = source.get(Keys.LLM.EXPERT_USED_COUNT, int)
+        used = source.experts_used(experts)
         mixture = {"num_local_experts": experts, "num_experts_per_tok": used, "sliding_window": None}
         return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"} | _decoder(source) | mixture
     biases = {
@@ -180,10 +119,11 @@ def _qwen3(source: Source) -> dict[str, Any]:
 
 
 def _qwen3_moe(source: Source) -> dict[str, Any]:
+    experts = source.experts()
     mixture = {
-        "num_experts": source.experts(),
-        "num_experts_per_tok": source.get(Keys.LLM.EXPERT_USED_COUNT, int),
-        "moe_intermediate_size": source.get(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, int),
+        "num_experts": experts,
+        "num_experts_per_tok": source.experts_used(experts),
+        "moe_intermediate_size": source.positive(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, int),
         "norm_topk_prob": True,  # as all of them are computed that are kept in this format
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -205,9 +145,9 @@ def _gemma2(source: Source) -> dict[str, Any]:
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
         "query_pre_attn_scalar": _query_scalar(config, widest=46),
-        "attn_logit_softcapping": source.get(Keys.LLM.ATTN_LOGIT_SOFTCAPPING, float, 50.0),
-        "final_logit_softcapping": source.get(Keys.LLM.FINAL_LOGIT_SOFTCAPPING, float, 30.0),
-        "sliding_window": source.get(Keys.Attention.SLIDING_WINDOW, int, 4096),
+        "attn_logit_softcapping": source.positive(Keys.LLM.ATTN_LOGIT_SOFTCAPPING, float, 50.0),
+        "final_logit_softcapping": source.positive(Keys.LLM.FINAL_LOGIT_SOFTCAPPING, float, 30.0),
+        "sliding_window": source.positive(Keys.Attention.SLIDING_WINDOW, int, 4096),
         "layer_types": _alternating(layers, 2),
     }
 
@@ -218,14 +158,14 @@ def _gemma3(source: Source) -> dict[str, Any]:
     full = config["rope_parameters"]
     if not source.has(Keys.Rope.FREQ_BASE):
         full["rope_theta"] = 1000000.0
-    local = {"rope_type": "default", "rope_theta": source.get(Keys.Rope.FREQ_BASE_SWA, float, 10000.0)}
+    local = {"rope_type": "default", "rope_theta": source.positive(Keys.Rope.FREQ_BASE_SWA, float, 10000.0)}
     return config | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "query_pre_attn_scalar": _query_scalar(config, widest=62),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
-        "sliding_window": source.get(Keys.Attention.SLIDING_WINDOW, int),
+        "sliding_window": source.positive(Keys.Attention.SLIDING_WINDOW, int),
         "layer_types": _alternating(layers, 6),
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
     }
@@ -245,19 +185,32 @@ def _alternating(layers: int, period: int) -> list[str]:
 
 def _phi3(source: Source) -> dict[str, Any]:
     dim = source.head_dim()
-    rotated = source.get(Keys.Rope.DIMENSION_COUNT, int, dim)
+    rotated = source.positive(Keys.Rope.DIMENSION_COUNT, int, dim)
+    if rotated > dim or rotated % 2:
+        name = source.name(Keys.Rope.DIMENSION_COUNT)
+        raise ModelError(f"{source.path}: {name} {rotated} must be even and at most the head's {dim}")
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": source.get(Keys.Rope.FREQ_BASE, float, 10000.0),
+        "rope_theta": source.positive(Keys.Rope.FREQ_BASE, float, 10000.0),
         "partial_rotary_factor": rotated / dim,
     }
-    original = source.get(Keys.Rope.SCALING_ORIG_CTX_LEN, int, source.get(Keys.LLM.CONTEXT_LENGTH, int))
+    original = source.positive(Keys.Rope.SCALING_ORIG_CTX_LEN, int, source.positive(Keys.LLM.CONTEXT_LENGTH, int))
     short, long = (source.factors(f"rope_factors_{which}.weight", rotated) for which in ("short", "long"))
-    if short is not None and long is not None:
+    if (short is None) != (long is None):
+        there, missing = ("short", "long") if long is None else ("long", "short")
+        raise ModelError(
+            f"{source.path}: tensor rope_factors_{missing}.weight is missing, and there is rope_factors_{there}.weight"
+        )
+    kind = source.scaling()
+    if kind not in (RopeScalingType.NONE.value, RopeScalingType.LONGROPE.value):
+        raise ModelError(f"{source.path}: {source.name(Keys.Rope.SCALING_TYPE)} {kind!r} is not supported")
+    if kind == RopeScalingType.LONGROPE.value and short is None:
+        raise ModelError(f"{source.path}: tensor rope_factors_short.weight is missing, for {kind!r} scaling")
+    if short is not None:
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         rope["original_max_position_embeddings"] = original
         if source.has(Keys.Rope.SCALING_ATTN_FACTOR):
-            rope["attention_factor"] = source.get(Keys.Rope.SCALING_ATTN_FACTOR, float)
+            rope["attention_factor"] = source.positive(Keys.Rope.SCALING_ATTN_FACTOR, float)
     return {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -269,15 +222,18 @@ def _phi3(source: Source) -> dict[str, Any]:
 
 
 def _gpt2(source: Source) -> dict[str, Any]:
-    hidden = source.get(Keys.LLM.EMBEDDING_LENGTH, int)
+    hidden, heads = source.positive(Keys.LLM.EMBEDDING_LENGTH, int), source.positive(Keys.Attention.HEAD_COUNT, int)
+    if hidden % heads:
+        name = source.name(Keys.Attention.HEAD_COUNT)
+        raise ModelError(f"{source.path}: {name} {heads} does not divide the hidden size {hidden}")
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "n_embd": hidden,
-        "n_inner": source.get(Keys.LLM.FEED_FORWARD_LENGTH, int, 4 * hidden),
-        "n_layer": source.get(Keys.LLM.BLOCK_COUNT, int),
-        "n_head": source.get(Keys.Attention.HEAD_COUNT, int),
-        "n_positions": source.get(Keys.LLM.CONTEXT_LENGTH, int),
+        "n_inner": source.positive(Keys.LLM.FEED_FORWARD_LENGTH, int, 4 * hidden),
+        "n_layer": source.positive(Keys.LLM.BLOCK_COUNT, int),
+        "n_head": heads,
+        "n_positions": source.positive(Keys.LLM.CONTEXT_LENGTH, int),
         "layer_norm_epsilon": source.get(Keys.Attention.LAYERNORM_EPS, float),
         "activation_function": "gelu_new",
     }

@@ -20,8 +20,12 @@ from shared.gguf.blocks import check_type, read_part
 from shared.gguf.header import Header, StoredTensor
 from shared.gguf.layout import LAYOUTS
 
-HELPERS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-"""Tensors whose numbers config.json has."""
+FREQUENCIES = frozenset({"rope_freqs.weight"})
+HELPERS: dict[str, frozenset[str]] = {
+    "Phi3ForCausalLM": frozenset({"rope_factors_long.weight", "rope_factors_short.weight"}),
+    "GPT2LMHeadModel": frozenset(),
+}
+"""Tensors whose numbers config.json has, by architecture; all others have `FREQUENCIES`."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -53,7 +57,8 @@ class Source(Struct, frozen=True):
 
 def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, Source]:
     """By Hugging Face's names. Raises `ModelError` naming the tensor that is missing, superfluous or wrong."""
-    shapes = LAYOUTS[config["architectures"][0]](config)
+    architecture = config["architectures"][0]
+    shapes = LAYOUTS[architecture](config)
     names = _GGUFNames(header, config)
     sources: dict[str, Source] = {}
     for name, shape in shapes.items():
@@ -64,10 +69,10 @@ def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, Source]
             expected = shape[::-1] if source.transposed else shape
             wanted = list(expected if source.expert is None else (names.experts, *expected))
             raise ModelError(f"{stored}: the model's settings ask for the shape {wanted}")
-    used = {source.tensor.name for source in sources.values()} | HELPERS
+    used = {source.tensor.name for source in sources.values()} | HELPERS.get(architecture, FREQUENCIES)
     for name, tensor in header.tensors.items():
         if name not in used:
-            raise ModelError(f"{tensor}: a {config['architectures'][0]} with these settings has no such tensor")
+            raise ModelError(f"{tensor}: a {architecture} with these settings has no such tensor")
     return sources
 
 

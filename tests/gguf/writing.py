@@ -93,7 +93,7 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
 
 
 def with_key(content: bytes, name: str, value: bytes) -> bytes:
-    """A file's content with one more key, whose kind and value are these bytes: also what the writer would not write."""
+    """A file's content with one more key; `value` is kind and value as bytes, also what the writer would not write."""
     added = _string(name) + value
     filler = -(len(added) + len(_string("filler")) + 16) % 32  # tensors begin at whole 32 bytes
     nothing = struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.UINT8, filler) + bytes(filler)
