@@ -52,6 +52,10 @@ class UnreadableBody(Exception):
     """The body is not encoded as its headers say; where it ends is not known, so the connection is of no more use."""
 
 
+class LateBody(Exception):
+    """The body has not come in time."""
+
+
 def fault_of(error: BaseException) -> Fault:
     """What a client is told of `error`; of a group, its first."""
     match error:
@@ -68,6 +72,8 @@ def fault_of(error: BaseException) -> Fault:
         case UnreadableBody():
             message = "the body does not have the Content-Encoding or Transfer-Encoding that its headers name"
             return Fault(400, message, None, {"Connection": "close"})
+        case LateBody():
+            return Fault(408, "the request did not come in time", None, {"Connection": "close"})
         case Overloaded():
             return Fault(429, error.message, None, {"Retry-After": str(max(math.ceil(error.retry_after), 1))})
         case Unavailable():

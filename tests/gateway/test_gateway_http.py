@@ -1,5 +1,6 @@
 """Paths, methods, keys, ids, bodies: whatever is wrong is answered in one shape, and never by 500."""
 
+import asyncio
 import gzip
 import io
 import json
@@ -304,3 +305,20 @@ async def test_a_bug_is_a_500_with_its_id_and_a_traceback_in_the_log(caplog: pyt
         assert (status, error["type"]) == (500, "InternalServerError")
         assert "secret" not in error["message"]
     assert any(record.exc_info and "ZeroDivisionError" in str(record.exc_info) for record in caplog.records)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_body_that_does_not_come_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.body.TIMEOUT", 0.1)
+
+    async def begun() -> Any:
+        yield b'{"prompt": '
+        await asyncio.Event().wait()
+
+    async with serve() as client:
+        async with client.post(path, data=begun(), headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 408
+            assert (await error_of(response))["message"] == "the request did not come in time"
+            assert response.headers["Connection"] == "close"
+        monkeypatch.undo()
+        await client.complete(prompt="x")
