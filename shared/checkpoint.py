@@ -13,6 +13,7 @@ from pathlib import Path
 from shared.embedded import RECOMMENDED, embedded_file
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
+from shared.gguf.parts import FILES, is_gguf
 from shared.hub import download, gguf_files, wanted_files
 
 TEXT_FILES = ("config.json", "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json")
@@ -36,7 +37,7 @@ def locate(model: str, revision: str | None = None) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path)
-    if path.suffix == ".gguf":
+    if is_gguf(path.name):
         return model_folder(path, cache_folder() / "gguf")
     if path.exists():
         raise ModelError(
@@ -48,7 +49,7 @@ def locate(model: str, revision: str | None = None) -> Path:
     if quantisation:
         choose = partial(gguf_files, quantisation=quantisation)
         folder = download(name, revision, choose)
-        files = choose([str(file.relative_to(folder)) for file in folder.rglob("*.gguf")])
+        files = choose([str(file.relative_to(folder)) for file in folder.rglob(FILES)])
         return model_folder(folder / files[0], cache_folder() / "gguf")
     return _checked(download(model, revision, wanted_files))
 
@@ -58,7 +59,7 @@ def locate_tokenizer(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == ".gguf" or path.exists() or ":" in name or _looks_like_path(name):
+    if is_gguf(path.name) or path.exists() or ":" in name or _looks_like_path(name):
         return locate(name)
     return download(name, None, partial(wanted_files, weights=False))
 
@@ -76,7 +77,7 @@ def text_digest(folder: Path) -> str:
 
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        files = sorted(folder.glob("*.gguf"))
+        files = sorted(folder.glob(FILES))
         hint = f"; name the file itself: {files[0]}" if files else ""
         raise ModelError(f"{folder} has no config.json, so it is not a model folder{hint}")
     return folder

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from shared.errors import ModelError
-from shared.gguf.parts import PART
+from shared.gguf.parts import PART, is_gguf
 
 PATIENCE = 10.0
 """Seconds for the hub to answer what files a model has; then what was fetched earlier is used."""
@@ -52,14 +52,14 @@ def wanted_files(files: Sequence[str], *, weights: bool = True) -> list[str]:
         return [name for name in top if any(fnmatch(name, pattern) for pattern in patterns)]
 
     heavy = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
-    if weights and not heavy and (others := [name for name in files if name.endswith(".gguf")]):
+    if weights and not heavy and (others := [name for name in files if is_gguf(name)]):
         raise ModelError(f"of these GGUF files name one by its type, as in owner/name:Q4_K_M: {', '.join(others)}")
     return (heavy if weights else []) + matching(SMALL_FILES)
 
 
 def gguf_files(files: Sequence[str], quantisation: str) -> list[str]:
     """Of a repository's files, the GGUF file of this type, or the parts of it. Raises `ModelError` naming others."""
-    there = sorted(name for name in files if name.endswith(".gguf") and "mmproj" not in name.lower())
+    there = sorted(name for name in files if is_gguf(name) and "mmproj" not in name.lower())
     word = re.compile(rf"(^|[-._/]){re.escape(quantisation)}([-./]|$)", re.IGNORECASE)
     found = [name for name in there if word.search(name)]
     if len(found) > 1 and not all(PART.fullmatch(name) for name in found):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config_json import read_config
+from shared.gguf.damage import blamed_on
 from shared.gguf.header import read_header
 from shared.gguf.tensors import find_sources
 
@@ -17,7 +18,8 @@ class GGUFWeights:
     """All tensors of the model in `folder`, whose weights are in `paths`. Raises ModelError, naming a wrong tensor."""
 
     def __init__(self, folder: Path, paths: Sequence[Path]) -> None:
-        self._sources = find_sources(read_header(paths[0]), read_config(folder))
+        with blamed_on(paths[0]):
+            self._sources = find_sources(read_header(paths[0]), read_config(folder))
 
     def keys(self) -> list[str]:
         return list(self._sources)
@@ -28,5 +30,7 @@ class GGUFWeights:
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor, in the type it was stored in or, if that was no type of torch's, in float32."""
-        values = self._sources[name].read(torch.get_num_threads())
+        source = self._sources[name]
+        with blamed_on(source.tensor):
+            values = source.read(torch.get_num_threads())
         return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -20,12 +20,15 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ModelError
+from shared.gguf.damage import blamed_on
 from shared.gguf.parts import find_parts
 
 FORMAT = 2
 """Of the folder; raised when what is written changes, so that older folders are made anew."""
 
 POINTER = "gguf.json"
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+TOKENIZER = "tokenizer.json"
 HEAD = 8 * 1024 * 1024  # bytes that tell files apart; headers with their vocabularies are some megabytes
 
 
@@ -43,23 +46,26 @@ def model_folder(file: Path, cache: Path, sampling: Mapping[str, Any] | None = N
     GGUF says nothing of how a model likes to be sampled; `sampling` goes into generation_config.json. Raises
     `ModelError` for a file that is missing, damaged or not supported, naming what is wrong.
     """
-    parts = find_parts(file.absolute())
-    sampling = dict(sampling or {})
+    with blamed_on(file):
+        return _find_or_make(find_parts(file.absolute()), cache, dict(sampling or {}))
+
+
+def _find_or_make(parts: tuple[Path, ...], cache: Path, sampling: Mapping[str, Any]) -> Path:
     target = cache / _digest(parts, sampling)
     wanted = [str(part) for part in parts]
-    if (found := read_pointer(target)) and found.files == wanted:
+    if (found := _whole(target)) and found.files == wanted:
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _only_one(target.with_name(f".{target.name}.lock")):
-            found = read_pointer(target)
+            found = _whole(target)
             if found is None:
                 _make(parts, target, sampling)
             elif found.files != wanted:
                 _write_pointer(target, msgspec.structs.replace(found, files=wanted))
     except OSError as error:
         raise ModelError(
-            f"cannot put the settings of {file} into {target}: {error}; QUIRE_CACHE names another place"
+            f"cannot put the settings of {parts[0]} into {target}: {error}; QUIRE_CACHE names another place"
         ) from error
     return target
 
@@ -71,6 +77,13 @@ def read_pointer(folder: Path) -> Pointer | None:
     except (OSError, msgspec.DecodeError):
         return None
     return found if found.format == FORMAT else None
+
+
+def _whole(folder: Path) -> Pointer | None:
+    """As `read_pointer`, of a folder from which nobody has taken a file."""
+    found = read_pointer(folder)
+    files = SETTINGS if found is None or found.no_tokenizer else (*SETTINGS, TOKENIZER)
+    return found if all((folder / name).is_file() for name in files) else None
 
 
 def _digest(parts: tuple[Path, ...], sampling: Mapping[str, Any]) -> str:
@@ -114,7 +127,8 @@ def _write(parts: tuple[Path, ...], folder: Path, sampling: Mapping[str, Any]) -
     generation = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     reason = ""
     try:
-        build_tokenizer(header.metadata).save(str(folder / "tokenizer.json"))
+        tokenizer = build_tokenizer(header.metadata).to_str()
+        (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
     except Unconvertible as error:
         reason = f"no tokenizer can be made of {parts[0]}: {error}; name the original one's folder with --tokenizer"
     _write_json(folder / "config.json", config)
@@ -130,7 +144,7 @@ def _write_pointer(folder: Path, pointer: Pointer) -> None:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -7,10 +7,11 @@ file's size: whatever is cut short or damaged is a `ModelError` naming the file 
 
 import math
 import mmap
+import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from gguf.constants import (
@@ -26,6 +27,8 @@ from msgspec import Struct
 
 from shared.errors import ModelError
 from shared.gguf.parts import find_parts
+
+V = TypeVar("V")
 
 VERSIONS = (2, GGUF_VERSION)
 MOST = 2**24  # dimensions, tensors or keys: more of them are damage
@@ -96,10 +99,11 @@ def read_header(path: Path) -> Header:
 
 def _read(path: Path) -> Header:
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Walk(path, data).header()
-    except ValueError as error:  # an empty file cannot be mapped
-        raise ModelError(f"{path} is not a GGUF file: it is empty") from error
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:  # nothing that could be mapped
+                raise ModelError(f"{path} is not a GGUF file: it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Walk(path, data).header()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
@@ -129,13 +133,22 @@ class _Walk:
             what = "is a big-endian file" if swapped in VERSIONS else f"has version {version} of the format"
             raise ModelError(f"{self.path} {what} (supported: little-endian, versions {VERSIONS[0]} to {VERSIONS[-1]})")
         tensors, keys = self.count("tensors"), self.count("keys")
-        metadata = dict(self.key() for _ in range(keys))
-        places = [self.tensor() for _ in range(tensors)]
+        metadata = self.distinct("key", (self.key() for _ in range(keys)))
+        places = self.distinct("tensor", ((place.name, place) for place in (self.tensor() for _ in range(tensors))))
         alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{self.path}: {Keys.General.ALIGNMENT} is {alignment!r}")
         start = -(-self.at // alignment) * alignment
-        return Header((self.path,), metadata, {place.name: self.placed(place, start) for place in places})
+        return Header((self.path,), metadata, {name: self.placed(place, start) for name, place in places.items()})
+
+    def distinct(self, what: str, named: Iterable[tuple[str, V]]) -> dict[str, V]:
+        """By their names, which must differ: which of two would be meant?"""
+        found: dict[str, V] = {}
+        for name, value in named:
+            if name in found:
+                raise ModelError(f"{self.path}: there are two {what}s called {name}")
+            found[name] = value
+        return found
 
     def key(self) -> tuple[str, Any]:
         name = self.string()
@@ -150,10 +163,12 @@ class _Walk:
             # a 32-bit float as the shortest decimal that means it, which is what was written
             return float(str(value)) if kind == GGUFValueType.FLOAT32 else value.item()
         kind, length = self.kind(), self.number("<u8")
-        if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+        if kind == GGUFValueType.ARRAY:  # no known key has one
+            raise ModelError(f"{self.path}: {self.reading} is an array of arrays, which is not supported")
+        if kind == GGUFValueType.STRING:
             if length * 8 > self.size - self.at:
                 raise self.cut_short()
-            return [self.value(kind) for _ in range(length)] if kind == GGUFValueType.ARRAY else self.strings(length)
+            return self.strings(length)
         return np.frombuffer(self.take(length * np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]).tolist()
 
     def kind(self) -> GGUFValueType:

@@ -165,7 +165,7 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_suffix(".partial")
-        backend.save(str(partial))
+        partial.write_text(backend.to_str(), encoding="utf-8")  # `save` raises no OSError on a full disk
         partial.replace(cached)
     except OSError as error:
         logger.warning("cannot keep the tokenizer in %s (%s); it is made anew at each start", cached.parent, error)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.gguf import folder as gguf_folder
 from shared.gguf.folder import FORMAT, POINTER, model_folder, read_pointer
-from tests.gguf.writing import write
+from tests.gguf.writing import plain_vocabulary, write
 from tests.models.tiny import llama
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -127,6 +129,35 @@ def test_a_failing_start_leaves_no_folder(file: Path, tmp_path: Path, monkeypatc
     with pytest.raises(ModelError, match=r"No space left.*QUIRE_CACHE"):
         model_folder(file, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_full_disk_is_a_clear_error(file: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # less than tokenizer.json, which comes first
+    try:
+        with pytest.raises(ModelError) as caught:
+            model_folder(file, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.fullmatch(f"cannot put the settings of {file} into .*File too large.*; QUIRE_CACHE.*", str(caught.value))
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_folder_that_lost_a_file_is_made_anew(name: str, file: Path, tmp_path: Path, made: list[Path]) -> None:
+    folder = model_folder(file, tmp_path / "cache")
+    before = (folder / name).read_bytes()
+    (folder / name).unlink()
+    assert model_folder(file, tmp_path / "cache") == folder
+    assert (folder / name).read_bytes() == before
+    assert len(made) == 2
+
+
+def test_a_folder_that_never_had_a_tokenizer_is_whole(tmp_path: Path, made: list[Path]) -> None:
+    vocabulary = plain_vocabulary(131) | {"pre": "strange"}
+    file = write(llama(num_hidden_layers=1), tmp_path / "model.gguf", vocabulary=vocabulary)
+    assert model_folder(file, tmp_path / "cache") == model_folder(file, tmp_path / "cache")
+    assert len(made) == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

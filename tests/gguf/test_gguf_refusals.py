@@ -1,5 +1,6 @@
 """What is wrong with a GGUF file is said in one line, before anything starts: the file, the tensor, its type."""
 
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFEndian, GGUFWriter
+from gguf import GGUFEndian, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
+from services.worker.weight_files import WeightFiles
+from shared.checkpoint import locate
 from shared.errors import ModelError
-from shared.gguf.folder import model_folder
+from shared.gguf.damage import blamed_on
+from shared.gguf.folder import model_folder, read_pointer
 from shared.gguf.header import read_header
-from tests.gguf.writing import finish, plain_vocabulary, write
+from shared.hub import gguf_files
+from tests.gguf.writing import EMPTY, finish, plain_vocabulary, with_key, write
 from tests.models.tiny import llama
 from tests.models.variants import mixtral
 
@@ -134,6 +139,69 @@ def test_a_type_that_nobody_knows(whole: bytes, tmp_path: Path) -> None:
     place = whole.index(name) + len(name) + 4 + 2 * 8  # the number of its dimensions, and two
     content = whole[:place] + struct.pack("<I", 1999) + whole[place + 4 :]
     assert "tensor blk.1.ffn_up.weight has the unknown quantisation type 1999" in refusal(saved(content, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["general.architecture", "tokenizer.ggml.tokens", "own.key"])
+def test_a_key_that_is_there_twice(name: str, whole: bytes, tmp_path: Path) -> None:
+    content = with_key(with_key(whole, "own.key", EMPTY), name, EMPTY).replace(b"filler", b"filled", 1)
+    assert refusal(saved(content, tmp_path)) == f"{tmp_path}/model.gguf: there are two keys called {name}"
+
+
+def test_a_tensor_that_is_there_twice(whole: bytes, tmp_path: Path) -> None:
+    content = whole.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight")
+    said = refusal(saved(content, tmp_path))
+    assert said == f"{tmp_path}/model.gguf: there are two tensors called blk.0.ffn_up.weight"
+
+
+@pytest.mark.parametrize("depth", [2, 3000])
+def test_arrays_of_arrays(depth: int, whole: bytes, tmp_path: Path) -> None:
+    nested = struct.pack("<I", GGUFValueType.ARRAY) + struct.pack("<IQ", GGUFValueType.ARRAY, 1) * (depth - 1)
+    content = with_key(whole, "own.key", nested + struct.pack("<IQ", GGUFValueType.UINT32, 0))
+    said = refusal(saved(content, tmp_path))
+    assert said == f"{tmp_path}/model.gguf: key own.key is an array of arrays, which is not supported"
+
+
+@pytest.mark.parametrize("name", ["t-00000-of-00000.gguf", "t-00000-of-00002.gguf", "t-00003-of-00002.gguf"])
+def test_a_name_of_no_possible_part(name: str, whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(whole)
+    said = refusal(tmp_path / name)
+    assert said == f"{tmp_path / name}: its name says that it is part {name[2:7]} of {name[11:16]}; rename it"
+
+
+def test_a_name_that_is_no_text(whole: bytes, tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b"m\xff.gguf")
+    file.write_bytes(whole)
+    assert "m\\xff.gguf': this path is not UTF-8; rename" in refusal(file)
+
+
+def test_a_name_in_capitals_is_one(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    for name in ("UP.GGUF", "set-00001-of-00001.GGUF"):
+        (tmp_path / name).write_bytes(whole)
+        pointer = read_pointer(locate(str(tmp_path / name)))
+        assert pointer is not None
+        assert pointer.files == [str(tmp_path / name)]
+    with pytest.raises(ModelError, match=r"name the file itself: .*/UP\.GGUF"):
+        locate(str(tmp_path))
+    assert gguf_files(["UP-Q8_0.GGUF"], "q8_0") == ["UP-Q8_0.GGUF"]
+
+
+def test_a_file_that_was_cut_short_later(whole: bytes, tmp_path: Path) -> None:
+    file = saved(whole, tmp_path)
+    files = WeightFiles(model_folder(file, tmp_path / "cache"))
+    os.truncate(file, 1000)
+    with pytest.raises(ModelError, match=rf"^{file}: tensor output_norm.weight \(F32 \[60\]\) cannot be read \("):
+        files.get("model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a\nb"), OverflowError("a b"), RecursionError("a b"), TypeError("a b"), IndexError("a b")]
+)
+def test_what_no_check_foresaw_is_one_line_too(error: Exception) -> None:
+    with pytest.raises(ModelError) as caught, blamed_on("x.gguf"):
+        raise error
+    assert str(caught.value) == f"x.gguf cannot be read ({type(error).__name__}: a b)"
+    assert caught.value.__cause__ is error
 
 
 def test_another_architecture(tmp_path: Path) -> None:
