@@ -79,6 +79,15 @@ def test_only_the_balancer_is_published_and_the_services_network_is_internal() -
     assert set(service("balancer")["networks"]) & set(service("gateway")["networks"]) == {"engine"}  # one address each
 
 
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_every_container_is_confined_and_comes_back(name: str) -> None:
+    found = service(name)
+    assert found["cap_drop"] == ["ALL"]
+    assert found["security_opt"] == ["no-new-privileges:true"]
+    assert found["pids_limit"] == 4096
+    assert found["restart"] == "unless-stopped"
+
+
 def test_targets_and_volumes_are_there() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
     built = [found["build"] for file in (COMPOSE, GPU) for found in file["services"].values() if "build" in found]

@@ -1,0 +1,141 @@
+"""deploy/haproxy.cfg on a real HAProxy, where there is one, before a gateway that only says what has reached it."""
+
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http.client import HTTPConnection, HTTPResponse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.quire.serving import free_ports
+
+CONFIG = (Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg").read_text()
+HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+
+pytestmark = pytest.mark.skipif(HAPROXY is None, reason="HAProxy is not installed")
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Says the path and the length of the body, once all of it has come."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        length = len(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        said = f"{self.path} {length}".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def instead(text: str, pattern: str, new: str) -> str:
+    """With the one line that matches replaced."""
+    found, count = re.subn(pattern, new, text, flags=re.MULTILINE)
+    assert count == 1, pattern
+    return found
+
+
+@pytest.fixture(scope="module")
+def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Its port. Of the configuration only names, ports and one time are other than in the container."""
+    assert HAPROXY is not None
+    front, monitoring = free_ports(2)
+    with ExitStack() as stack:
+        gateway = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Gateway))
+        thread = threading.Thread(target=gateway.serve_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(gateway.shutdown)
+        text = instead(CONFIG, r"bind :8000$", f"bind 127.0.0.1:{front}")
+        text = instead(text, r"bind :8404$", f"bind 127.0.0.1:{monitoring}")
+        text = instead(
+            text, r"server-template .*", f"server gateway 127.0.0.1:{gateway.server_port} init-addr last,libc"
+        )
+        text = instead(text, r"timeout http-request .*", "timeout http-request 1s")
+        file = tmp_path_factory.mktemp("haproxy") / "haproxy.cfg"
+        file.write_text(text)
+        process = subprocess.Popen([HAPROXY, "-W", "-db", "-f", str(file)], stdout=subprocess.DEVNULL)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        deadline = time.monotonic() + 30
+        while ask(front, "GET", "/health")[0] != 200:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield front
+
+
+def ask(port: int, method: str, target: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """Status and body of the answer; status 0 if there is nobody."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.putrequest(method, target, skip_accept_encoding=True)
+        if body is not None:
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except ConnectionError:
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def test_the_configuration_has_no_fault() -> None:
+    argv = [str(HAPROXY), "-c", "-f", str(Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg")]
+    found = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+    assert found.returncode == 0, found.stderr
+    assert "WARNING" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/metrics",
+        "/metrics?name=x",
+        "/%6detrics",
+        "/%6D%65trics",
+        "/m%65trics?x",
+        "http://gateway/metrics",
+        "/metrics#x",
+    ],
+)
+def test_no_spelling_of_metrics_reaches_a_gateway(balancer: int, target: str) -> None:
+    status, said = ask(balancer, "GET", target)
+    assert status in (400, 404)
+    assert target.encode() not in said, "what a gateway would have said"
+    assert status == 400 or b'"type":"NotFoundError"' in said
+
+
+@pytest.mark.parametrize("target", ["/v1/models", "/metrics2", "/v1/metrics"])
+def test_other_paths_do(balancer: int, target: str) -> None:
+    assert ask(balancer, "GET", target) == (200, f"{target} 0".encode())
+
+
+@pytest.mark.parametrize("length", [0, 100, 100_000, 32 * 1024 * 1024])
+def test_bodies_of_any_length_pass(balancer: int, length: int) -> None:
+    assert ask(balancer, "POST", "/v1/completions", bytes(length)) == (200, f"/v1/completions {length}".encode())
+
+
+def test_a_body_that_stays_away_is_not_waited_for(balancer: int) -> None:
+    with socket.create_connection(("127.0.0.1", balancer), timeout=30) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        response = HTTPResponse(client)
+        response.begin()
+        with response:
+            assert response.status == 408
+            assert b"did not come in time" in response.read()
