@@ -28,6 +28,9 @@ class GGUFWeights:
         """What a tensor is stored in; of a quantised one, what holds its numbers well: bfloat16."""
         return _STORED.get(self._sources[name].tensor.type.name, torch.bfloat16)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._sources[name].shape
+
     def get_tensor(self, name: str) -> Tensor:
         """The tensor, in the type it was stored in or, if that was no type of torch's, in float32."""
         source = self._sources[name]

@@ -6,9 +6,11 @@ lets it go, so that beside the model itself no more than one parameter is in mem
 a model with a random or missing weight must not start.
 """
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -19,13 +21,14 @@ from torch import Tensor
 
 from services.worker.models.layers import Weights
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
-from services.worker.weight_files import WeightFiles
+from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
 from shared.errors import ModelError
 from shared.progress import progress
 
 log = logging.getLogger(__name__)
 
 _LARGE = 2**16  # bytes
+_COUNTED = 1000  # missing tensors; a wrong number of layers or experts may make it millions
 
 Part = tuple[str, tuple[int, ...]]  # (tensor of the checkpoint, its shape as our parameters have it)
 
@@ -57,32 +60,24 @@ class CheckpointWeights:
         return name in self._sources
 
     def take(self, name: str) -> Tensor:
-        """Raises ModelError naming a tensor that has the wrong shape or type, or cannot be read."""
+        """Raises ModelError naming a tensor that cannot be read."""
         source = self._sources[name]
         rows = sum(shape[0] for _, shape in source.parts)
         whole = _allocate((rows, *source.parts[0][1][1:]), self._dtype, self._device)
         row = 0
         for tensor, shape in source.parts:
-            whole[row : row + shape[0]].copy_(self._read(tensor, shape, source.transposed))
+            stored = self._files.get(tensor)
+            whole[row : row + shape[0]].copy_(stored.T if source.transposed else stored)
             row += shape[0]
         self._done(whole.nbytes)
         return whole
-
-    def _read(self, name: str, shape: tuple[int, ...], transposed: bool) -> Tensor:
-        tensor = self._files.get(name)
-        stored = shape[::-1] if transposed else shape
-        if tuple(tensor.shape) != stored:
-            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and config.json says {list(stored)}")
-        if not tensor.is_floating_point():
-            raise ModelError(f"tensor {name} is of {tensor.dtype}: quantised weights are not supported")
-        return tensor.T if transposed else tensor
 
 
 class RandomWeights:
     """Weights drawn from a fixed seed, for measuring a shape without its checkpoint."""
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._shapes = parameters(spec)
+        self._shapes = dict(parameters(spec))
         self._ones = spec.norm != "rms_plus_one"
         self._dtype, self._device = dtype, device
         self._generator = torch.Generator().manual_seed(0)
@@ -101,16 +96,34 @@ class RandomWeights:
 def load_weights(
     files: WeightFiles, spec: DecoderSpec, names: WeightNames, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Weights]:
-    """All of `parameters(spec)`, to be taken within the block. Raises ModelError naming a tensor that is missing."""
+    """All of `parameters(spec)`, to be taken within the block.
+
+    Raises ModelError naming a tensor that is missing, or has the wrong shape or type, before memory is taken for any.
+    """
+    _refuse_missing(files, _sources(files, spec, names))
     sources = dict(_sources(files, spec, names))
-    missing = [name for source in sources.values() for name, _ in source.parts if name not in files]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ModelError(f"{files.paths[0].parent}: tensor {missing[0]} is missing{more}")
+    for source in sources.values():
+        _check(files, source)
     _warn_of_others(files, sources, names)
     elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
     with progress("loading weights", elements * dtype.itemsize) as done:
         yield CheckpointWeights(files, sources, dtype, device, done)
+
+
+def _refuse_missing(files: WeightFiles, sources: Iterable[tuple[str, Source]]) -> None:
+    absent = (name for _, source in sources for name, _ in source.parts if name not in files)
+    missing = list(itertools.islice(absent, _COUNTED + 1))
+    if missing:
+        others = "many" if len(missing) > _COUNTED else len(missing) - 1
+        raise ModelError(f"tensor {missing[0]} is missing" + (f" (and {others} more)" if others else ""))
+
+
+def _check(files: WeightFiles, source: Source) -> None:
+    for name, shape in source.parts:
+        expected, stored = shape[::-1] if source.transposed else shape, files.shape(name)
+        if stored != expected:
+            raise ModelError(f"tensor {name} has shape {list(stored)}, and config.json says {list(expected)}")
+        refuse_codes(name, files.dtype(name))
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -128,7 +141,7 @@ def _sources(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> Itera
     """Each parameter, and the tensors that make it."""
     anchor = names.modules["embedding"] + ".weight"
     prefix = next((prefix for prefix in names.prefixes if prefix + anchor in files), names.prefixes[0])
-    for parameter, shapes in parameters(spec).items():
+    for parameter, shapes in parameters(spec):
         module, kind = parameter.rsplit(".", 1)
         modules, transposed = _modules(module, names, prefix)
         if len(modules) == 1:  # on disk they are stacked already
@@ -164,11 +177,8 @@ def _warn_of_others(files: WeightFiles, sources: Mapping[str, Source], names: We
 
 
 def checkpoint_dtype(folder: Path, files: WeightFiles) -> torch.dtype:
-    """The type that most of a checkpoint's tensors are stored in."""
-    counts: dict[torch.dtype, int] = {}
-    for name in files.names:
-        dtype = files.dtype(name)
-        counts[dtype] = counts.get(dtype, 0) + 1
-    if not counts:
+    """The type that most of a checkpoint's floating-point tensors are stored in; float32 if there are none."""
+    if not files.names:
         raise ModelError(f"{folder}: the weight files hold no tensors")
-    return max(counts, key=lambda dtype: counts[dtype])
+    counts = Counter(dtype for name in files.names if (dtype := files.dtype(name)) in FLOATS)
+    return counts.most_common(1)[0][0] if counts else torch.float32

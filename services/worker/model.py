@@ -12,6 +12,8 @@ from services.worker.loader import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
 from services.worker.models.registry import choose, family, read_supported
+from services.worker.models.trial import refuse_if_not_finite
+from services.worker.naming import naming
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
 
@@ -35,7 +37,12 @@ class Model:
 
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
-    """Read config and weights. Raises ModelError for whatever is missing, broken or not supported."""
+    """Read config and weights. Raises ModelError for whatever is missing, broken or not supported, naming `folder`."""
+    with naming(folder):
+        return _load(folder, config, device, ops)
+
+
+def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
     described = read_supported(folder, config.model_impl)
     way = choose(described, config.model_impl)
     if not way.native:
@@ -51,6 +58,7 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
     dtype = _dtype(config, device, checkpoint_dtype(folder, files))
     with load_weights(files, spec, found.names, dtype, device) as checkpoint:
         decoder = Decoder(spec, checkpoint, ops)
+    refuse_if_not_finite(decoder, dtype, device, ops)
     paths = files.paths
     return Model(decoder, dtype, fingerprint(folder, paths, dtype, device), weights_digest(folder, paths))
 

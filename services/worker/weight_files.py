@@ -7,7 +7,7 @@ cut short or unreadable is a ModelError naming the file.
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,9 @@ from torch import Tensor
 from services.worker.gguf_weights import GGUFWeights
 from services.worker.weight_paths import Format, find_weights
 from shared.errors import ModelError
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types whose numbers are the weights. Those of any other are codes, which mean nothing without their scales."""
 
 
 class Shard(Protocol):
@@ -54,6 +57,11 @@ class WeightFiles:
         shard = self._shards[name]
         return shard.dtype(name) if isinstance(shard, GGUFWeights) else self.get(name).dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor called `name`; asking does not read it."""
+        shard = self._shards[name]
+        return shard.shape(name) if isinstance(shard, GGUFWeights) else tuple(self.get(name).shape)
+
     def get(self, name: str) -> Tensor:
         """The tensor called `name`."""
         if name not in self._shards:
@@ -64,13 +72,23 @@ class WeightFiles:
             raise ModelError(f"{self.paths[0].parent}: tensor {name} cannot be read: {error}") from error
 
 
+def refuse_codes(name: str, dtype: torch.dtype) -> None:
+    """Raises ModelError if a weight called `name` is not of a type that is its own numbers."""
+    if dtype not in FLOATS:
+        known = ", ".join(str(kind).removeprefix("torch.") for kind in FLOATS)
+        raise ModelError(f"tensor {name} is of {dtype}: quantised weights are not supported (supported: {known})")
+
+
 class _PickledShard:
     def __init__(self, path: Path) -> None:
         try:
-            self._tensors = _load(path)
+            read = _load(path)
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__  # torch adds a page of advice
             raise ModelError(f"{path} cannot be read: {reason}") from error
+        if not isinstance(read, Mapping):
+            raise ModelError(f"{path} holds {type(read).__name__}, not tensors by name")
+        self._tensors: dict[str, Tensor] = {name: part for name, part in read.items() if isinstance(part, Tensor)}
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -79,10 +97,9 @@ class _PickledShard:
         return self._tensors[name]
 
 
-def _load(path: Path) -> Mapping[str, Tensor]:
-    def read(mmap: bool) -> Mapping[str, Tensor]:
-        tensors: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        return tensors
+def _load(path: Path) -> Any:
+    def read(mmap: bool) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
     try:
         return read(mmap=True)

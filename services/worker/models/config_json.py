@@ -1,5 +1,6 @@
 """Reading of a checkpoint's config.json: fields with a type and a name in the error."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -7,6 +8,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from shared.errors import ModelError
+
+LARGEST = 2**31 - 1
+"""The largest of sizes: indices of some kernels have 32 bits, and no model comes near."""
+MOST_PARTS = 2**16
+"""The largest number of layers, and of experts in one: each costs time before its first tensor is looked for."""
 
 T = TypeVar("T", int, float, bool, str)
 M = TypeVar("M")
@@ -48,6 +54,29 @@ def convert(value: Any, name: str, kind: type[M]) -> M:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise ModelError(f"config.json: {name}: {error}") from error
+
+
+def size(config: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST) -> int:
+    """`config[name]` as a number of things, 1 to `most`; raises ModelError naming the field."""
+    return check_size(name, field(config, name, int, default), most)
+
+
+def check_size(name: str, value: int, most: int = LARGEST) -> int:
+    """`value`, which is what the field `name` gives, if it is from 1 to `most`; raises ModelError naming it if not."""
+    if value < 1:
+        raise ModelError(f"config.json: {name} must be at least 1, got {value}")
+    if value > most:
+        raise ModelError(f"config.json: {name} must be at most {most}, got {value}")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str, default: float | None = None, *, zero: bool = False) -> float:
+    """`config[name]` as a positive number, or as 0 where that is allowed; raises ModelError naming the field."""
+    value = field(config, name, float, default)
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        wanted = "a number that is not negative" if zero else "a positive number"
+        raise ModelError(f"config.json: {name} must be {wanted}, got {value}")
+    return value
 
 
 def choice(config: Mapping[str, Any], name: str, meanings: Mapping[str, M], default: str) -> M:

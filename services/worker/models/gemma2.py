@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.worker.models import gemma, llama
-from services.worker.models.config_json import field, nullable
+from services.worker.models.config_json import nullable, number
 from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.windows import sliding, with_windows
 
@@ -27,12 +27,17 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     spec = replace(
         gemma.read_as("Gemma2ForCausalLM", config),
         post_norms=True,
-        attention_scale=field(config, "query_pre_attn_scalar", float, 256.0) ** -0.5,
-        attention_softcap=nullable(config, "attn_logit_softcapping", float, 50.0) or 0.0,
-        logit_softcap=nullable(config, "final_logit_softcapping", float, 30.0) or 0.0,
+        attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=softcap(config, "attn_logit_softcapping", 50.0),
+        logit_softcap=softcap(config, "final_logit_softcapping", 30.0),
     )
     slides = sliding(config, [index % 2 == 0 for index in range(spec.num_layers)])
     return with_windows(spec, nullable(config, "sliding_window", int, 4096), slides)
+
+
+def softcap(config: Mapping[str, Any], name: str, default: float) -> float:
+    """The bound called `name`; 0 and null are none, absent it is `default`."""
+    return 0.0 if name in config and config[name] is None else number(config, name, default, zero=True)
 
 
 FAMILY = Family(read, NAMES)

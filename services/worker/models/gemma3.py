@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.worker.models import gemma, gemma2
-from services.worker.models.config_json import convert, field, nullable
+from services.worker.models.config_json import convert, field, nullable, number, size
 from services.worker.models.rope import read_rope
 from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.windows import sliding, with_windows
@@ -39,13 +39,13 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     far, near = _ropes(text)
     spec = replace(
         gemma.read_as(architecture, far),
-        max_positions=field(text, "max_position_embeddings", int),  # to which the rope is stretched already
+        max_positions=size(text, "max_position_embeddings"),  # to which the rope is stretched already
         post_norms=True,
         qk_norm=True,
-        attention_scale=field(text, "query_pre_attn_scalar", float, 256.0) ** -0.5,
-        logit_softcap=nullable(text, "final_logit_softcapping", float) or 0.0,
+        attention_scale=number(text, "query_pre_attn_scalar", 256.0) ** -0.5,
+        logit_softcap=gemma2.softcap(text, "final_logit_softcapping", 0.0),
     )
-    pattern = field(text, "sliding_window_pattern", int, field(text, "_sliding_window_pattern", int, 6))
+    pattern = size(text, "sliding_window_pattern", size(text, "_sliding_window_pattern", 6))
     slides = sliding(text, [(index + 1) % pattern != 0 for index in range(spec.num_layers)])
     rope = read_rope(near, spec.head_dim)
     layers = [replace(layer, rope=rope) if slide else layer for layer, slide in zip(spec.layers, slides, strict=True)]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.config_json import choice, field, refuse
+from services.worker.models.config_json import MOST_PARTS, choice, field, number, refuse, size
 from services.worker.models.spec import Activation, DecoderSpec, Family, LayerSpec, WeightNames
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -16,21 +16,21 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a GPT2LMHeadModel."""
     refuse(config, scale_attn_by_inverse_layer_idx=True, add_cross_attention=True)
-    hidden, heads = field(config, "n_embd", int, 768), field(config, "n_head", int, 12)
+    hidden, heads = size(config, "n_embd", 768), size(config, "n_head", 12)
     return DecoderSpec(
         architecture="GPT2LMHeadModel",
-        vocab_size=field(config, "vocab_size", int),
+        vocab_size=size(config, "vocab_size"),
         hidden_size=hidden,
         embedding_size=hidden,
-        intermediate_size=field(config, "n_inner", int, 4 * hidden),
+        intermediate_size=size(config, "n_inner", 4 * hidden),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        max_positions=field(config, "n_positions", int, 1024),
-        layers=(LayerSpec(),) * field(config, "n_layer", int, 12),
+        max_positions=size(config, "n_positions", 1024),
+        layers=(LayerSpec(),) * size(config, "n_layer", 12, MOST_PARTS),
         tied=field(config, "tie_word_embeddings", bool, True),
         norm="layer",
-        norm_eps=field(config, "layer_norm_epsilon", float, 1e-5),
+        norm_eps=number(config, "layer_norm_epsilon", 1e-5, zero=True),
         activation=choice(config, "activation_function", _ACTIVATIONS, "gelu_new"),
         qkv_bias=True,
         out_bias=True,

@@ -6,8 +6,8 @@ Families that are a Llama but for a few things read their config by `read_as` an
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.config_json import choice, field
-from services.worker.models.rope import read_max_positions, read_rope
+from services.worker.models.config_json import MOST_PARTS, choice, field, number, size
+from services.worker.models.rope import LARGEST_HEAD, read_max_positions, read_rope
 from services.worker.models.spec import Activation, DecoderSpec, Family, LayerSpec, WeightNames
 
 NAMES = WeightNames(
@@ -41,27 +41,32 @@ def read_as(
     norm_eps: float = 1e-6,
     theta: float = 10000.0,
     activation: Activation | None = None,
+    partial: bool = False,
 ) -> DecoderSpec:
-    """The spec of a decoder of Llama's shape, with the defaults of its family; `activation` if that has been read."""
-    hidden, heads = field(config, "hidden_size", int), field(config, "num_attention_heads", int)
-    head_dim = field(config, "head_dim", int, hidden // heads)
+    """The spec of a decoder of Llama's shape, with the defaults of its family; `activation` if that has been read.
+
+    `partial`: the family may rotate a part of each head only.
+    """
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    head_dim = size(config, "head_dim", hidden // heads, LARGEST_HEAD)
+    positions = read_max_positions(config, max_positions)
     bias = field(config, "attention_bias", bool, False)
     gate = choice(config, "hidden_act", _GATES, "silu") if activation is None else activation
-    layer = LayerSpec(rope=read_rope(config, head_dim, theta))
+    layer = LayerSpec(rope=read_rope(config, head_dim, theta, partial=partial))
     return DecoderSpec(
         architecture=architecture,
-        vocab_size=field(config, "vocab_size", int),
+        vocab_size=size(config, "vocab_size"),
         hidden_size=hidden,
         embedding_size=hidden,
-        intermediate_size=field(config, "intermediate_size", int),
+        intermediate_size=size(config, "intermediate_size"),
         num_heads=heads,
-        num_kv_heads=field(config, "num_key_value_heads", int, heads),
+        num_kv_heads=size(config, "num_key_value_heads", heads),
         head_dim=head_dim,
-        max_positions=read_max_positions(config, max_positions),
-        layers=(layer,) * field(config, "num_hidden_layers", int),
+        max_positions=positions,
+        layers=(layer,) * size(config, "num_hidden_layers", most=MOST_PARTS),
         tied=field(config, "tie_word_embeddings", bool, False),
         norm="rms",
-        norm_eps=field(config, "rms_norm_eps", float, norm_eps),
+        norm_eps=number(config, "rms_norm_eps", norm_eps, zero=True),
         activation=gate,
         qkv_bias=bias,
         out_bias=bias,

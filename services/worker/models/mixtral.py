@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.worker.models import llama
-from services.worker.models.config_json import field, nullable
+from services.worker.models.config_json import MOST_PARTS, nullable, size
 from services.worker.models.spec import DecoderSpec, Experts, Family
 from services.worker.models.windows import with_window
 from shared.errors import ModelError
@@ -35,9 +35,10 @@ def read_experts(
     config: Mapping[str, Any], *, count: int, top_k: int, intermediate_size: int, normalised: bool
 ) -> Experts:
     """How many experts there are, under either of the names that configs have, and how many a token uses."""
-    count = field(config, "num_local_experts", int, field(config, "num_experts", int, count))
-    top_k = field(config, "num_experts_per_tok", int, top_k)
-    if not 1 <= top_k <= count:
+    name = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+    count = size(config, name, count, MOST_PARTS)
+    top_k = size(config, "num_experts_per_tok", top_k)
+    if top_k > count:
         raise ModelError(f"config.json: num_experts_per_tok is {top_k}, of {count} experts")
     return Experts(count, top_k, intermediate_size, normalised)
 

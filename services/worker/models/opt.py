@@ -3,27 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.config_json import choice, field, refuse
+from services.worker.models.config_json import MOST_PARTS, choice, field, refuse, size
 from services.worker.models.spec import DecoderSpec, Family, LayerSpec, WeightNames
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of an OPTForCausalLM."""
     refuse(config, layer_norm_elementwise_affine=False)
-    hidden, heads = field(config, "hidden_size", int), field(config, "num_attention_heads", int)
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
     norm_first = field(config, "do_layer_norm_before", bool, True)
     bias = field(config, "enable_bias", bool, True)
     return DecoderSpec(
         architecture="OPTForCausalLM",
-        vocab_size=field(config, "vocab_size", int),
+        vocab_size=size(config, "vocab_size"),
         hidden_size=hidden,
-        embedding_size=field(config, "word_embed_proj_dim", int, hidden),
-        intermediate_size=field(config, "ffn_dim", int),
+        embedding_size=size(config, "word_embed_proj_dim", hidden),
+        intermediate_size=size(config, "ffn_dim"),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        max_positions=field(config, "max_position_embeddings", int, 2048),
-        layers=(LayerSpec(),) * field(config, "num_hidden_layers", int),
+        max_positions=size(config, "max_position_embeddings", 2048),
+        layers=(LayerSpec(),) * size(config, "num_hidden_layers", most=MOST_PARTS),
         tied=field(config, "tie_word_embeddings", bool, True),
         norm="layer",
         norm_eps=1e-5,

@@ -21,7 +21,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict) and scaling.get("type") == "yarn":  # an early name of what is longrope now
         config["rope_scaling"] = {**scaling, "type": "longrope"}
-    spec = llama.read_as("Phi3ForCausalLM", config, max_positions=4096, norm_eps=1e-5)
+    spec = llama.read_as("Phi3ForCausalLM", config, max_positions=4096, norm_eps=1e-5, partial=True)
     return with_window(spec, nullable(config, "sliding_window", int))
 
 

@@ -7,11 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.worker.models import llama, qwen3
-from services.worker.models.config_json import convert, field, nullable
+from services.worker.models.config_json import convert, field, nullable, size
 from services.worker.models.mixtral import read_experts
 from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.windows import with_window
-from shared.errors import ModelError
 
 NAMES = with_fields(
     qwen3.NAMES,
@@ -31,12 +30,10 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         config,
         count=128,
         top_k=8,
-        intermediate_size=field(config, "moe_intermediate_size", int, 768),
+        intermediate_size=size(config, "moe_intermediate_size", 768),
         normalised=field(config, "norm_topk_prob", bool, False),
     )
-    every = field(config, "decoder_sparse_step", int, 1)
-    if every < 1:
-        raise ModelError(f"config.json: decoder_sparse_step must be at least 1, got {every}")
+    every = size(config, "decoder_sparse_step", 1)
     dense = convert(config.get("mlp_only_layers") or [], "mlp_only_layers", list[int])
     mixed = [(index + 1) % every == 0 and index not in dense for index in range(spec.num_layers)]
     layers = [replace(layer, experts=experts) if mix else layer for layer, mix in zip(spec.layers, mixed, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from services.worker.models.config_json import read_config
+from services.worker.models.config_json import convert, read_config
 from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
 from shared.errors import ModelError
 
@@ -34,6 +34,10 @@ ARCHITECTURES = {
 
 Implementation = Literal["auto", "quire", "transformers"]
 
+_QUANTISED_FIELDS = ("quantization_config", "compression_config")
+_QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""What tools write beside config.json, some of them instead of a field in it."""
+
 LISTED = "`quire models` lists what is served"
 
 
@@ -47,15 +51,15 @@ class Way(NamedTuple):
 def read_supported(folder: Path, implementation: Implementation = "auto") -> dict[str, Any]:
     """The config.json of a model folder. Raises ModelError if it describes a kind of model that is not supported."""
     config = read_config(folder)
-    if config.get("quantization_config"):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported (config.json has a quantization_config)")
+    if sign := _quantised(folder, config):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported ({sign})")
     choose(config, implementation)
     return config
 
 
 def choose(config: Mapping[str, Any], implementation: Implementation = "auto") -> Way:
     """The way of the model that a config.json describes; raises ModelError naming its architecture if there is none."""
-    names = [str(name) for name in config.get("architectures") or []]
+    names = convert(config.get("architectures") or [], "architectures", list[str])
     if not names:
         raise ModelError(f"config.json: no architectures named, only model_type {config.get('model_type')!r}")
     native = next((name for name in names if name in ARCHITECTURES), None)
@@ -75,6 +79,16 @@ def family(architecture: str) -> "Family":
     module = importlib.import_module(f"services.worker.models.{ARCHITECTURES[architecture]}")
     found: Family = module.FAMILY
     return found
+
+
+def _quantised(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """What says that the weights are quantised, if anything does."""
+    parts = {"": config, "text_config.": config.get("text_config")}
+    for where, part in parts.items():
+        for name in _QUANTISED_FIELDS:
+            if isinstance(part, Mapping) and part.get(name):
+                return f"config.json has a {where}{name}"
+    return next((f"there is a {name}" for name in _QUANTISED_FILES if (folder / name).exists()), None)
 
 
 def _reason(names: list[str], config: Mapping[str, Any]) -> str:

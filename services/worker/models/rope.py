@@ -9,13 +9,14 @@ be wrong under another. Of "longrope" there are two sets, for short and for long
 from the longest context that is served, and is the same for all sequences.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.worker.models.config_json import convert, field
+from services.worker.models.config_json import LARGEST, check_size, convert, number, size
 from services.worker.models.spec import Rope
 from shared.errors import ModelError
 
@@ -23,16 +24,19 @@ _SCALED = ("linear", "llama3", "yarn")
 _KNOWN = ("default", "factors", *_SCALED, "longrope")
 _THETA = 10000.0
 
+LARGEST_HEAD = 2**16
+"""The largest head_dim: of each head's dimensions there are frequencies, made before any tensor is looked at."""
 
-def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA) -> Rope:
+
+def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA, *, partial: bool = False) -> Rope:
     """The rotary positions of a model; raises ModelError for a kind that is not supported.
 
-    `theta` is the family's, for configs that have none.
+    `theta` is the family's, for configs that have none. `partial`: the family may rotate a part of each head only.
     """
     scaling = _scaling(config)
-    theta = field(scaling, "rope_theta", float, field(config, "rope_theta", float, theta))
-    share = field(scaling, "partial_rotary_factor", float, field(config, "partial_rotary_factor", float, 1.0))
-    rotated = int(head_dim * share)
+    theta = number(scaling, "rope_theta", number(config, "rope_theta", theta))
+    share = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    rotated = _rotated(head_dim, share, partial)
     kind = _kind(scaling)
     match kind:
         case "default":
@@ -48,16 +52,34 @@ def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA) -
             raise ModelError(f"config.json: rope_type {kind!r} is not supported (supported: {', '.join(_KNOWN)})")
 
 
+def _rotated(head_dim: int, share: float, partial: bool) -> int:
+    """How many dimensions of each head are rotated: pairs, hence an even number.
+
+    Where transformers' code for a family knows no such share it passes over the field, and other engines honour it:
+    what such a checkpoint was trained with cannot be known.
+    """
+    if share != 1 and not partial:
+        raise ModelError(f"config.json: partial_rotary_factor {share} is not supported for this architecture")
+    rotated = int(min(head_dim * share, LARGEST))
+    if rotated % 2 or not 2 <= rotated <= head_dim:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share} of head_dim {head_dim} are {rotated} rotated dimensions; "
+            f"it must be an even number from 2 to {head_dim}"
+        )
+    return rotated
+
+
 def read_max_positions(config: Mapping[str, Any], default: int) -> int:
     """The longest context: what a linear or yarn scaling stretches it to, else `max_position_embeddings`."""
-    positions = field(config, "max_position_embeddings", int, default)
+    positions = size(config, "max_position_embeddings", default)
     scaling = _scaling(config)
     kind = _kind(scaling)
     if kind not in ("linear", "yarn"):
         return positions
     if kind == "yarn":
-        positions = field(scaling, "original_max_position_embeddings", int, positions)
-    return int(positions * field(scaling, "factor", float, 1.0))
+        positions = size(scaling, "original_max_position_embeddings", positions)
+    stretched = positions * number(scaling, "factor", 1.0)
+    return check_size("max_position_embeddings times the rope's factor", int(min(stretched, 2.0 * LARGEST)))
 
 
 def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,15 +106,17 @@ def _factors(scaling: Mapping[str, Any], name: str, rotated: int) -> Tensor:
     if name not in scaling:
         raise ModelError(f"config.json: rope_scaling: {name} is missing")
     factors = convert(scaling[name], f"rope_scaling: {name}", list[float])
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ModelError(f"config.json: rope_scaling: {name} must hold positive numbers")
     if len(factors) != rotated // 2:
         raise ModelError(f"config.json: rope_scaling: {name} has {len(factors)} numbers instead of {rotated // 2}")
     return torch.tensor(factors)
 
 
 def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, rotated: int) -> Rope:
-    positions = field(config, "max_position_embeddings", int)
-    original = field(scaling, "original_max_position_embeddings", int, positions)
-    original = field(config, "original_max_position_embeddings", int, original)
+    positions = size(config, "max_position_embeddings")
+    original = size(scaling, "original_max_position_embeddings", positions)
+    original = size(config, "original_max_position_embeddings", original)
     factors = {name: _factors(scaling, name, rotated).tolist() for name in ("short_factor", "long_factor")}
     asked = {**scaling, **factors, "rope_type": "longrope", "rope_theta": theta}
     asked |= {"original_max_position_embeddings": original, "partial_rotary_factor": 1.0}
@@ -102,6 +126,8 @@ def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, 
 
 
 def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, share: float) -> Rope:
+    number(scaling, "factor", 1.0)
+    size(scaling, "original_max_position_embeddings", 1)
     return Rope(*_ask(config, {**scaling, "partial_rotary_factor": share}, head_dim))
 
 
@@ -119,6 +145,9 @@ def _ask(
         )
         compute = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
         frequencies, magnitude = compute(read, device=torch.device("cpu"), seq_len=length)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"config.json: rope_scaling: {error}") from error
+    except Exception as error:  # it checks configs in its own ways, and computes with whatever passes
+        reason = " ".join(str(error).split())
+        raise ModelError(f"config.json: rope_scaling: {type(error).__name__}: {reason}") from error
+    if not frequencies.isfinite().all() or not math.isfinite(magnitude):
+        raise ModelError(f"config.json: rope_scaling: these numbers give no finite frequencies: {scaling}")
     return tuple(frequencies.tolist()), float(magnitude)

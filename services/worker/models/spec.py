@@ -4,7 +4,7 @@ A family makes one from a checkpoint's config.json; the decoder, the loader and 
 The names of parameters are ours; which tensors of a checkpoint they come from is in the family's `WeightNames`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,10 +124,21 @@ class Family:
 
 
 Shapes = dict[str, list[tuple[int, ...]]]
+Listed = Iterator[tuple[str, list[tuple[int, ...]]]]
 
 
-def parameters(spec: DecoderSpec) -> Shapes:
-    """Each parameter of the model, and the shapes of the parts that are stacked to make it, in order."""
+def parameters(spec: DecoderSpec) -> Listed:
+    """Each parameter of the model, and the shapes of the parts that are stacked to make it, in order.
+
+    They are made one by one, since a wrong config.json may ask for any number of them.
+    """
+    yield from _ends(spec).items()
+    for index, layer in enumerate(spec.layers):
+        yield from ((f"layers.{index}.{name}", parts) for name, parts in _layer(spec, layer))
+
+
+def _ends(spec: DecoderSpec) -> Shapes:
+    """Those before and behind the layers."""
     hidden, embed = spec.hidden_size, spec.embedding_size
     shapes: Shapes = {"embedding.weight": [(spec.vocab_size, embed)]}
     if spec.learned_positions is not None:
@@ -138,10 +149,15 @@ def parameters(spec: DecoderSpec) -> Shapes:
         shapes |= _norm("final_norm", hidden, spec)
     if not spec.tied:
         shapes["head.weight"] = [(spec.vocab_size, embed)]
-    for index, layer in enumerate(spec.layers):
-        parts = _attention(spec) | (_feed_forward(spec) if layer.experts is None else _experts(spec, layer.experts))
-        shapes |= {f"layers.{index}.{name}": part for name, part in parts.items()}
     return shapes
+
+
+def _layer(spec: DecoderSpec, layer: LayerSpec) -> Listed:
+    yield from _attention(spec).items()
+    if layer.experts is None:
+        yield from _feed_forward(spec).items()
+    else:
+        yield from _experts(spec, layer.experts)
 
 
 def _attention(spec: DecoderSpec) -> Shapes:
@@ -165,13 +181,12 @@ def _feed_forward(spec: DecoderSpec) -> Shapes:
     return _linear("up", hidden, _up(inner, spec), spec.mlp_bias) | _linear("down", inner, [hidden], spec.mlp_bias)
 
 
-def _experts(spec: DecoderSpec, experts: Experts) -> Shapes:
+def _experts(spec: DecoderSpec, experts: Experts) -> Listed:
     hidden, inner = spec.hidden_size, experts.intermediate_size
-    shapes = _linear("router", hidden, [experts.count], bias=False)
+    yield from _linear("router", hidden, [experts.count], bias=False).items()
     for expert in range(experts.count):
-        shapes |= _linear(f"experts.{expert}.up", hidden, _up(inner, spec), bias=False)
-        shapes |= _linear(f"experts.{expert}.down", inner, [hidden], bias=False)
-    return shapes
+        yield from _linear(f"experts.{expert}.up", hidden, _up(inner, spec), bias=False).items()
+        yield from _linear(f"experts.{expert}.down", inner, [hidden], bias=False).items()
 
 
 def _up(inner: int, spec: DecoderSpec) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.config_json import convert
+from services.worker.models.config_json import check_size, convert
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
 
@@ -40,6 +40,4 @@ def sliding(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool]:
 
 
 def _checked(window: int | None) -> int:
-    if window is not None and window < 1:
-        raise ModelError(f"config.json: sliding_window must be at least 1, got {window}")
-    return window or 0
+    return 0 if window is None else check_size("sliding_window", window)

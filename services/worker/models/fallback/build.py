@@ -4,21 +4,21 @@ Tensors come from our `WeightFiles`, so what may be read, and how a broken file 
 As in the loader of native families, a model with a random or missing weight must not start.
 """
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from services.worker.weight_files import WeightFiles
+from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
 from shared.errors import ModelError
 from shared.progress import progress
 
 log = logging.getLogger(__name__)
-
-_QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def build(folder: Path, architecture: str, files: WeightFiles | None, dtype: torch.dtype, device: torch.device) -> Any:
@@ -56,9 +56,7 @@ def _random(kind: Any, config: Any, dtype: torch.dtype) -> Any:
 
 def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> Any:
     tensors = {name: files.get(name) for name in files.names}
-    for name, tensor in tensors.items():
-        if tensor.dtype in _QUANTISED:
-            raise ModelError(f"tensor {name} is of {tensor.dtype}: quantised weights are not supported")
+    _refuse_codes(kind, config, tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
     with progress("loading weights", total) as done:
         model, found = kind.from_pretrained(
@@ -68,10 +66,14 @@ def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> A
             dtype=dtype,
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # it tells of them, and they are refused below, by name
         )
         _own(model, {tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
         done(total)
     folder = files.paths[0].parent
+    if wrong := sorted(found["mismatched_keys"]):
+        name, stored, expected = wrong[0]
+        raise ModelError(f"{folder}: tensor {name} has shape {list(stored)}, and config.json says {list(expected)}")
     if missing := sorted(found["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{folder}: tensor {missing[0]} is missing{more}")
@@ -79,6 +81,21 @@ def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> A
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
     return model
+
+
+def _refuse_codes(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ModelError naming a weight of a quantised type. Masks and positions may be integers, as some models'
+    checkpoints have them."""
+    others = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in (*FLOATS, torch.bool)}
+    if not others:
+        return
+    with torch.device("meta"):
+        model = kind._from_config(copy.deepcopy(config), attn_implementation="eager")
+    weights = {name for name, _ in model.named_parameters()}
+    for name, dtype in others.items():
+        known = name in weights or f"{model.base_model_prefix}.{name}" in weights
+        if known or name.endswith(".weight") or dtype.is_floating_point:
+            refuse_codes(name, dtype)
 
 
 def _own(model: torch.nn.Module, mapped: set[int]) -> None:

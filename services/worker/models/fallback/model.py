@@ -14,7 +14,7 @@ from services.worker.models.fallback.attention import Call, PagedAttention, Reco
 from services.worker.models.fallback.build import build, first_line, quiet
 from services.worker.models.fallback.context import max_positions
 from services.worker.models.fallback.linear import pack_modules
-from services.worker.models.fallback.trial import refuse_if_different, trial_tokens
+from services.worker.models.trial import check_finite, refuse_if_different, trial_tokens
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
 
@@ -30,6 +30,8 @@ def load(
             return _tried(model, architecture, dtype, ops)
     except ModelError as error:
         raise ModelError(f"{architecture} cannot be served through transformers: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # hundreds of models' code runs here, and may raise anything
         raise ModelError(f"{architecture} cannot be served through transformers: {first_line(error)}") from error
 
@@ -41,6 +43,7 @@ def _tried(model: Any, architecture: str, dtype: torch.dtype, ops: Ops) -> "Thro
     tokens = trial_tokens(model.config.get_text_config().vocab_size)
     ids = torch.tensor([tokens], device=model.device)
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    check_finite(expected, dtype)
     positions = max_positions(model.config)
     calls, outputs = _recorded(model, body, ids, positions)
     shape = Shape(

@@ -1,8 +1,9 @@
-"""The trial of a model before it is served: a few tokens, computed by transformers alone and in several ways by us.
+"""The trial of a model before it is served: a few tokens.
 
-A model whose tokens meet anywhere but in attention gives other logits when a prompt comes in pieces, or beside a
-neighbour; one that changes attention by its mask gives others at once. Such a model must be refused, not served with
-wrong text.
+Their logits must be finite: what broken weights give, or a type too narrow for them, would be served as text without
+sense. Where transformers' code is served they are computed by it alone too, and in several ways by us: a model whose
+tokens meet anywhere but in attention gives other logits when a prompt comes in pieces, or beside a neighbour; one that
+changes attention by its mask gives others at once. Such a model must be refused, not served with wrong text.
 """
 
 import itertools
@@ -26,6 +27,22 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
 def trial_tokens(vocab_size: int) -> list[int]:
     """Tokens to try a model with; all different where the vocabulary allows it."""
     return [(7 + 31 * index) % vocab_size for index in range(_LENGTH)]
+
+
+def refuse_if_not_finite(model: CausalLM, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
+    """Raises ModelError unless `model` gives finite logits for a few tokens."""
+    length = min(_LENGTH, model.shape.max_positions)
+    model.reach(length + 1)
+    with torch.inference_mode():
+        tokens = trial_tokens(model.shape.vocab_size)[:length]
+        check_finite(_Trial(model, tokens, dtype, device, ops).run([length]), dtype)
+
+
+def check_finite(logits: Tensor, dtype: torch.dtype) -> None:
+    """Raises ModelError if one of the `logits`, computed in `dtype`, is no number or not finite."""
+    if not logits.isfinite().all():
+        computed = str(dtype).removeprefix("torch.")
+        raise ModelError(f"the model's logits are not finite: weights are broken, or too large for {computed}")
 
 
 def refuse_if_different(model: CausalLM, tokens: Sequence[int], expected: Tensor, dtype: torch.dtype, ops: Ops) -> None:
