@@ -4,7 +4,6 @@ What is foreseen is checked where it is read, and says what is at fault. A confi
 in more ways than anyone foresees; then the error's own words have to do.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,6 @@ import torch
 
 from shared.errors import ModelError, QuireError
 from shared.gguf.folder import read_pointer
-
-log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -32,7 +29,6 @@ def naming(folder: Path) -> Iterator[None]:
     except QuireError:
         raise
     except Exception as error:  # of ours, torch's, safetensors' and others' code
-        log.debug("where loading failed", exc_info=True)
         message = f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
         raise ModelError(f"{_places(folder)[0]}: {message}") from error
 

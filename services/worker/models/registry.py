@@ -53,7 +53,10 @@ def read_supported(folder: Path, implementation: Implementation = "auto") -> dic
     config = read_config(folder)
     if sign := _quantised(folder, config):
         raise ModelError(f"{folder}: quantised checkpoints are not supported ({sign})")
-    choose(config, implementation)
+    try:
+        choose(config, implementation)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
     return config
 
 
