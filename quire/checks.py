@@ -24,12 +24,16 @@ def check_model(
     load_format: Format | Literal["dummy"] = "auto",
     implementation: Implementation = "auto",
     tokenizer: Path | None = None,
+    template: Path | None = None,
 ) -> None:
-    """Raises `ModelError` if the model in `folder` is not supported, or there are no weights or no tokenizer.
+    """Raises `ModelError` if the model in `folder` is not supported, there are no weights or no tokenizer, or the chat
+    template does not parse.
 
-    The latter's folder may be another one.
+    The tokenizer's folder may be another one, with a template of its own; `template` is a file that replaces it.
     """
     read_supported(folder, implementation)
-    check_there(tokenizer or folder)
+    texts = tokenizer or folder
+    check_there(texts)
+    ChatTemplate.load(texts, {}, template)
     if load_format != "dummy":
         find_weights(folder, load_format)

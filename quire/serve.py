@@ -30,7 +30,8 @@ def serve(settings: Settings, began: float) -> int:
     check_files(settings.gateway)
     folder = locate(settings.worker.model, settings.worker.revision)
     texts = locate_tokenizer(settings.gateway.tokenizer) if settings.gateway.tokenizer else folder
-    check_model(folder, settings.worker.load_format, settings.worker.model_impl, texts)
+    template = Path(settings.gateway.chat_template) if settings.gateway.chat_template else None
+    check_model(folder, settings.worker.load_format, settings.worker.model_impl, texts, template)
     with instance_folder() as sockets:
         bound = bind_together(settings, port, sockets)
         supervisor = Supervisor(

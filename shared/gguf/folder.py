@@ -79,6 +79,12 @@ def read_pointer(folder: Path) -> Pointer | None:
     return found if found.format == FORMAT else None
 
 
+def origin(folder: Path) -> Path:
+    """What a user knows of a folder: the GGUF file that it was made of, if it was made of one."""
+    pointer = read_pointer(folder)
+    return Path(pointer.files[0]) if pointer else folder
+
+
 def _whole(folder: Path) -> Pointer | None:
     """As `read_pointer`, of a folder from which nobody has taken a file."""
     found = read_pointer(folder)

@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest, ModelError
+from shared.gguf.folder import origin
 from shared.text.messages import plain_messages
 from shared.text.tokenizer import read_json
 
@@ -40,16 +41,20 @@ class ChatTemplate:
             self._template = None if source is None else environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
+        except RecursionError as error:
+            raise ModelError("the chat template is nested too deeply") from error
 
     @classmethod
     def load(cls, folder: Path, special: Mapping[str, str], file: Path | None = None) -> "ChatTemplate":
         """The template of a model folder, or the one in `file`. Raises `ModelError`."""
-        if file is None:
-            return cls(_find(folder), special)
         try:
-            return cls(file.read_text(encoding="utf-8"), special)
+            source = _find(folder) if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read the chat template {file}: {error}") from error
+            raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {error}") from error
+        try:
+            return cls(source, special)
+        except ModelError as error:
+            raise ModelError(f"{file or origin(folder)}: {error}") from error
 
     @property
     def exists(self) -> bool:

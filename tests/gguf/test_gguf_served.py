@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.checks import check_model
 from shared.errors import ModelError
+from shared.gguf.folder import model_folder
 from shared.text.tokenizer import Tokenizer
 from tests.gguf.writing import plain_vocabulary, write
 from tests.models.tiny import llama
@@ -49,3 +51,13 @@ def test_without_one_the_start_says_what_is_missing(
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ModelError, match=r"'strange' is not known here.*--tokenizer"):
         LLM(file)
+
+
+def test_a_template_that_does_not_parse_is_found_before_anything_starts(tmp_path: Path) -> None:
+    vocabulary = plain_vocabulary(131) | {"chat_template": "a\n{% endfor %}"}
+    file = write(llama(), tmp_path / "m.gguf", vocabulary=vocabulary)
+    folder = model_folder(file, tmp_path / "cache")
+    with pytest.raises(ModelError, match=f"^{file}: the chat template is wrong in line 2"):
+        check_model(folder)
+    (tmp_path / "mine.jinja").write_text("mine")
+    check_model(folder, template=tmp_path / "mine.jinja")

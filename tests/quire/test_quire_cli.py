@@ -136,6 +136,9 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(folder:
         shutil.copy(folder / "config.json", broken)
         assert "has no tokenizer" in said()
         shutil.copy(folder / "tokenizer.json", broken)
+        (broken / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
+        assert said().startswith(f"quire: {place}: the chat template is wrong in line 1: ")
+        (broken / "tokenizer_config.json").unlink()
         assert "no weights; none of model.safetensors," in said()
 
 

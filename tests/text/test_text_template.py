@@ -164,6 +164,13 @@ def test_no_template_says_so_and_broken_ones_are_model_errors(tmp_path: Path) ->
         ChatTemplate.load(write_model_folder(tmp_path, template=None), {}).render([USER])
     with pytest.raises(ModelError, match="line 1"):
         ChatTemplate("{% if %}")
+    with pytest.raises(ModelError, match="nested too deeply"):
+        ChatTemplate("{{ " + "(" * 5000)
+    with pytest.raises(ModelError, match=rf"^{tmp_path}: the chat template is wrong in line 2"):
+        ChatTemplate.load(write_model_folder(tmp_path, template="\n{% if %}"), {})
+    (tmp_path / "mine").write_text("{{")
+    with pytest.raises(ModelError, match=rf"^{tmp_path}/mine: the chat template is wrong in line 1"):
+        ChatTemplate.load(tmp_path, {}, tmp_path / "mine")
     with pytest.raises(ModelError, match="nowhere"):
         ChatTemplate.load(tmp_path, {}, tmp_path / "nowhere")
     with pytest.raises(ModelError, match="default"):
