@@ -175,6 +175,15 @@ SIZES = [
         ("gemma3", {"query_pre_attn_scalar": -9}, "query_pre_attn_scalar must be a positive number, got -9.0"),
         ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1, got 0"),
         ("gemma3", {"sliding_window": HUGE}, "sliding_window must be at most"),
+        ("granite", {"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ("granite", {"hidden_size": HUGE}, f"hidden_size must be at most {HUGE - 1}, got {HUGE}"),
+        ("granite", {"vocab_size": HUGE - 1}, r"embed_tokens.weight has shape \[263, 48\]"),
+        ("granite", {"vocab_size": 11}, r"weight has shape \[263, 48\], and config.json says \[11, 48\]"),
+        ("granite", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 65536"),
+        ("granite", {"num_hidden_layers": 4}, r"layers\.3\.\S+ is missing \(and 8 more\)"),
+        ("granite", {"rms_norm_eps": -1.0}, "rms_norm_eps must be a number that is not negative, got -1.0"),
+        ("granite", {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta must be a positive"),
+        ("granite", {"head_dim": 7}, "StrictDataclass.*: ValueError: .*head_dim"),
     ],
 )  # fmt: skip
 def test_wrong_sizes_are_named(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:

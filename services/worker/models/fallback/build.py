@@ -6,7 +6,7 @@ As in the loader of native families, a model with a random or missing weight mus
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.worker.models.fallback.sizes import check_sizes
 from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
 from shared.errors import ModelError
 from shared.progress import progress
@@ -33,6 +34,7 @@ def build(folder: Path, architecture: str, files: WeightFiles | None, dtype: tor
                 raise ModelError(
                     f"{folder}/config.json: model_type {config.model_type!r} is not that of {architecture}"
                 )
+            check_sizes(config.get_text_config())
             if getattr(config, "output_router_logits", False):  # for a loss, which nobody asks for here
                 config.output_router_logits = False
             model = _random(kind, config, dtype) if files is None else _loaded(kind, config, files, dtype)
@@ -44,8 +46,9 @@ def build(folder: Path, architecture: str, files: WeightFiles | None, dtype: tor
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the pages that may follow."""
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    """What an error says, without the pages that may follow. A line that only announces the next one is no use."""
+    first, *others = f"{type(error).__name__}: {error}".strip().splitlines()
+    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def _random(kind: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -56,7 +59,9 @@ def _random(kind: Any, config: Any, dtype: torch.dtype) -> Any:
 
 def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> Any:
     tensors = {name: files.get(name) for name in files.names}
-    _refuse_codes(kind, config, tensors)
+    with torch.device("meta"):
+        outline = kind._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+    _refuse_unfit(outline, tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
     with progress("loading weights", total) as done:
         model, found = kind.from_pretrained(
@@ -72,8 +77,7 @@ def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> A
         done(total)
     folder = files.paths[0].parent
     if wrong := sorted(found["mismatched_keys"]):
-        name, stored, expected = wrong[0]
-        raise ModelError(f"{folder}: tensor {name} has shape {list(stored)}, and config.json says {list(expected)}")
+        raise _mismatch(*wrong[0])
     if missing := sorted(found["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{folder}: tensor {missing[0]} is missing{more}")
@@ -83,19 +87,32 @@ def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> A
     return model
 
 
-def _refuse_codes(kind: Any, config: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ModelError naming a weight of a quantised type. Masks and positions may be integers, as some models'
-    checkpoints have them."""
-    others = {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype not in (*FLOATS, torch.bool)}
-    if not others:
-        return
-    with torch.device("meta"):
-        model = kind._from_config(copy.deepcopy(config), attn_implementation="eager")
-    weights = {name for name, _ in model.named_parameters()}
-    for name, dtype in others.items():
-        known = name in weights or f"{model.base_model_prefix}.{name}" in weights
-        if known or name.endswith(".weight") or dtype.is_floating_point:
-            refuse_codes(name, dtype)
+def _refuse_unfit(outline: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ModelError naming a weight of a quantised type or, if the model is larger than its files, one that is
+    smaller there: transformers would take memory for it and draw its numbers.
+
+    `outline` is the model without its memory. Masks and positions may be integers, as some checkpoints have them.
+    """
+    weights = dict(outline.named_parameters())
+    stored = {_known(name, outline, weights): tensor for name, tensor in tensors.items()}
+    for name, tensor in stored.items():
+        plain = tensor.dtype in (*FLOATS, torch.bool)
+        if not plain and (name in weights or name.endswith(".weight") or tensor.is_floating_point()):
+            refuse_codes(name, tensor.dtype)
+    if sum(weight.numel() for weight in weights.values()) > sum(tensor.numel() for tensor in tensors.values()):
+        for name, weight in weights.items():
+            if name in stored and stored[name].numel() < weight.numel():
+                raise _mismatch(name, stored[name].shape, weight.shape)
+
+
+def _known(name: str, model: Any, weights: Mapping[str, Any]) -> str:
+    """The model's name of a tensor, which some checkpoints have without its first part."""
+    whole = f"{model.base_model_prefix}.{name}"
+    return whole if whole in weights else name
+
+
+def _mismatch(name: str, stored: Sequence[int], expected: Sequence[int]) -> ModelError:
+    return ModelError(f"tensor {name} has shape {list(stored)}, and config.json says {list(expected)}")
 
 
 def _own(model: torch.nn.Module, mapped: set[int]) -> None:
