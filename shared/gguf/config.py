@@ -30,7 +30,8 @@ def model_config(header: Header) -> dict[str, Any]:
     """The config.json of the model. Raises `ModelError` for an architecture or a setting that is not supported."""
     source = Source(header)
     if source.architecture not in _CONFIGS:
-        asked = source.architecture or "none named"
+        asked = source.architecture[:64] or "none named"
+        asked = asked if asked.isprintable() else repr(asked)
         raise ModelError(f"{source.path}: architecture {asked} is not supported (supported: {', '.join(_CONFIGS)})")
     layers = source.positive(Keys.LLM.BLOCK_COUNT, int)
     if layers > len(header.tensors):

@@ -32,6 +32,7 @@ V = TypeVar("V")
 
 VERSIONS = (2, GGUF_VERSION)
 MOST = 2**24  # dimensions, tensors or keys: more of them are damage
+LONGEST = 1024  # characters of a name
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -151,7 +152,7 @@ class _Walk:
         return found
 
     def key(self) -> tuple[str, Any]:
-        name = self.string()
+        name = self.name("key")
         self.reading = f"key {name}"
         return name, self.value(self.kind())
 
@@ -198,8 +199,15 @@ class _Walk:
     def string(self) -> str:
         return self.strings(1)[0]
 
-    def tensor(self) -> _Place:
+    def name(self, what: str) -> str:
+        """What messages can show: behind a damaged length lie weights."""
         name = self.string()
+        if len(name) > LONGEST or not name.isprintable():
+            raise ModelError(f"{self.path} is damaged: behind {self.reading} there is a {what} called {name[:32]!r}...")
+        return name
+
+    def tensor(self) -> _Place:
+        name = self.name("tensor")
         self.reading = f"tensor {name}"
         dimensions = self.number("<u4")
         if dimensions > 8:

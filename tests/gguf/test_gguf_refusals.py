@@ -1,6 +1,7 @@
 """What is wrong with a GGUF file is said in one line, before anything starts: the file, the tensor, its type."""
 
 import os
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,6 +146,16 @@ def test_a_type_that_nobody_knows(whole: bytes, tmp_path: Path) -> None:
 def test_a_key_that_is_there_twice(name: str, whole: bytes, tmp_path: Path) -> None:
     content = with_key(with_key(whole, "own.key", EMPTY), name, EMPTY).replace(b"filler", b"filled", 1)
     assert refusal(saved(content, tmp_path)) == f"{tmp_path}/model.gguf: there are two keys called {name}"
+
+
+@pytest.mark.parametrize("name", [b"blk.0.ffn_up.weight", b"llama.context_length"])
+def test_a_name_that_runs_into_the_weights_is_not_shown_in_whole(name: bytes, whole: bytes, tmp_path: Path) -> None:
+    at = whole.index(name)
+    content = whole[: at - 8] + struct.pack("<Q", len(whole) - at - 100) + whole[at:]
+    said = refusal(saved(content, tmp_path))
+    assert re.search(rf"model\.gguf is damaged: behind \w+ \S+ there is a \w+ called '{re.escape(name.decode())}", said)
+    assert len(said) < 300
+    assert said.isprintable()
 
 
 def test_a_tensor_that_is_there_twice(whole: bytes, tmp_path: Path) -> None:

@@ -136,7 +136,9 @@ def test_no_generation_config_gives_no_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_a_folder_without_tokenizer_json_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_tokenizer_json_is_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     folder = write_model_folder(tmp_path / "model")
     made = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -152,6 +154,10 @@ def test_a_folder_without_tokenizer_json_is_converted_once(tmp_path: Path, monke
     written = cached.stat().st_mtime_ns
     assert Tokenizer.load(folder).encode("one two") == tokenizer.encode("one two")
     assert cached.stat().st_mtime_ns == written
+    cached.unlink()
+    cached.with_suffix(".partial").symlink_to("/dev/full")
+    assert Tokenizer.load(folder).encode("one two") == tokenizer.encode("one two")
+    assert "No space left on device); it is made anew at each start" in caplog.text
 
 
 def test_a_folder_without_any_tokenizer_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
