@@ -129,7 +129,7 @@ def _write(parts: tuple[Path, ...], folder: Path, sampling: Mapping[str, Any]) -
     check_kinds(header)
     config = model_config(header)
     find_sources(header, config)  # now, when the user looks, and not in a worker's log
-    ends = end_token_ids(header.metadata, config["vocab_size"])
+    ends = end_token_ids(header, config["vocab_size"])
     generation = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     reason = ""
     try:

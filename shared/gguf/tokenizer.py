@@ -114,16 +114,17 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     return config
 
 
-def end_token_ids(metadata: Metadata, vocab_size: int) -> list[int]:
+def end_token_ids(header: Header, vocab_size: int) -> list[int]:
     """What ends an answer: the tokens that the file calls so, and known ends of a turn in its vocabulary.
 
     Ids that the model does not have are left out, with a warning.
     """
+    metadata = header.metadata
     tokens, types = metadata.get(Keys.Tokenizer.LIST) or [], metadata.get(Keys.Tokenizer.TOKEN_TYPE) or []
     named = []
     for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID):
         if (id := metadata.get(key)) is not None and not 0 <= id < vocab_size:
-            logger.warning("%s %d is ignored: the model has %d tokens", key, id, vocab_size)
+            logger.warning("%s: %s %d is ignored: the model has %d tokens", header.paths[0], key, id, vocab_size)
         elif id is not None:
             named.append(id)
     known = [

@@ -294,7 +294,7 @@ def test_an_end_that_the_model_does_not_have_is_ignored(
     vocabulary = plain_vocabulary(131) | {"eos_token_id": 9}
     file = write(llama(), tmp_path / "model.gguf", vocabulary=vocabulary, extra={f"tokenizer.ggml.{key}": 2**32 - 1})
     assert Tokenizer.load(model_folder(file, tmp_path / "cache")).eos_token_ids == (9,)
-    assert f"tokenizer.ggml.{key} 4294967295 is ignored: the model has 131 tokens" in caplog.text
+    assert f"{file}: tokenizer.ggml.{key} 4294967295 is ignored: the model has 131 tokens" in caplog.text
 
 
 def test_the_embedded_models_ids_are_as_ever() -> None:
