@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
-	@echo "              MODEL=folder-or-name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
+	@echo "              MODEL=folder, .gguf file or name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make lint     the same without the tests"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load; takes all down"
@@ -38,7 +38,7 @@ $(STAMP): requirements.txt pyproject.toml | $(BIN)/python
 	@touch $(STAMP)
 
 serve: install
-	$(BIN)/quire serve $(if $(MODEL),"$(MODEL)") --port $(PORT) $(ARGS)
+	$(BIN)/quire serve$(if $(MODEL), "$(MODEL)") --port $(PORT) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

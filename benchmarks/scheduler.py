@@ -9,6 +9,7 @@ from its plan, outside the time measured.
   outputs of log-normal lengths, medians 200 and 180 tokens) that keeps all slots busy.
 """
 
+import argparse
 import random
 import statistics
 import sys
@@ -25,7 +26,8 @@ PROMPT = 32  # tokens, and up to a block more
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| running | pool, blocks | plan, µs | commit, µs | together, µs | plan's bytes |")
     print("|---|---|---|---|---|---|")
     for running in (64, 256, 1024):

@@ -15,7 +15,7 @@ usage: quire COMMAND ...
 
   serve [MODEL] [flags]   serve a model over the OpenAI API; `quire serve --help` lists the flags
   pull [MODEL]            fetch a model ahead, so that serving it starts at once
-  models [NAME|FOLDER]    list the architectures that are served, or say how one would be
+  models [NAME|FOLDER]    list the architectures that are served, or say how one, or a model, would be
   bench COMMAND [flags]   measure a server, or the engine in this process; `quire bench --help` says how
   knobs                   print all settings of `quire serve` as a Markdown table
   version                 print the version
@@ -50,6 +50,9 @@ def run(argv: list[str], began: float) -> int:
             return serve(rest, began)
         case ["pull", *rest]:
             return pull(rest)
+        case ["models", "--help" | "-h"]:
+            print(USAGE, end="")
+            return 0
         case ["models"] | ["models", _]:
             return models(*argv[1:])
         case ["bench", *rest]:
@@ -64,7 +67,7 @@ def run(argv: list[str], began: float) -> int:
         case ["knobs" | "version" | "--version" as command, *_]:
             print(f"quire: {command} takes no arguments\n", file=sys.stderr)
         case ["models", *_]:
-            print("quire: models takes one architecture or folder\n", file=sys.stderr)
+            print("quire: models takes one architecture, folder or file\n", file=sys.stderr)
         case [command, *_]:
             print(f"quire: there is no command {command}\n", file=sys.stderr)
     print(USAGE, end="", file=sys.stderr)

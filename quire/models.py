@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services.worker.models.fallback.catalog import with_replaceable_attention
 from services.worker.models.registry import ARCHITECTURES, Way, choose, read_supported
+from shared.checkpoint import locate
 from shared.errors import ModelError
 
 
@@ -31,13 +32,23 @@ def listing() -> str:
 
 
 def describe(asked: str) -> str:
-    """The way of a model folder or of an architecture. Raises `ModelError` if there is none."""
-    folder = Path(asked).expanduser()
-    if folder.is_dir():
-        return _line(choose(read_supported(folder)))
-    if not asked.isidentifier():
-        raise ModelError(f"there is no folder {asked}, and an architecture's name looks otherwise")
-    return _line(choose({"architectures": [asked]}))
+    """The way of a model folder, a GGUF file or an architecture. Raises `ModelError` if there is none."""
+    if asked.isidentifier() and not Path(asked).is_dir():
+        return _line(choose({"architectures": [_known(asked)]}))
+    if not Path(asked).expanduser().exists():
+        raise ModelError(f"there is no folder or file {asked}; of a model that is elsewhere, name the architecture")
+    return _line(choose(read_supported(locate(asked))))
+
+
+def _known(asked: str) -> str:
+    """An architecture as it is written, from any beginning or spelling of its name that is meant for one of them."""
+    known = [*ARCHITECTURES, *sorted(with_replaceable_attention() - set(ARCHITECTURES))]
+    meant = [name for name in known if name.casefold().startswith(asked.casefold())]
+    if asked in known or len(meant) == 1:
+        return asked if asked in known else meant[0]
+    if meant:
+        raise ModelError(f"{asked} may be {', '.join(meant)}")
+    return asked
 
 
 def _line(way: Way) -> str:

@@ -59,9 +59,12 @@ def locate_tokenizer(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if is_gguf(path.name) or path.exists() or ":" in name or _looks_like_path(name):
-        return locate(name)
-    return download(name, None, partial(wanted_files, weights=False))
+    try:
+        if is_gguf(path.name) or path.exists() or ":" in name or _looks_like_path(name):
+            return locate(name)
+        return download(name, None, partial(wanted_files, weights=False))
+    except ModelError as error:
+        raise ModelError(f"--tokenizer: {error}") from error
 
 
 def text_digest(folder: Path) -> str:

@@ -115,8 +115,10 @@ def read_file(path: str) -> dict[str, Any]:
     """The settings in a YAML file, under the fields' names."""
     try:
         data = msgspec.yaml.decode(Path(path).read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"--config {path}: must be a mapping of settings")
     return {str(key).replace("-", "_"): value for key, value in data.items()}

@@ -24,7 +24,7 @@ SHOWN = ("ttft", "tpot", "itl", "e2el")
 def check_library() -> None:
     """Raises `ConfigError` if nothing can be drawn."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'quire-server[bench]'")
+        raise ConfigError("--plot needs matplotlib, which is not installed; `make install` does it")
 
 
 def draw(path: str, results: Sequence[Result]) -> None:

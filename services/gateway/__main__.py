@@ -64,6 +64,7 @@ async def serve(config: GatewayConfig, model: ServedModel) -> None:
         async with backend:
             await stop.wait()
             if not await lifecycle.finished(config.drain_timeout):
+                logger.warning("%d requests were cut off after %.0f s", lifecycle.count, config.drain_timeout)
                 lifecycle.cut()
                 await lifecycle.finished(PARTING)
     finally:

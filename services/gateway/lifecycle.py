@@ -23,6 +23,11 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def count(self) -> int:
+        """Requests that run."""
+        return len(self._tasks)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The span of one request. Raises `Unavailable` when draining, or when it is cut off."""

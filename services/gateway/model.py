@@ -12,6 +12,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
 from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
+from shared.errors import ModelError
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -22,10 +23,10 @@ class ServedModel(Struct, frozen=True):
 
     names: tuple[str, ...]  # the first stands in answers
     root: str  # what it was started with
-    digest: str  # of its text: an engine must have loaded the same
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: SamplingDefaults
+    digest: str = ""  # of its text: an engine must have loaded the same, if it is known
 
     @classmethod
     def load(cls, config: GatewayConfig) -> "ServedModel":
@@ -43,7 +44,7 @@ class ServedModel(Struct, frozen=True):
             digest=text_digest(folder),
             tokenizer=tokenizer,
             template=template,
-            defaults=_defaults(config.generation_config, folder),
+            defaults=sampling_defaults(config.generation_config, folder),
         )
 
     @property
@@ -57,7 +58,13 @@ class ServedModel(Struct, frozen=True):
             raise UnknownModel(f"the model {name!r} is not served here; there is: {known}", "model")
 
 
-def _defaults(source: str, folder: Path) -> SamplingDefaults:
+def sampling_defaults(source: str, folder: Path) -> SamplingDefaults:
+    """By the flag --generation-config. Raises `ModelError` for a file that is missing or wrong."""
     if source == "vllm":
         return SamplingDefaults()
-    return SamplingDefaults.load(folder if source == "auto" else Path(source).expanduser())
+    if source == "auto":
+        return SamplingDefaults.load(folder)
+    given = Path(source).expanduser()
+    if not (given / "generation_config.json").is_file():
+        raise ModelError(f"--generation-config {source}: there is no {given / 'generation_config.json'}")
+    return SamplingDefaults.load(given)

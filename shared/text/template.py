@@ -50,7 +50,8 @@ class ChatTemplate:
         try:
             source = _find(folder) if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {why}") from error
         try:
             return cls(source, special)
         except ModelError as error:

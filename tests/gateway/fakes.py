@@ -255,7 +255,7 @@ def make_gateway(
     tokenizer = settings.pop("tokenizer", TOKENIZER)
     names = tuple(settings.get("served_model_name", [MODEL]))
     model = ServedModel(
-        names, MODEL, "", tokenizer, ChatTemplate(template, tokenizer.special), defaults or SamplingDefaults()
+        names, MODEL, tokenizer, ChatTemplate(template, tokenizer.special), defaults or SamplingDefaults()
     )
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
     return Gateway(GatewayConfig(**settings), model, cast(Any, backend), metrics, Lifecycle())

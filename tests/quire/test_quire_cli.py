@@ -45,12 +45,14 @@ def quire(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         (["serve", "--max-num-seqs", "many"], "quire: --max-num-seqs 'many': Expected `int`, got `str`"),
         (["serve", "a", "--model", "b"], "quire: two models are named: a and --model b"),
         (["serve", "--scheduler=ipc:///x"], "quire: unrecognized arguments: --scheduler=ipc:///x"),
-        (["serve", "--config", "/no/such.yaml"], "quire: --config /no/such.yaml: [Errno 2]"),
+        (["serve", "--config", "/no/such.yaml"], "quire: --config /no/such.yaml: No such file or directory"),
         (["serve", "--host", "not an address"], "quire: --host not an address: "),
         (["serve", "--max-num-batched-tokens=9"], "quire: --max-num-batched-tokens must be more than --max-num-seqs"),
         (["serve", "--priority-ageing=1"], "quire: --priority-ageing needs --scheduling-policy priority"),
         (["serve", "--max-model-len=1"], "quire: --max-model-len '1': Expected `int` >= 2"),
         (["serve", "--chat-template=/no/such", "--port=0"], "quire: cannot read the chat template /no/such"),
+        (["serve", "--generation-config=/no/such", "--port=0"], "quire: --generation-config /no/such: there is no"),
+        (["serve", "--tokenizer=/no/such", "--port=0"], "quire: --tokenizer: there is no folder /no/such"),
         (["pull", "/no/such/model"], "quire: there is no folder /no/such/model"),
     ],
 )
@@ -106,13 +108,15 @@ def test_models_are_listed_by_the_way_they_are_served() -> None:
 def test_the_way_of_one_model_is_told(folder: Path) -> None:
     assert quire("models", str(folder)).stdout == "OPTForCausalLM: a family of Quire's own\n"
     assert quire("models", "GraniteForCausalLM").stdout.startswith("GraniteForCausalLM: through transformers, if")
+    assert quire("models", "phi3").stdout == "Phi3ForCausalLM: a family of Quire's own\n"
+    assert "LlamaForCausalLM" in quire("models", "llama").stderr
     refused = quire("models", "MambaForCausalLM")
     assert refused.returncode == 2
     assert refused.stderr.startswith("quire: architecture MambaForCausalLM is not supported: in transf")
     assert quire("models", "owner/name").stderr.startswith(
-        "quire: there is no folder owner/name, and an architecture's"
+        "quire: there is no folder or file owner/name; of a model that is elsewhere"
     )
-    assert quire("models", "a", "b").stderr.startswith("quire: models takes one architecture or folder\n")
+    assert quire("models", "a", "b").stderr.startswith("quire: models takes one architecture, folder or file\n")
 
 
 def test_pull_prints_the_folder(folder: Path) -> None:
