@@ -151,7 +151,7 @@ def test_families_only_by_wish(tmp_path: Path) -> None:
     result = quire("serve", str(tmp_path), "--port=0", "--model-impl=quire")
     assert result.returncode == 2
     assert result.stderr.startswith(
-        "quire: --model-impl quire: no family of architecture GraniteForCausalLM (there are"
+        f"quire: {tmp_path}: --model-impl quire: no family of architecture GraniteForCausalLM (there are"
     )
     assert quire("serve", str(tmp_path), "--port=0").stderr.startswith(f"quire: {tmp_path} has no tokenizer")
 
