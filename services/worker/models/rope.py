@@ -126,7 +126,6 @@ def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, 
 
 
 def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, share: float) -> Rope:
-    number(scaling, "factor", 1.0)
     size(scaling, "original_max_position_embeddings", 1)
     return Rope(*_ask(config, {**scaling, "partial_rotary_factor": share}, head_dim))
 
@@ -138,6 +137,8 @@ def _ask(
     from transformers import LlamaConfig  # seconds to import, and few models need it
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    for name in ("factor", "attention_factor"):
+        number(scaling, name, 1.0)
     sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
     try:
         read = LlamaConfig(
