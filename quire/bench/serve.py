@@ -5,7 +5,9 @@ prompts in a cache that an earlier one filled), sends them, prints the figures a
 """
 
 import asyncio
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, NamedTuple
@@ -103,7 +105,10 @@ class _Serve:
         values.range_ratios(options)  # raises for a wrong one before anybody is asked
 
     async def run(self) -> list[Result]:
-        """All runs, one after the other."""
+        """All runs, one after the other. SIGTERM ends them as SIGINT does."""
+        if threading.current_thread() is threading.main_thread():  # no other one has signals
+            # by the loop: an exception out of a handler would hit any of its callbacks, and be lost there
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
         words = await self._words()
         url = self.base + self.endpoint
         target = Target(url, self.chat, words.name, self.headers, self.body, self.options.timeout)
