@@ -257,6 +257,10 @@ def test_a_result_that_cannot_be_written_is_told_of_before_the_engine_starts(nam
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_ends_it_without_a_traceback(quick: Server, number: signal.Signals) -> None:
+    async def idle() -> bool:
+        return (await figures(quick))["vllm:num_requests_running"] == 0
+
+    await until(idle)  # what an earlier test left is gone
     flags = ["--random-input-len=20", "--random-output-len=1000", "--num-prompts=8", "--max-concurrency=2"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "quire", "bench", "serve", f"--port={quick.port}", *flags),
