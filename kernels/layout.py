@@ -2,9 +2,12 @@
 
     storage: (layer, K or V, block, kv head, slot in the block, dim), one allocation for all layers
 
-Heads come before slots, so that what one head needs of a block is one contiguous piece of `block_size * head_dim`
-elements. A position of a sequence has the flat index `block * block_size + offset`, with the block taken from the
-sequence's table at `position // block_size` and `offset = position % block_size`.
+Heads come before slots, so that what one head needs of a block is one contiguous piece. Kernels may want another order
+within a piece: with `keys_transposed`, that of keys is (dim, slot), and with `lanes` the dimensions are rounded up to a
+multiple, the added ones being zero. Both show in the strides of `views` only, never in their shapes.
+
+A position of a sequence has the flat index `block * block_size + offset`, with the block taken from the sequence's
+table at `position // block_size` and `offset = position % block_size`.
 
 Storage must hold finite numbers from the start: readers mask what lies beyond a sequence, and may do it by adding.
 """
@@ -28,11 +31,18 @@ class KVLayout:
     head_dim: int
     block_size: int  # positions
     dtype: torch.dtype
+    keys_transposed: bool = False
+    lanes: int = 1
+
+    @property
+    def dim(self) -> int:
+        """Elements that a head's vector takes."""
+        return -(-self.head_dim // self.lanes) * self.lanes
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers, keys and values."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self.dim * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
@@ -40,7 +50,7 @@ class KVLayout:
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
         """Zeroed storage; on a CPU its pages are only taken from the system as they are first written."""
-        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.dim)
         if device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=device)
         size = math.prod(shape) * self.dtype.itemsize
@@ -48,10 +58,14 @@ class KVLayout:
         start = -memory.ctypes.data % CACHE_LINE
         return torch.from_numpy(memory[start : start + size]).view(self.dtype).view(shape)
 
-
-def layer_views(storage: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """(K, V) of each layer, both (block, kv_head, slot, dim), sharing `storage`'s memory."""
-    return [(layer[0], layer[1]) for layer in storage]
+    def views(self, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(K, V) of each layer, both (block, kv_head, slot, head_dim), sharing `storage`'s memory."""
+        pairs = []
+        for keys, values in storage:
+            if self.keys_transposed:
+                keys = keys.view(*keys.shape[:2], self.dim, self.block_size).transpose(2, 3)
+            pairs.append((keys[..., : self.head_dim], values[..., : self.head_dim]))
+        return pairs
 
 
 def flat_slots(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu import gelu_tanh as cpu_gelu_tanh
-from kernels.cpu import linear as cpu_linear
-from kernels.cpu import silu_and_mul as cpu_silu_and_mul
+from kernels.cpu import extension
+from kernels.cpu.compiled import attention, elementwise
+from kernels.cpu.compiled import linear as matrix
+from kernels.layout import KVLayout
+from kernels.quantized import QuantizedWeight
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.embedding import embedding
 from kernels.reference.gelu_tanh import gelu_tanh, gelu_tanh_and_mul
 from kernels.reference.greedy import greedy
 from kernels.reference.gumbel import gumbel
 from kernels.reference.layer_norm import add_layer_norm, layer_norm
-from kernels.reference.linear import linear, pack_linear
+from kernels.reference.linear import linear, pack_linear, pack_vector
 from kernels.reference.logprobs import logprobs
 from kernels.reference.min_p import min_p
 from kernels.reference.mix_experts import mix_experts
@@ -37,6 +39,8 @@ from kernels.reference.write_kv import write_kv
 class Ops:
     """The operations of one device, under the names of their files; shapes and rules stand there."""
 
+    mixes_types: bool  # activations are float32 whatever weights and cache are; weights may be of few bits
+    kv_layout: Callable[..., KVLayout]  # with the fields of a layout up to its dtype
     plan_attention: Callable[..., Any]  # what it gives only goes back into `paged_attention`
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -52,9 +56,10 @@ class Ops:
     relu: Callable[[Tensor], Tensor]
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     mix_experts: Callable[[Tensor, Tensor, Tensor, Sequence[Callable[[Tensor], Tensor]]], Tensor]
-    pack_linear: Callable[[Tensor], Tensor]  # what `linear` wants as its weight
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    embedding: Callable[[Tensor, Tensor], Tensor]
+    pack_linear: Callable[[Tensor | QuantizedWeight], Any]  # what `linear` wants as its weight
+    pack_vector: Callable[[Tensor], Tensor]  # what norms and sums want as their weight or bias
+    linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    embedding: Callable[[Tensor, Any], Tensor]  # of a table, or of a packed weight's rows
     penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     greedy: Callable[[Tensor], Tensor]
     temperature: Callable[[Tensor, Tensor], Tensor]
@@ -66,6 +71,8 @@ class Ops:
 
 
 _REFERENCE = Ops(
+    mixes_types=False,
+    kv_layout=KVLayout,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
     write_kv=write_kv,
@@ -82,6 +89,7 @@ _REFERENCE = Ops(
     route=route,
     mix_experts=mix_experts,
     pack_linear=pack_linear,
+    pack_vector=pack_vector,
     linear=linear,
     embedding=embedding,
     penalties=penalties,
@@ -94,23 +102,34 @@ _REFERENCE = Ops(
     logprobs=logprobs,
 )
 
-_CPU = replace(
+_COMPILED = replace(
     _REFERENCE,
-    pack_linear=cpu_linear.pack_linear,
-    linear=cpu_linear.linear,
-    silu_and_mul=cpu_silu_and_mul.silu_and_mul,
-    gelu_tanh=cpu_gelu_tanh.gelu_tanh,
-    gelu_tanh_and_mul=cpu_gelu_tanh.gelu_tanh_and_mul,
+    mixes_types=True,
+    kv_layout=attention.kv_layout,
+    plan_attention=attention.plan_attention,
+    paged_attention=attention.paged_attention,
+    write_kv=attention.write_kv,
+    rotary=elementwise.rotary,
+    rms_norm=elementwise.rms_norm,
+    add_rms_norm=elementwise.add_rms_norm,
+    silu_and_mul=elementwise.silu_and_mul,
+    gelu_tanh=elementwise.gelu_tanh,
+    gelu_tanh_and_mul=elementwise.gelu_tanh_and_mul,
+    pack_vector=elementwise.pack_vector,
+    pack_linear=matrix.pack_linear,
+    linear=matrix.linear,
+    embedding=matrix.embedding,
 )
-
-_OPS = {"cpu": _CPU, "cuda": _REFERENCE}
 
 
 def ops(device: torch.device) -> Ops:
     """The operations for tensors on `device`; raises ValueError for a kind of device that has none."""
-    if device.type not in _OPS:
-        raise ValueError(f"no kernels for device {device.type!r}")
-    return _OPS[device.type]
+    match device.type:
+        case "cpu":
+            return _COMPILED if extension.load() else _REFERENCE
+        case "cuda":
+            return _REFERENCE
+    raise ValueError(f"no kernels for device {device.type!r}")
 
 
 def reference() -> Ops:

@@ -22,9 +22,6 @@ from torch import Tensor
 _LONGEST = 256
 """Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
 
-_BLOCK = 32  # queries; see `spare_queries`
-_TILE = 512  # keys; see `padded_length`
-
 
 class Piece(NamedTuple):
     """Consecutive queries of a row, all of it unless it is long. Sorts by place in the batch."""
@@ -126,10 +123,9 @@ def _alike(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
 def _group(pieces: list[Piece], tables: Tensor, block_size: int, heads: int, whole: bool) -> Group:
     rows, firsts, starts, sizes = torch.tensor(pieces).T
     ends = starts + sizes
-    used = -(-int(ends.max()) // block_size)
-    width = -(-padded_length(used * block_size) // block_size)
+    width = -(-int(ends.max()) // block_size)
     device, steps = tables.device, torch.arange(pieces[0].size)
-    blocks = F.pad(tables[rows.to(device), :used].long(), (0, width - used))
+    blocks = tables[rows.to(device), :width].long()
     beyond = torch.arange(width * block_size) >= ends[:, None]
     return Group(
         queries=None if whole else (firsts[:, None] + steps).flatten().to(device),
@@ -151,18 +147,12 @@ def _attend(
     keys = _gather(key_cache, group).view(-1, kv_heads, length, dim)
     values = _gather(value_cache, group).view(-1, kv_heads, length, dim)
     q = q.reshape(-1, size, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * size, dim)
-    mask = _mask(group, window, shared, dim, q.dtype)
-    q = F.pad(q, (0, 0, 0, mask.shape[2] - q.shape[2]))
+    mask = _mask(group, window, shared, q.dtype)
     if softcap:
         out = _softcapped(q, keys, values, mask, scale, softcap)
     else:
         out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
-    return (
-        out[:, :, : shared * size]
-        .reshape(-1, kv_heads, shared, size, dim)
-        .permute(0, 3, 1, 2, 4)
-        .reshape(-1, num_heads, dim)
-    )
+    return out.reshape(-1, kv_heads, shared, size, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
 
 
 def _gather(cache: Tensor, group: Group) -> Tensor:
@@ -171,44 +161,18 @@ def _gather(cache: Tensor, group: Group) -> Tensor:
     return parts.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
 
 
-def _mask(group: Group, window: int, shared: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a position and -inf where not: (N, 1, shared C + spare, L). Spare queries see everything."""
+def _mask(group: Group, window: int, shared: int, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a position and -inf where not: (N, 1, shared C, L)."""
     if window not in group.masks:
         keys = torch.arange(group.length, device=group.positions.device)
         seen = keys <= group.positions
         if window:
             seen &= keys > group.positions - window
         mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        mask = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
-        group.masks[window] = F.pad(mask, (0, 0, 0, spare_queries(shared * group.size, dim)))
+        group.masks[window] = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
     return group.masks[window]
-
-
-def spare_queries(queries: int, dim: int) -> int:
-    """How many queries to add so that the bits of the others don't hang on how many there are.
-
-    On a CPU, torch takes queries in blocks of 32 or a multiple of it, and its matrix library computes a small last
-    block by other routines, with sums in another order: up to dim / 21 rows where that was measured. So a small last
-    block is filled up to dim / 16.
-    """
-    rest, least = queries % _BLOCK, max(2, -(-dim // 16))
-    return least - rest if 0 < rest < least else 0
-
-
-def padded_length(length: int) -> int:
-    """So many keys have to be read that the bits of a query don't hang on how many there are behind its own.
-
-    On a CPU, torch takes keys in tiles of 512, and its matrix library sums up to 256 products in one go, more of them
-    in two halves. So a last tile of more than 256 is filled up: then its halves are where all others have them.
-    """
-    return length + (-length % _TILE if length % _TILE > _TILE // 2 else 0)
 
 
 def _softcapped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     scores = (q @ keys.transpose(-1, -2)).float() * (scale / softcap)
-    weights = torch.softmax(scores.tanh_() * softcap + mask, -1).to(values.dtype)
-    out = torch.zeros(q.shape, device=q.device)
-    for start in range(0, values.shape[2], _TILE // 2):  # see `padded_length`
-        part = slice(start, start + _TILE // 2)
-        out += weights[..., part] @ values[:, :, part]
-    return out.to(values.dtype)
+    return torch.softmax(scores.tanh_() * softcap + mask, -1).to(values.dtype) @ values

@@ -22,7 +22,21 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
-        Meta(description="Type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU."),
+        Meta(
+            description="Type of weights; auto: the checkpoint's on a GPU, float32 on a CPU, which computes in float32 "
+            "whatever the type."
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["none", "gguf", "int8", "int4"],
+        Meta(
+            description="Bits of the weights on a CPU: as a GGUF file has them, or rounded when they are loaded; "
+            "activations are then rounded to 8 bits."
+        ),
+    ] = "none"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Type of keys and values in memory; auto: the weights', bfloat16 if those are quantised."),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "gguf", "dummy"],

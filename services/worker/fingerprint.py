@@ -10,11 +10,14 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu import extension
+from services.worker.precision import Precision
+
 _SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
 
 
 def fingerprint(
-    folder: Path, weights: Sequence[Path], dtype: torch.dtype, device: torch.device, *, code: str = ""
+    folder: Path, weights: Sequence[Path], precision: Precision, device: torch.device, *, code: str = ""
 ) -> str:
     """Sixteen hexadecimal digits; nothing of the folder's place or the files' dates goes into them.
 
@@ -23,8 +26,10 @@ def fingerprint(
     digest = hashlib.sha256(weights_digest(folder, weights).encode())
     # Not the number of threads: it doesn't change a row's bits.
     cuda = device.type == "cuda"
-    machine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
-    digest.update(f"{dtype} {device.type} {machine} {torch.__version__}{code}".encode())
+    machine = (
+        torch.cuda.get_device_name(device) if cuda else f"{torch.backends.cpu.get_cpu_capability()} {extension.load()}"
+    )
+    digest.update(f"{tuple(precision)} {device.type} {machine} {torch.__version__}{code}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.quantized import QuantizedWeight
 from services.worker.models.config_json import read_config
 from shared.gguf.damage import blamed_on
 from shared.gguf.header import read_header
@@ -30,6 +31,15 @@ class GGUFWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._sources[name].shape
+
+    def get_quantized(self, name: str) -> QuantizedWeight | None:
+        """The tensor as it is stored, if that is in blocks that the products can use."""
+        found = self._sources[name].read_codes()
+        if found is None:
+            return None
+        codes, steps = torch.from_numpy(found.codes), torch.from_numpy(found.steps)
+        leasts = None if found.leasts is None else torch.from_numpy(found.leasts)
+        return QuantizedWeight(found.bits, codes, steps, leasts, found.zero)
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor, in the type it was stored in or, if that was no type of torch's, in float32."""

@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.quantized import GROUP, QuantizedWeight, quantize, stack
 from services.worker.models.layers import Weights
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
+from services.worker.precision import Precision, Quantization
 from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
 from shared.errors import ModelError
 from shared.progress import progress
@@ -48,12 +50,12 @@ class CheckpointWeights:
         self,
         files: WeightFiles,
         sources: Mapping[str, Source],
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
         done: Callable[[int], object],
     ) -> None:
         self._files, self._sources = files, sources
-        self._dtype, self._device = dtype, device
+        self._precision, self.device = precision, device
         self._done = done  # told of the bytes that were read
 
     def __contains__(self, name: str) -> bool:
@@ -63,23 +65,34 @@ class CheckpointWeights:
         """Raises ModelError naming a tensor that cannot be read."""
         source = self._sources[name]
         rows = sum(shape[0] for _, shape in source.parts)
-        whole = _allocate((rows, *source.parts[0][1][1:]), self._dtype, self._device)
+        whole = _allocate((rows, *source.parts[0][1][1:]), self._precision.dtype, self.device)
         row = 0
         for tensor, shape in source.parts:
             stored = self._files.get(tensor)
             whole[row : row + shape[0]].copy_(stored.T if source.transposed else stored)
             row += shape[0]
-        self._done(whole.nbytes)
+        self._done(whole.numel())
         return whole
+
+    def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
+        """As `take`, in few bits if that is wanted: the checkpoint's own, or rounded."""
+        source = self._sources[name]
+        if self._precision.quantization == "gguf" and not source.transposed:
+            parts = [self._files.get_quantized(tensor) for tensor, _ in source.parts]
+            found = stack([part for part in parts if part is not None]) if all(parts) else None
+            if found is not None:
+                self._done(found.codes.numel())
+                return found
+        return rounded(self.take(name), self._precision.quantization)
 
 
 class RandomWeights:
     """Weights drawn from a fixed seed, for measuring a shape without its checkpoint."""
 
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, precision: Precision, device: torch.device) -> None:
         self._shapes = dict(parameters(spec))
         self._ones = spec.norm != "rms_plus_one"
-        self._dtype, self._device = dtype, device
+        self._precision, self.device = precision, device
         self._generator = torch.Generator().manual_seed(0)
 
     def __contains__(self, name: str) -> bool:
@@ -89,12 +102,17 @@ class RandomWeights:
         parts = self._shapes[name]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
         drawn = torch.randn(shape, generator=self._generator).mul_(0.02)
-        return (drawn + 1 if self._ones and name.endswith("norm.weight") else drawn).to(self._device, self._dtype)
+        return (drawn + 1 if self._ones and name.endswith("norm.weight") else drawn).to(
+            self.device, self._precision.dtype
+        )
+
+    def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
+        return rounded(self.take(name), self._precision.quantization)
 
 
 @contextmanager
 def load_weights(
-    files: WeightFiles, spec: DecoderSpec, names: WeightNames, dtype: torch.dtype, device: torch.device
+    files: WeightFiles, spec: DecoderSpec, names: WeightNames, precision: Precision, device: torch.device
 ) -> Iterator[Weights]:
     """All of `parameters(spec)`, to be taken within the block.
 
@@ -106,8 +124,15 @@ def load_weights(
         _check(files, source)
     _warn_of_others(files, sources, names)
     elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
-    with progress("loading weights", elements * dtype.itemsize) as done:
-        yield CheckpointWeights(files, sources, dtype, device, done)
+    with progress("loading weights", elements) as done:
+        yield CheckpointWeights(files, sources, precision, device, done)
+
+
+def rounded(weight: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
+    """`weight` (out, in) in 8 or 4 bits, where that is wanted and its inputs make whole groups."""
+    if quantization in (None, "gguf") or weight.shape[1] % GROUP:
+        return weight
+    return quantize(weight, 8 if quantization == "int8" else 4)
 
 
 def _refuse_missing(files: WeightFiles, sources: Iterable[tuple[str, Source]]) -> None:

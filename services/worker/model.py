@@ -14,16 +14,9 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.registry import choose, family, read_supported
 from services.worker.models.trial import refuse_if_not_finite
 from services.worker.naming import naming
+from services.worker.precision import Precision, choose_precision
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,7 @@ class Model:
     """A loaded model."""
 
     decoder: CausalLM
-    dtype: torch.dtype
+    precision: Precision
     fingerprint: str
     weights: str  # digest of the files
 
@@ -45,37 +38,35 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
 def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
     described = read_supported(folder, config.model_impl)
     way = choose(described, config.model_impl)
+    files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
+    stored = checkpoint_dtype(folder, files) if files else torch.bfloat16
+    gguf = files is not None and files.kind == "gguf"
+    precision = choose_precision(config, device, stored, gguf=gguf, mixes=ops.mixes_types, native=way.native)
+    paths = files.paths if files else []
     if not way.native:
-        return _through_transformers(folder, way.architecture, config, device, ops)
+        return _through_transformers(folder, way.architecture, files, precision, device, ops)
     found = family(way.architecture)
     spec = found.spec(described)
-    if config.load_format == "dummy":
-        dtype = _dtype(config, device, torch.bfloat16)
-        weights = RandomWeights(spec, dtype, device)
-        decoder = Decoder(spec, weights, ops)
-        return Model(decoder, dtype, fingerprint(folder, [], dtype, device), weights_digest(folder, []))
-    files = WeightFiles(folder, config.load_format)
-    dtype = _dtype(config, device, checkpoint_dtype(folder, files))
-    with load_weights(files, spec, found.names, dtype, device) as checkpoint:
-        decoder = Decoder(spec, checkpoint, ops)
-    refuse_if_not_finite(decoder, dtype, device, ops)
-    paths = files.paths
-    return Model(decoder, dtype, fingerprint(folder, paths, dtype, device), weights_digest(folder, paths))
+    if files is None:
+        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops)
+    else:
+        with load_weights(files, spec, found.names, precision, device) as checkpoint:
+            decoder = Decoder(spec, checkpoint, ops)
+        refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
+    return Model(decoder, precision, fingerprint(folder, paths, precision, device), weights_digest(folder, paths))
 
 
 def _through_transformers(
-    folder: Path, architecture: str, config: WorkerConfig, device: torch.device, ops: Ops
+    folder: Path, architecture: str, files: WeightFiles | None, precision: Precision, device: torch.device, ops: Ops
 ) -> Model:
     from transformers import __version__  # seconds to import, and only models without a family need it
 
     from services.worker.models.fallback.model import load
 
-    files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
-    dtype = _dtype(config, device, checkpoint_dtype(folder, files) if files else torch.bfloat16)
-    model = load(folder, architecture, files, dtype, device, ops)
+    model = load(folder, architecture, files, precision.dtype, device, ops)
     paths = files.paths if files else []
-    name = fingerprint(folder, paths, dtype, device, code=f"transformers {__version__}")
-    return Model(model, dtype, name, weights_digest(folder, paths))
+    name = fingerprint(folder, paths, precision, device, code=f"transformers {__version__}")
+    return Model(model, precision, name, weights_digest(folder, paths))
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -85,11 +76,3 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError("--device cuda: torch finds no GPU here")
     return torch.device(wanted, 0) if wanted == "cuda" else torch.device(wanted)
-
-
-def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    if config.dtype != "auto":
-        return _DTYPES[config.dtype]
-    if device.type == "cpu":
-        return torch.float32  # the CPU's fastest, and exact for any checkpoint
-    return torch.bfloat16 if stored == torch.float32 else stored

@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from kernels.layout import KVLayout, layer_views
+from kernels.layout import KVLayout
 from kernels.load import ops as load_ops
 from services.worker import report
 from services.worker.batch import Batch, build
@@ -61,7 +61,7 @@ class Runner:
         self._ops = load_ops(self.device)
         folder = locate(config.model, config.revision)
         model = load_model(folder, config, self.device, self._ops)
-        self._decoder, self._dtype = model.decoder, model.dtype
+        self._decoder, self._kv_dtype = model.decoder, model.precision.kv_dtype
         self._epoch: _Epoch | None = None
         speeds = warm_up(self, self._decoder.shape, self.device)
         self._epoch = None
@@ -70,7 +70,7 @@ class Runner:
             facts=ModelFacts(
                 model=config.model or EMBEDDED,
                 architecture=shape.architecture,
-                dtype=str(model.dtype).removeprefix("torch."),
+                dtype=model.precision.name,
                 max_positions=shape.max_positions,
                 vocab_size=shape.vocab_size,
                 fingerprint=model.fingerprint,
@@ -111,11 +111,11 @@ class Runner:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
         state = Slots(message, self._decoder.shape.vocab_size, self.device)
-        return _Epoch(layout, storage, layer_views(storage), state, Sampler(state, self._ops))
+        return _Epoch(layout, storage, layout.views(storage), state, Sampler(state, self._ops))
 
     def _layout(self, block_size: int) -> KVLayout:
         shape = self._decoder.shape
-        return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._dtype)
+        return self._ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._kv_dtype)
 
     def _compute(self, plan: StepPlan, epoch: _Epoch) -> list[SampledRow]:
         batch = build(plan.rows, epoch.state, epoch.layout, self._ops)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.quantized import QuantizedWeight
 from services.worker.gguf_weights import GGUFWeights
 from services.worker.weight_paths import Format, find_weights
 from shared.errors import ModelError
@@ -33,9 +34,9 @@ class WeightFiles:
     """All tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
 
     def __init__(self, folder: Path, wanted: Format = "auto") -> None:
-        kind, self.paths = find_weights(folder, wanted)
+        self.kind, self.paths = find_weights(folder, wanted)
         self._shards: dict[str, Shard] = {}  # by tensor
-        for shard in self._open(folder, kind):
+        for shard in self._open(folder, self.kind):
             self._shards |= dict.fromkeys(shard.keys(), shard)
 
     def _open(self, folder: Path, kind: str) -> Iterator[Shard]:
@@ -61,6 +62,11 @@ class WeightFiles:
         """The shape of the tensor called `name`; asking does not read it."""
         shard = self._shards[name]
         return shard.shape(name) if isinstance(shard, GGUFWeights) else tuple(self.get(name).shape)
+
+    def get_quantized(self, name: str) -> QuantizedWeight | None:
+        """The tensor called `name` as it is stored, if that is in codes of few bits."""
+        shard = self._shards[name]
+        return shard.get_quantized(name) if isinstance(shard, GGUFWeights) else None
 
     def get(self, name: str) -> Tensor:
         """The tensor called `name`."""

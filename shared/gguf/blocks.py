@@ -5,7 +5,7 @@ itself, spends the time in Python, and whole tensors at a time spend it in memor
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import quants
@@ -28,6 +28,8 @@ PLAIN: dict[GGMLQuantizationType, np.dtype[Any]] = {
 }
 """Types that are their own numbers."""
 
+_ZEROS = {GGMLQuantizationType.Q4_0: 8, GGMLQuantizationType.Q4_1: 0, GGMLQuantizationType.Q8_0: 128}
+
 
 def check_type(tensor: StoredTensor) -> None:
     """Raises `ModelError` if the tensor is of a type that cannot be dequantised."""
@@ -47,6 +49,41 @@ def read_part(tensor: StoredTensor, index: int | None = None, threads: int = 1) 
         return mapped
     stored: NDArray[np.uint8] = np.memmap(tensor.path, np.uint8, "r", offset, (count, size))
     return _dequantise(stored, tensor.type, threads).reshape(shape)
+
+
+class Codes(NamedTuple):
+    """A quantised matrix before it is multiplied out: number = step * (code - zero), or step * code + least."""
+
+    bits: int
+    codes: NDArray[np.uint8]  # (rows, columns)
+    steps: NDArray[np.float16]  # (rows, columns / 32)
+    leasts: NDArray[np.float16] | None  # (rows, columns / 32)
+    zero: int  # where there are no leasts
+
+
+def read_codes(tensor: StoredTensor, index: int | None = None) -> Codes | None:
+    """The matrix, or the one at `index` of those stacked; None if its type is not plain blocks of 4 or 8 bits.
+
+    The layout of a block: a step of float16, a least of float16 (Q4_1), then 32 signed bytes (Q8_0), or 16 bytes whose
+    low halves are the first 16 codes and whose high halves the rest.
+    """
+    if tensor.type not in _ZEROS:
+        return None
+    block, size = GGML_QUANT_SIZES[tensor.type]
+    rows, columns = tensor.shape[-2:]
+    count = rows * columns // block
+    stored = np.memmap(tensor.path, np.uint8, "r", tensor.offset + (index or 0) * count * size, (count, size))
+
+    def halves(start: int) -> NDArray[np.float16]:
+        return np.ascontiguousarray(stored[:, start : start + 2]).view(np.float16).reshape(rows, columns // block)
+
+    if tensor.type == GGMLQuantizationType.Q8_0:
+        codes = stored[:, 2:] ^ np.uint8(0x80)  # a signed byte and 128
+        return Codes(8, codes.reshape(rows, columns), halves(0), None, _ZEROS[tensor.type])
+    packed = stored[:, size - block // 2 :]
+    codes = np.concatenate((packed & 15, packed >> 4), 1).reshape(rows, columns)
+    leasts = halves(2) if tensor.type == GGMLQuantizationType.Q4_1 else None
+    return Codes(4, codes, halves(0), leasts, _ZEROS[tensor.type])
 
 
 def _dequantise(stored: NDArray[np.uint8], kind: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:

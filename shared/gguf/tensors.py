@@ -16,7 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from shared.errors import ModelError
-from shared.gguf.blocks import check_type, read_part
+from shared.gguf.blocks import Codes, check_type, read_codes, read_part
 from shared.gguf.header import Header, StoredTensor
 from shared.gguf.layout import LAYOUTS
 
@@ -53,6 +53,17 @@ class Source(Struct, frozen=True):
         if self.subtract:
             values = values - np.float32(self.subtract)
         return values.T if self.transposed else values
+
+    def read_codes(self) -> Codes | None:
+        """Its codes, if it is a matrix that is stored as plain blocks of 4 or 8 bits, in the order of its rows."""
+        if self.transposed or self.subtract:
+            return None
+        found = read_codes(self.tensor, self.expert)
+        if found is None or not self.heads:
+            return found
+        order = halves_from_pairs(np.arange(len(found.codes)), self.heads)
+        leasts = None if found.leasts is None else found.leasts[order]
+        return found._replace(codes=found.codes[order], steps=found.steps[order], leasts=leasts)
 
 
 def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, Source]:

@@ -75,7 +75,7 @@ def test_every_service_has_its_group_in_its_image() -> None:
         ("worker-cpu", "worker", "worker"),
         ("worker-gpu", "worker-gpu", "worker"),
     ):
-        text = DOCKERFILE.partition(f"FROM service AS {stage}\n")[2].partition("\nFROM ")[0]
+        text = DOCKERFILE.partition(f" AS {stage}\n")[2].partition("\nFROM ")[0]
         assert f"--group {group} " in text
         assert f'"services.{module}"]' in text
 

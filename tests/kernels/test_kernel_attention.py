@@ -8,17 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.layout import KVLayout, flat_slots, layer_views
-from kernels.load import ops
+from kernels.layout import KVLayout, flat_slots
+from kernels.load import Ops, ops, reference
 from tests.kernels.tolerance import assert_near
 
-OPS = ops(torch.device("cpu"))
+CPU = ops(torch.device("cpu"))
+
+
+@pytest.fixture(params=[CPU, reference()], ids=["cpu", "reference"])
+def kernels(request: pytest.FixtureRequest) -> Ops:
+    found: Ops = request.param
+    return found
 
 
 @dataclass
 class Case:
     """A cache with sequences in scattered blocks, and a batch of rows over them."""
 
+    ops: Ops
     q: Tensor
     keys: Tensor
     values: Tensor
@@ -29,13 +36,14 @@ class Case:
 
     def run(self, **options: float) -> Tensor:
         heads = self.keys.shape[1]
-        plan = OPS.plan_attention(
+        plan = self.ops.plan_attention(
             self.offsets, self.starts, self.tables, block_size=self.block_size, num_kv_heads=heads
         )
-        return OPS.paged_attention(self.q, self.keys, self.values, plan, scale=0.3, **options)
+        return self.ops.paged_attention(self.q, self.keys, self.values, plan, scale=0.3, **options)
 
 
 def make_case(
+    ops: Ops,
     rows: list[tuple[int, int]],
     *,
     heads: int = 6,
@@ -49,8 +57,8 @@ def make_case(
     torch.manual_seed(seed)
     width = max(-(-(start + count) // block_size) for start, count in rows) + 1
     pool = torch.randperm(len(rows) * width).view(len(rows), width)
-    storage = KVLayout(1, kv_heads, dim, block_size, dtype).allocate(pool.numel(), torch.device("cpu"))
-    keys, values = layer_views(storage)[0]
+    layout = ops.kv_layout(1, kv_heads, dim, block_size, dtype)
+    keys, values = layout.views(layout.allocate(pool.numel(), torch.device("cpu")))[0]
     keys.fill_(math.nan)
     values.fill_(math.nan)
     for row, (start, count) in enumerate(rows):
@@ -59,6 +67,7 @@ def make_case(
             keys[block, :, offset], values[block, :, offset] = torch.randn(2, kv_heads, dim).to(dtype)
     counts = torch.tensor([count for _, count in rows])
     return Case(
+        ops,
         torch.randn(int(counts.sum()), heads, dim).to(dtype),
         keys,
         values,
@@ -101,28 +110,30 @@ RAGGED = {
 
 @pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 1.5}, {"window": 5, "softcap": 2.0}], ids=str)
-def test_agrees_with_loops(rows: list[tuple[int, int]], options: dict[str, float]) -> None:
-    case = make_case(rows)
+def test_agrees_with_loops(kernels: Ops, rows: list[tuple[int, int]], options: dict[str, float]) -> None:
+    case = make_case(kernels, rows)
     assert_near(case.run(**options), by_hand(case, **options), torch.float32, 40)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(1, 1, 7, 1), (5, 5, 8, 3), (9, 3, 16, 16)])
-def test_shapes(heads: int, kv_heads: int, dim: int, block_size: int) -> None:
-    case = make_case([(2, 1), (0, 5)], heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(1, 1, 7, 1), (5, 5, 8, 2), (9, 3, 16, 16), (8, 1, 20, 32)]
+)
+def test_shapes(kernels: Ops, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    case = make_case(kernels, [(2, 1), (0, 5)], heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
     assert_near(case.run(), by_hand(case), torch.float32, 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    case = make_case([(2, 1), (0, 5), (30, 1)], dtype=dtype)
+def test_half_precision(kernels: Ops, dtype: torch.dtype) -> None:
+    case = make_case(kernels, [(2, 1), (0, 5), (30, 1)], dtype=dtype)
     out = case.run()
     assert out.dtype == dtype
     assert_near(out, by_hand(case), dtype)
     assert_near(case.run(softcap=2.0), by_hand(case, softcap=2.0), dtype)
 
 
-def test_queries_of_any_strides() -> None:
-    case = make_case([(2, 1), (0, 5)])
+def test_queries_of_any_strides(kernels: Ops) -> None:
+    case = make_case(kernels, [(2, 1), (0, 5)])
     expected = case.run()
     wide = torch.zeros(case.q.shape[0], case.q.shape[1] + 3, case.q.shape[2])
     wide[:, 1:-2] = case.q
@@ -131,32 +142,34 @@ def test_queries_of_any_strides() -> None:
     assert torch.equal(case.run(), expected)
 
 
-def test_inputs_are_left_alone() -> None:
-    case = make_case([(2, 1), (0, 5), (9, 1)])
+def test_inputs_are_left_alone(kernels: Ops) -> None:
+    case = make_case(kernels, [(2, 1), (0, 5), (9, 1)])
     before = case.q.clone(), case.keys.clone(), case.values.clone()
     case.run(window=2, softcap=3.0)
     for was, now in zip(before, (case.q, case.keys, case.values), strict=True):
         assert torch.equal(was.nan_to_num(7.0), now.nan_to_num(7.0))
 
 
-def test_a_plan_serves_layers_with_different_windows() -> None:
-    case = make_case([(6, 1), (0, 5)])
-    plan = OPS.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
+def test_a_plan_serves_layers_with_different_windows(kernels: Ops) -> None:
+    case = make_case(kernels, [(6, 1), (0, 5)])
+    plan = kernels.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
     for window in (0, 2, 0, 3):
-        out = OPS.paged_attention(case.q, case.keys, case.values, plan, scale=0.3, window=window)
+        out = kernels.paged_attention(case.q, case.keys, case.values, plan, scale=0.3, window=window)
         assert_near(out, by_hand(case, window=window), torch.float32, 10)
 
 
-def test_rows_of_similar_length_are_gathered_together() -> None:
+def test_the_reference_gathers_rows_of_similar_length_together() -> None:
+    kernels = reference()
     starts = [0, 1, 2, 400, 410, 420]
-    case = make_case([(start, 1) for start in starts])
-    plan = OPS.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
-    assert [group.length for group in plan.groups] == [4, 512]  # the longest, 421, fills a tile of keys
+    case = make_case(kernels, [(start, 1) for start in starts])
+    plan = kernels.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
+    assert [group.length for group in plan.groups] == [4, 424]
 
 
-def test_long_rows_are_cut() -> None:
-    case = make_case([(3, 300), (0, 1), (1, 600)], heads=2, kv_heads=1, dim=8, block_size=16)
-    plan = OPS.plan_attention(case.offsets, case.starts, case.tables, block_size=16, num_kv_heads=1)
+def test_the_reference_cuts_long_rows() -> None:
+    kernels = reference()
+    case = make_case(kernels, [(3, 300), (0, 1), (1, 600)], heads=2, kv_heads=1, dim=8, block_size=16)
+    plan = kernels.plan_attention(case.offsets, case.starts, case.tables, block_size=16, num_kv_heads=1)
     assert sorted(group.size for group in plan.groups) == [1, 44, 88, 256, 256]
     out = case.run()
     assert_near(out[:300:37], by_hand(case, only=range(0, 300, 37))[:300:37], torch.float32, 600)
@@ -164,16 +177,16 @@ def test_long_rows_are_cut() -> None:
     assert_near(out[-1], by_hand(case, only=[900])[-1], torch.float32, 600)
 
 
-def test_write_then_read() -> None:
-    layout = KVLayout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
+def test_write_then_read(kernels: Ops) -> None:
+    layout = kernels.kv_layout(num_layers=2, num_kv_heads=3, head_dim=5, block_size=4, dtype=torch.float32)
     storage = layout.allocate(6, torch.device("cpu"))
     tables = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32)
     rows, positions = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([3, 4, 0, 7, 11])
     slots = flat_slots(tables, rows, positions, layout.block_size)
     assert slots.tolist() == [4 * 4 + 3, 1 * 4, 2 * 4, 5 * 4 + 3, 3 * 4 + 3]
     fused = torch.randn(5, 6, 5)
-    keys, values = layer_views(storage)[1]
-    OPS.write_kv(fused[:, 3:], fused[:, :3], keys, values, slots)
+    keys, values = layout.views(storage)[1]
+    kernels.write_kv(fused[:, 3:], fused[:, :3], keys, values, slots)
     for token, slot in enumerate(slots.tolist()):
         assert torch.equal(keys[slot // 4, :, slot % 4], fused[token, 3:])
         assert torch.equal(values[slot // 4, :, slot % 4], fused[token, :3])
@@ -181,16 +194,30 @@ def test_write_then_read() -> None:
     assert storage[1].count_nonzero() == fused.numel()
 
 
-def test_copies_reach_all_layers_and_nothing_else() -> None:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype=torch.float32)
+def test_copies_reach_all_layers_and_nothing_else(kernels: Ops) -> None:
+    layout = kernels.kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype=torch.float32)
     storage = layout.allocate(5, torch.device("cpu")).normal_()
     before = storage.clone()
-    OPS.copy_blocks(storage, torch.tensor([0, 3]), torch.tensor([4, 1]))
+    kernels.copy_blocks(storage, torch.tensor([0, 3]), torch.tensor([4, 1]))
     assert torch.equal(storage[:, :, [4, 1]], before[:, :, [0, 3]])
     assert torch.equal(storage[:, :, [0, 2, 3]], before[:, :, [0, 2, 3]])
 
 
-def test_sizes_of_the_layout() -> None:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype=torch.bfloat16)
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_sizes_of_the_layout(lanes: int) -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype=torch.bfloat16, lanes=lanes)
     storage = layout.allocate(7, torch.device("cpu"))
     assert storage.nbytes == 7 * layout.bytes_per_block == 7 * 16 * layout.bytes_per_token
+    assert layout.bytes_per_token == 3 * 2 * 2 * max(4, lanes) * 2
+
+
+def test_long_contexts_are_taken_in_segments(kernels: Ops) -> None:
+    case = make_case(kernels, [(250, 9), (700, 1), (511, 2), (255, 1)], heads=4, kv_heads=2, dim=8, block_size=16)
+    assert_near(case.run(), by_hand(case), torch.float32, 700)
+    assert_near(case.run(window=300), by_hand(case, window=300), torch.float32, 700)
+
+
+@pytest.mark.skipif(not CPU.mixes_types, reason="the kernels are not compiled here")
+def test_a_block_size_that_tiles_cannot_follow_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="blocks of 3"):
+        make_case(CPU, [(2, 1)], block_size=3).run()

@@ -136,11 +136,16 @@ def test_linear(implementation: Ops, dtype: torch.dtype, count: int) -> None:
     assert implementation.linear(x, packed, bias).dtype == dtype
 
 
-def test_a_type_that_cannot_be_packed_is_computed_plainly() -> None:
-    x, weight = rows(3, 7).double(), rows(4, 7).double()
-    packed = OPS.pack_linear(weight)
-    assert packed is weight
-    assert torch.equal(OPS.linear(x, packed, None), x @ weight.T)
+@pytest.mark.skipif(not OPS.mixes_types, reason="the kernels are not compiled here")
+def test_a_type_without_kernels_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="no kernel"):
+        OPS.linear(rows(3, 7), OPS.pack_linear(rows(4, 7).double()), None)
+
+
+@pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])
+def test_rows_of_a_packed_weight(implementation: Ops) -> None:
+    weight, ids = rows(71, 37), torch.tensor([70, 0, 31, 32, 31])
+    assert torch.equal(implementation.embedding(ids, implementation.pack_linear(weight)), weight[ids])
 
 
 def test_embedding() -> None:

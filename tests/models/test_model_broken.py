@@ -115,7 +115,7 @@ def test_logits_must_be_finite(name: str, tensor: str, value: float, tmp_path: P
 def test_a_type_too_narrow_for_the_weights(tmp_path: Path) -> None:
     made("llama", tmp_path)
     rewrite(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
-    assert load(tmp_path).dtype == torch.float32
+    assert load(tmp_path).precision.dtype == torch.float32
     refused(tmp_path, "logits are not finite: .*too large for float16", dtype="float16")
 
 

@@ -18,6 +18,7 @@ from services.worker.config import WorkerConfig
 from services.worker.fingerprint import fingerprint
 from services.worker.kv import kv_memory
 from services.worker.model import load_model
+from services.worker.precision import Precision
 from shared.errors import ModelError
 from tests.models.tiny import Forward, llama, opt, reference_logits, save
 from tests.models.variants import VARIANTS
@@ -352,11 +353,14 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
     copy = shutil.copytree(first, tmp_path / "c")
     cpu = torch.device("cpu")
 
-    def of(folder: Path, dtype: torch.dtype = torch.float32) -> str:
-        return fingerprint(folder, [folder / "model.safetensors"], dtype, cpu)
+    plain = Precision(torch.float32, None, torch.float32)
+
+    def of(folder: Path, **changes: Any) -> str:
+        return fingerprint(folder, [folder / "model.safetensors"], plain._replace(**changes), cpu)
 
     assert of(first) == of(copy)
-    assert len({of(first), of(second), of(first, torch.bfloat16)}) == 3
+    others = [of(first, dtype=torch.bfloat16), of(first, quantization="int8"), of(first, kv_dtype=torch.bfloat16)]
+    assert len({of(first), of(second), *others}) == 5
 
 
 def test_memory_for_kv() -> None:
@@ -382,4 +386,4 @@ def test_types_are_by_wish(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     for name, dtype in (("half", torch.float16), ("float", torch.float32), ("bfloat16", torch.bfloat16)):
         config = WorkerConfig(dtype=name)  # type: ignore[arg-type]
-        assert load_model(tmp_path, config, cpu, ops(cpu)).dtype == dtype
+        assert load_model(tmp_path, config, cpu, ops(cpu)).precision == Precision(dtype, None, dtype)

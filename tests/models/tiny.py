@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
-from kernels.layout import KVLayout, layer_views
 from kernels.load import ops
 from services.worker.batch import build
 from services.worker.config import WorkerConfig
@@ -89,9 +88,9 @@ class Forward:
         device = torch.device("cpu")
         self.ops = ops(device)
         model = load_model(folder, WorkerConfig(**{"device": "cpu"} | config), device, self.ops)
-        self.decoder, self.dtype = model.decoder, model.dtype
+        self.decoder, self.dtype = model.decoder, model.precision.kv_dtype
         shape = self.decoder.shape
-        self.layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, model.dtype)
+        self.layout = self.ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
         self.storage = self.layout.allocate(blocks, device)
         sizes = Configure(
             epoch=EPOCH,
@@ -119,5 +118,5 @@ class Forward:
         """Logits (count, V) of each row (slot, start, count)."""
         with torch.inference_mode():
             batch = build([Row(*row, samples=0) for row in rows], self.state, self.layout, self.ops)
-            logits = self.decoder.logits(self.decoder.forward(batch.inputs, layer_views(self.storage)))
+            logits = self.decoder.logits(self.decoder.forward(batch.inputs, self.layout.views(self.storage)))
         return list(logits.split([count for _, _, count in rows]))

@@ -142,6 +142,8 @@ OTHERS: list[object] = [
     "cpu",
     "priority",
     "dummy",
+    "int8",
+    "bfloat16",
     "float32",
     "--x y",
     "transformers",

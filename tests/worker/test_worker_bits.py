@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from kernels.reference.paged_attention import padded_length, spare_queries
 from tests.models.fallback_models import stablelm
 from tests.models.tiny import Forward, llama, opt, save
 from tests.models.variants import gemma2, qwen3_moe
 
 OPS = ops(torch.device("cpu"))
+pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels promise it")
 LENGTH = 75
 SLOTS = 10
 BLOCKS = 5  # a sequence
@@ -112,7 +112,10 @@ def test_linear(shape: tuple[int, int]) -> None:
 )
 def test_attention(dim: int, kv_heads: int, options: dict[str, float]) -> None:
     torch.manual_seed(dim)
-    keys, values = torch.randn(2, 20, kv_heads, 16, dim)
+    layout = OPS.kv_layout(1, kv_heads, dim, 16, torch.float32)
+    keys, values = layout.views(layout.allocate(20, torch.device("cpu")))[0]
+    keys.normal_()
+    values.normal_()
     q = torch.randn(150, 6, dim)
     table = torch.randperm(20)[:10][None]
 
@@ -144,7 +147,8 @@ def test_attention_over_long_contexts(dim: int, kv_heads: int, options: dict[str
     """Of more keys than the matrix library sums in one go; chunks end at other places, neighbours are longer."""
     chooser = random.Random(dim)
     torch.manual_seed(dim)
-    keys, values = torch.randn(2, 90, kv_heads, 16, dim)
+    layout = OPS.kv_layout(1, kv_heads, dim, 16, torch.float32)
+    keys, values = layout.views(layout.allocate(90, torch.device("cpu")).normal_())[0]
     q = torch.randn(1440, 6, dim)
     table = torch.randperm(90)[None]
 
@@ -164,17 +168,6 @@ def test_attention_over_long_contexts(dim: int, kv_heads: int, options: dict[str
         torch.set_num_threads(chooser.choice([1, 2]))
         others = chooser.choice([[], [1400], [5], [start + 5] * 5, [1400, 1, 700]])
         assert torch.equal(attend(start, count, others), expected), (start, count, others)
-
-
-def test_keys_are_summed_in_the_same_parts_whatever_lies_behind_them() -> None:
-    lengths = {1: 1, 256: 256, 257: 512, 511: 512, 512: 512, 768: 768, 769: 1024, 1024: 1024, 1040: 1040}
-    assert {length: padded_length(length) for length in lengths} == lengths
-
-
-def test_spare_queries_leave_no_small_block() -> None:
-    for queries, dim in itertools.product(range(1, 200), (10, 64, 128, 256)):
-        rest = (queries + spare_queries(queries, dim)) % 32
-        assert rest == 0 or rest >= max(2, dim / 16)
 
 
 def test_norms_and_activations() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kernels.load import ops
 from services.worker.config import WorkerConfig
 from services.worker.runner import Runner
 from shared.errors import ModelError
@@ -40,7 +41,8 @@ def test_facts(runner: Runner) -> None:
     assert found.facts.architecture == "LlamaForCausalLM"
     assert found.facts.dtype == "float32"
     assert (found.facts.max_positions, found.facts.vocab_size) == (128, 131)
-    assert found.kv_bytes_per_token == 3 * 2 * 2 * 10 * 4
+    dim = 16 if ops(torch.device("cpu")).mixes_types else 10  # compiled kernels round heads up
+    assert found.kv_bytes_per_token == 3 * 2 * 2 * dim * 4
     assert found.kv_memory == int(0.01 * 2**30)
     assert found.device == "cpu"
     assert found.step_seconds > 0

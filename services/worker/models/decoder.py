@@ -34,10 +34,9 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops) -> None:
         self.spec = spec
         self._ops = ops
-        self._embedding = weights.take("embedding.weight")
-        # The scale is rounded as the product with a tensor of one element would round it.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self._embedding.dtype).item()
-        self._head = ops.pack_linear(self._embedding if spec.tied else weights.take("head.weight"))
+        self._device = weights.device
+        self._embedding = ops.pack_linear(weights.take_matrix("embedding.weight"))
+        self._head = self._embedding if spec.tied else ops.pack_linear(weights.take_matrix("head.weight"))
         self._positions = weights.take("positions.weight") if spec.learned_positions is not None else None
         projected = spec.embedding_size != spec.hidden_size
         self._project_in = Linear(weights, "project_in", ops) if projected else None
@@ -52,7 +51,7 @@ class Decoder:
 
     def reach(self, length: int) -> None:
         """Be ready for positions below `length`."""
-        self._rotations.reach(length, self._embedding.device)
+        self._rotations.reach(length, self._device)
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Hidden states (T, H) of all tokens, before the last norm; their keys and values are put in `caches`."""
@@ -73,7 +72,8 @@ class Decoder:
     def _embed(self, inputs: Inputs) -> Tensor:
         x = self._ops.embedding(inputs.tokens, self._embedding)
         if self.spec.embedding_scale != 1:
-            x = x * self._embedding_scale
+            # Rounded as the product with a tensor of one element would round it.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
         if self._project_in:
             x = self._project_in(x)
         if self._positions is not None:

@@ -2,9 +2,11 @@
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.load import Ops
+from kernels.quantized import QuantizedWeight
 from services.worker.models.causal_lm import Inputs
 from services.worker.models.spec import DecoderSpec, Rope
 
@@ -12,10 +14,16 @@ from services.worker.models.spec import DecoderSpec, Rope
 class Weights(Protocol):
     """The parameters of a spec, each made when it is taken: so that only one is in memory before it is packed."""
 
+    device: torch.device
+
     def __contains__(self, name: str) -> bool: ...
 
     def take(self, name: str) -> Tensor:
         """The parameter called `name`, for the caller to keep. Each can be taken once."""
+        ...
+
+    def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
+        """As `take`, for one that is only multiplied with, or looked up by rows: it may be of few bits."""
         ...
 
 
@@ -30,8 +38,8 @@ class Linear:
     """y = x Wᵀ + b."""
 
     def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
-        self.weight = ops.pack_linear(weights.take(f"{name}.weight"))
-        self.bias = take_optional(weights, f"{name}.bias")
+        self.weight = ops.pack_linear(weights.take_matrix(f"{name}.weight"))
+        self.bias = _vector(weights, f"{name}.bias", ops)
         self._linear = ops.linear
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -45,7 +53,8 @@ class Norm:
         self._weight = weights.take(f"{name}.weight")
         if spec.norm == "rms_plus_one":
             self._weight = self._weight.float() + 1  # in a narrower type, 1 would swallow most of it
-        self._bias = take_optional(weights, f"{name}.bias")
+        self._weight = ops.pack_vector(self._weight)
+        self._bias = _vector(weights, f"{name}.bias", ops)
         self._eps = spec.norm_eps
         self._layer = spec.norm == "layer"
         self._ops = ops
@@ -64,6 +73,5 @@ class Norm:
         return self._ops.add_rms_norm(part, x, self._weight, self._eps)
 
 
-def take_optional(weights: Weights, name: str) -> Tensor | None:
-    """The parameter called `name` if the spec has it."""
-    return weights.take(name) if name in weights else None
+def _vector(weights: Weights, name: str, ops: Ops) -> Tensor | None:
+    return ops.pack_vector(weights.take(name)) if name in weights else None

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.layout import KVLayout, layer_views
 from kernels.load import Ops
 from services.worker.models.causal_lm import CausalLM, Inputs
 from shared.errors import ModelError
@@ -64,8 +63,9 @@ class _Trial:
         self._model, self._ops = model, ops
         shape = model.shape
         blocks = -(-len(tokens) // _BLOCK)
-        layout = KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
+        layout = ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
         self._storage = layout.allocate(2 * blocks, device)
+        self._caches = layout.views(self._storage)
         self._tokens = torch.tensor(tokens, device=device)
         tables = torch.arange(2 * blocks, device=device).view(2, blocks)
         self._tables = torch.stack((tables[0], tables[1].flip(0)))
@@ -75,7 +75,7 @@ class _Trial:
         self._storage.zero_()
         found = []
         for start, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
-            hidden = self._model.forward(self._inputs(start, end), layer_views(self._storage))
+            hidden = self._model.forward(self._inputs(start, end), self._caches)
             found.append(self._model.logits(hidden[end - start :]))
         return torch.cat(found)
 

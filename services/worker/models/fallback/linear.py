@@ -1,10 +1,13 @@
 """transformers' linear modules, computed by our product.
 
-It is faster on a CPU, and a row's bits don't hang on its batch (kernels/cpu/linear.py). Modules are swapped one by
-one and their weights dropped, so that there is never a second copy of a model. What multiplies without such a module,
-as experts whose weights are one tensor, stays as it is.
+It is faster on a CPU, and a row's bits don't hang on its batch (kernels/cpu/csrc/linear.cpp). Modules are swapped one
+by one and their weights dropped, so that there is never a second copy of a model. What multiplies without such a
+module, as experts whose weights are one tensor, stays as it is.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from kernels.load import Ops
@@ -13,15 +16,15 @@ from kernels.load import Ops
 class PackedLinear(nn.Module):
     """y = x Wᵀ + b over the last dimension of `x`."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int, ops: Ops) -> None:
+    def __init__(self, packed: Any, bias: Tensor | None, outputs: int, dtype: torch.dtype, ops: Ops) -> None:
         super().__init__()
         self._packed, self.bias, self.out_features = packed, bias, outputs
-        self._ops = ops
+        self._dtype, self._ops = dtype, ops
 
     @property
     def weight(self) -> Tensor:
         """The plain weight (out, in), made anew: for modelling code that looks at it."""
-        return self._packed.to_dense()
+        return self._ops.embedding(torch.arange(self.out_features), self._packed).to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` (..., in); gives (..., out)."""
@@ -50,7 +53,7 @@ def _packed(module: nn.Module, ops: Ops) -> nn.Module:
         return module
     plain = weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
     packed = ops.pack_linear(plain)
-    if not packed.is_mkldnn:
+    if packed is plain:
         return module
     module.register_parameter("weight", None)  # the module itself is known to `swapped` for a while yet
-    return PackedLinear(packed, bias.detach() if isinstance(bias, Tensor) else None, len(plain), ops)
+    return PackedLinear(packed, bias.detach() if isinstance(bias, Tensor) else None, len(plain), plain.dtype, ops)

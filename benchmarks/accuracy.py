@@ -1,0 +1,91 @@
+"""How far narrower types are from float32, on fixed texts: Kullback-Leibler divergence and agreement of the likeliest.
+
+Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, the model's
+distribution over the next token in float32 is held against that of each other precision. The embedded model's weights
+are those of a GGUF file (4 bits and a head of 8), so a row `gguf` differs from float32 by its activations and cache
+alone, and one that rounds weights rounds them a second time.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from kernels.load import ops
+from services.worker.batch import build
+from services.worker.config import WorkerConfig
+from services.worker.model import load_model
+from services.worker.slots import Slots
+from shared.checkpoint import locate
+from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
+from shared.text.tokenizer import Tokenizer
+
+TEXTS = (
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+    "<|im_start|>assistant\nThe capital of France is Paris, "
+    "which lies on the river Seine and has about two million people.<|im_end|>\n",
+    "The theory of relativity, proposed by Albert Einstein, changed the way in which we think about space, time and "
+    "gravity. It says that the laws of physics are the same for all observers who move at a constant speed.",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "In the morning the old fisherman went down to the harbour, untied his boat, and rowed out past the lighthouse to "
+    "where the water was deep and cold and the gulls no longer followed him.",
+)
+PRECISIONS: tuple[dict[str, str], ...] = (
+    {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"quantization": "gguf"},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+)
+BLOCK = 16
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="folder or file; the embedded model if left out")
+    model = parser.parse_args().model
+    tokenizer = Tokenizer.load(locate(model))
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    exact = distributions(model, texts, {"dtype": "float32"})
+    print(f"{len(exact)} positions\n\n| precision | KL, mean | KL, largest | the same likeliest token |")
+    print("|---|---|---|---|")
+    for settings in PRECISIONS:
+        found = distributions(model, texts, settings)
+        divergence = (exact.exp() * (exact - found)).sum(-1)
+        agree = (found.argmax(-1) == exact.argmax(-1)).float().mean()
+        name = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
+        print(f"| `{name}` | {divergence.mean():.1e} | {divergence.max():.1e} | {agree:.1%} |", flush=True)
+
+
+@torch.inference_mode()
+def distributions(model: str, texts: list[list[int]], settings: dict[str, str]) -> Tensor:
+    """(positions of all texts, V) log-probabilities."""
+    device = torch.device("cpu")
+    kernels = ops(device)
+    loaded = load_model(locate(model), WorkerConfig(model=model, device="cpu", **settings), device, kernels)
+    shape, longest = loaded.decoder.shape, max(map(len, texts))
+    blocks = -(-longest // BLOCK)
+    layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, loaded.precision.kv_dtype)
+    storage = layout.allocate(blocks, device)
+    epoch = Epoch(boot="accuracy", count=1)
+    found = []
+    for text in texts:
+        sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
+        state = Slots(sizes, shape.vocab_size, device)
+        loaded.decoder.reach(blocks * BLOCK + 1)
+        sequence = NewSequence(0, pack_tokens(text), len(text), list(range(blocks)), Sampling(1, 0), 0)
+        state.apply(StepPlan(epoch, 0, [], new=[sequence]))
+        batch = build([Row(0, 0, len(text), 0)], state, layout, kernels)
+        hidden = loaded.decoder.forward(batch.inputs, layout.views(storage))
+        found.append(loaded.decoder.logits(hidden).log_softmax(-1))
+    return torch.cat(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Norm, rotary positions and gated activation of tokens, compiled; formulas stand with the references.
+
+Computed in float32, and fastest where the rows are float32 and contiguous; others are converted on the way.
+"""
+
+import torch
+from torch import Tensor
+
+
+def pack_vector(vector: Tensor) -> Tensor:
+    """As norms and sums want their weights and biases: in float32."""
+    return vector.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the reference."""
+    wide = x.float().contiguous()
+    y = torch.empty_like(wide)
+    torch.ops.quire.add_rms_norm(wide, None, weight.float(), eps, y, wide)
+    return y.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    wide = x.float().contiguous()
+    y, total = torch.empty_like(wide), torch.empty_like(wide)
+    torch.ops.quire.add_rms_norm(wide, residual.float().contiguous(), weight.float(), eps, y, total)
+    return y.to(x.dtype), total.to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """As the reference."""
+    return _activation(gate_up, gate_up.shape[-1] // 2, gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """As the reference."""
+    return _activation(gate_up, gate_up.shape[-1] // 2, gelu=True)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """As the reference."""
+    return _activation(x, x.shape[-1], gelu=True)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As the reference."""
+    wide = x.float()
+    y = wide.new_empty(wide.shape)
+    torch.ops.quire.rotary(wide, cos.contiguous(), sin.contiguous(), y)
+    return y.to(x.dtype)
+
+
+def _activation(x: Tensor, width: int, *, gelu: bool) -> Tensor:
+    wide = x.float().contiguous()
+    y = wide.new_empty(*wide.shape[:-1], width)
+    torch.ops.quire.activation(wide, gelu, y)
+    return y.to(x.dtype)

@@ -1,0 +1,168 @@
+// What is done to each token on its own: root-mean-square norm, rotary positions, gated activation, storing of keys and
+// values. Formulas stand with the references of the same names in kernels/reference. All in float32; the cache may be
+// of a narrower type.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "dtypes.h"
+#include "simd.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t WORK = 16384;  // floats that are worth waking another thread for
+
+int64_t grain(int64_t width) { return std::max<int64_t>(1, WORK / std::max<int64_t>(1, width)); }
+
+// The last lanes of a row that is no multiple of sixteen are handled as a vector padded with zeros.
+template <class F>
+void over_lanes(int64_t width, F&& f) {
+    for (int64_t i = 0; i < width; i += 16) f(i, int(std::min<int64_t>(16, width - i)));
+}
+
+F32x16 load_some(const float* p, int count) {
+    if (count == 16) return F32x16::load(p);
+    float lanes[16] = {};
+    std::copy_n(p, count, lanes);
+    return F32x16::load(lanes);
+}
+
+void store_some(F32x16 x, float* p, int count) {
+    if (count == 16) return x.store(p);
+    float lanes[16];
+    x.store(lanes);
+    std::copy_n(lanes, count, p);
+}
+
+// total = x + residual where there is one; y = total / sqrt(mean(total²) + eps) * weight.
+void add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight, double eps,
+                  at::Tensor& y, at::Tensor& total) {
+    int64_t width = weight.numel();
+    TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && total.is_contiguous(), "rows must be contiguous");
+    TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && x.numel() % width == 0, "float32");
+    const float *in = x.const_data_ptr<float>(), *w = weight.const_data_ptr<float>();
+    const float* rest = residual ? residual->const_data_ptr<float>() : nullptr;
+    float *out = y.mutable_data_ptr<float>(), *joined = total.mutable_data_ptr<float>();
+    at::parallel_for(0, x.numel() / width, grain(width), [&](int64_t from, int64_t to) {
+        for (int64_t row = from; row < to; row++) {
+            int64_t at = row * width;
+            F32x16 squares = F32x16::zero();
+            over_lanes(width, [&](int64_t i, int n) {
+                F32x16 value = load_some(in + at + i, n);
+                if (rest) {
+                    value = value + load_some(rest + at + i, n);
+                    store_some(value, joined + at + i, n);
+                }
+                squares = fma(value, value, squares);
+            });
+            const float* source = rest ? joined : in;
+            F32x16 scale = F32x16::set(1.0f / std::sqrt(sum(squares) / float(width) + float(eps)));
+            over_lanes(width, [&](int64_t i, int n) {
+                store_some(load_some(source + at + i, n) * scale * load_some(w + i, n), out + at + i, n);
+            });
+        }
+    });
+}
+
+// x / (1 + e^-x), and the tanh form of gelu, v / 2 * (1 + tanh(u)) = v / (1 + e^-2u) with u = sqrt(2/pi) (v + 0.044715 v^3).
+F32x16 activated(F32x16 x, bool gelu) {
+    F32x16 slope = x;
+    if (gelu) slope = x * fma(x * x, F32x16::set(0.0713548162726f), F32x16::set(1.5957691216057f));
+    return x / (F32x16::set(1.0f) + exp(min(F32x16::zero() - slope, F32x16::set(88.0f))));
+}
+
+// y = activated(x), or, where x is twice as wide, activated(gate) * up for its halves.
+void activation(const at::Tensor& x, bool gelu, at::Tensor& y) {
+    int64_t width = y.size(-1), in_width = x.size(-1);
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && y.is_contiguous(), "float32, contiguous");
+    TORCH_CHECK(in_width == width || in_width == 2 * width, "x must be as wide as y, or twice as wide");
+    const float* in = x.const_data_ptr<float>();
+    float* out = y.mutable_data_ptr<float>();
+    at::parallel_for(0, y.numel() / std::max<int64_t>(1, width), grain(width), [&](int64_t from, int64_t to) {
+        for (int64_t row = from; row < to; row++)
+            over_lanes(width, [&](int64_t i, int n) {
+                const float* gate = in + row * in_width + i;
+                F32x16 value = activated(load_some(gate, n), gelu);
+                if (in_width != width) value = value * load_some(gate + width, n);
+                store_some(value, out + row * width + i, n);
+            });
+    });
+}
+
+// The first R dimensions of each head of x (T, heads, D) turned by its token's angle; cos and sin (T, R).
+void rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, at::Tensor& y) {
+    int64_t heads = x.size(1), dim = x.size(2), half = cos.size(1) / 2;
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(2) == 1 && y.is_contiguous(), "float32, contiguous heads");
+    TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && 2 * half <= dim, "angles (T, R) contiguous, R <= D");
+    const float *in = x.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
+    float* out = y.mutable_data_ptr<float>();
+    at::parallel_for(0, x.size(0), grain(heads * dim), [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                const float* from_head = in + t * x.stride(0) + h * x.stride(1);
+                float* to_head = out + (t * heads + h) * dim;
+                over_lanes(half, [&](int64_t i, int n) {
+                    F32x16 a = load_some(from_head + i, n), b = load_some(from_head + half + i, n);
+                    F32x16 ca = load_some(c + t * 2 * half + i, n), sa = load_some(s + t * 2 * half + i, n);
+                    store_some(fma(F32x16::zero() - b, sa, a * ca), to_head + i, n);
+                    store_some(fma(a, sa, b * ca), to_head + half + i, n);
+                });
+                std::copy(from_head + 2 * half, from_head + dim, to_head + 2 * half);
+            }
+    });
+}
+
+// Keys to (block, kv head, dim, slot), values to (block, kv head, slot, dim); dimensions beyond the head's stay zero.
+template <class T>
+void write(const at::Tensor& keys, const at::Tensor& values, at::Tensor& key_cache, at::Tensor& value_cache,
+           const int64_t* slots) {
+    int64_t heads = keys.size(1), head_dim = keys.size(2), dim = value_cache.stride(2), block = value_cache.size(2);
+    T *k = static_cast<T*>(key_cache.mutable_data_ptr()), *v = static_cast<T*>(value_cache.mutable_data_ptr());
+    const float *from_k = keys.const_data_ptr<float>(), *from_v = values.const_data_ptr<float>();
+    at::parallel_for(0, keys.size(0), grain(heads * dim), [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t at = (slots[t] / block * heads + h) * dim * block, slot = slots[t] % block;
+                const float* key = from_k + t * keys.stride(0) + h * keys.stride(1);
+                const float* value = from_v + t * values.stride(0) + h * values.stride(1);
+                for (int64_t d = 0; d < head_dim; d++) {
+                    narrow(key[d], k[at + d * block + slot]);
+                    narrow(value[d], v[at + slot * dim + d]);
+                }
+            }
+    });
+}
+
+void write_kv(const at::Tensor& keys, const at::Tensor& values, at::Tensor& key_cache, at::Tensor& value_cache,
+              const at::Tensor& slots) {
+    TORCH_CHECK(keys.scalar_type() == at::kFloat && keys.stride(2) == 1 && values.stride(2) == 1, "contiguous heads");
+    TORCH_CHECK(key_cache.stride(2) == 1 && key_cache.stride(3) == key_cache.size(2), "keys must lie (dim, slot)");
+    TORCH_CHECK(value_cache.stride(3) == 1 && value_cache.size(2) == key_cache.size(2), "values must lie (slot, dim)");
+    TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots must be int64 and contiguous");
+    for_dtype(key_cache, [&](auto one) {
+        write<decltype(one)>(keys, values, key_cache, value_cache, slots.const_data_ptr<int64_t>());
+    });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+    m.def(
+        "add_rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, Tensor(a!) y, Tensor(b!) total) "
+        "-> ()");
+    m.def("activation(Tensor x, bool gelu, Tensor(a!) y) -> ()");
+    m.def("rotary(Tensor x, Tensor cos, Tensor sin, Tensor(a!) y) -> ()");
+    m.def(
+        "write_kv(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()");
+}
+TORCH_LIBRARY_IMPL(quire, CPU, m) {
+    m.impl("add_rms_norm", add_rms_norm);
+    m.impl("activation", activation);
+    m.impl("rotary", rotary);
+    m.impl("write_kv", write_kv);
+}
+
+}  // namespace quire

@@ -1,0 +1,72 @@
+// Dot products of bytes: sixteen int32 lanes, each adding four products of an unsigned and a signed byte.
+//
+// Integer sums are exact, so their order is free.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace quire {
+
+#if defined(__AVX512VNNI__)
+
+struct U8x64 {
+    __m512i v;
+    static U8x64 load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+    U8x64 low_nibbles() const { return {_mm512_and_si512(v, _mm512_set1_epi8(15))}; }
+    U8x64 high_nibbles() const { return {_mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))}; }
+};
+
+struct I32x16 {
+    __m512i v;
+    static I32x16 set(int32_t x) { return {_mm512_set1_epi32(x)}; }
+    // Lane i adds codes[4i..4i+3] times the four signed bytes at `quad`.
+    void add_dot(U8x64 codes, const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        v = _mm512_dpbusd_epi32(v, codes.v, _mm512_set1_epi32(four));
+    }
+    F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
+};
+
+#else
+
+struct U8x64 {
+    __m256i lo, hi;
+    static U8x64 load(const uint8_t* p) {
+        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+    }
+    U8x64 low_nibbles() const {
+        __m256i mask = _mm256_set1_epi8(15);
+        return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)};
+    }
+    U8x64 high_nibbles() const { return U8x64{_mm256_srli_epi16(lo, 4), _mm256_srli_epi16(hi, 4)}.low_nibbles(); }
+};
+
+struct I32x16 {
+    __m256i lo, hi;
+    static I32x16 set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+    // By 16-bit products of even and odd bytes: the instruction for bytes saturates.
+    void add_dot(U8x64 codes, const int8_t* quad) {
+        int32_t four;
+        std::memcpy(&four, quad, 4);
+        __m256i a = _mm256_set1_epi32(four);
+        __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8), odd = _mm256_srai_epi16(a, 8);
+        auto dot = [&](__m256i w) {
+            __m256i left = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)), even);
+            return _mm256_add_epi32(left, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
+        };
+        lo = _mm256_add_epi32(lo, dot(codes.lo));
+        hi = _mm256_add_epi32(hi, dot(codes.hi));
+    }
+    F32x16 to_float() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
+};
+
+#endif
+
+}  // namespace quire

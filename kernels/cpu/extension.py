@@ -1,0 +1,71 @@
+"""The compiled kernels of a CPU: which library suits this processor, where it lies, and loading it.
+
+The sources in `csrc` are compiled ahead, once for each instruction set (`build.py`); a start never compiles. A
+library's name holds a digest of what it was made from, so one that is out of date is not found rather than loaded. Its
+operations are registered with torch as `torch.ops.quire`.
+"""
+
+import hashlib
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARIES = Path(__file__).parent / "lib"
+
+FLAGS = {  # the best first; each with what the compiler is told
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+}
+NEEDED = {  # by the kernel's names for what a processor can do
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c"},
+    "avx2": {"avx2", "fma", "f16c"},
+}
+
+
+@cache
+def load() -> str | None:
+    """Load the library for this processor, once; the name of its instruction set.
+
+    None if the processor has none of those that are supported, or the library was not built: said in one line.
+    """
+    best = instruction_set()
+    if best is None:
+        log.warning(
+            "this processor has neither AVX-512 (with VNNI) nor AVX2: the plain kernels serve, which are slower"
+        )
+        return None
+    path = library(best)
+    if not path.exists():
+        log.warning(
+            "the kernels for %s are not built (python -m kernels.cpu.build): the plain ones serve, slower", best
+        )
+        return None
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    return best
+
+
+def instruction_set() -> str | None:
+    """The best of the supported ones that this processor has."""
+    found = _processor_flags()
+    return next((name for name, needed in NEEDED.items() if needed <= found), None)
+
+
+def library(name: str) -> Path:
+    """Where the library for an instruction set is, if it is built."""
+    digest = hashlib.sha256(f"{torch.__version__} {' '.join(FLAGS[name])}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return LIBRARIES / f"quire_{name}_{digest.hexdigest()[:12]}.so"
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())

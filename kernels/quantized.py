@@ -1,0 +1,71 @@
+"""Weights of few bits, as values: what checkpoints hold, what rounding makes, and what products are packed from.
+
+    weight[n, k] = step[n, g] * code[n, k] + least[n, g]          g = k // 32
+
+Without leasts the codes lie around a zero that all of a weight share: least = -zero * step. These are GGUF's blocks
+Q4_0, Q4_1 and Q8_0 as they are, and what `quantize` makes of a float weight.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # inputs that share a step
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight (out, in) of 4 or 8 bits; `in` is a multiple of the group."""
+
+    bits: int
+    codes: Tensor  # (out, in) uint8, below 2 ** bits
+    steps: Tensor  # (out, in / 32) float16
+    leasts: Tensor | None  # (out, in / 32) float16
+    zero: int = 0  # where there are no leasts
+
+    def dequantize(self) -> Tensor:
+        """The numbers it stands for, float32."""
+        codes = self.codes.view(*self.steps.shape, GROUP).float()
+        if self.leasts is None:
+            wide = (codes - self.zero) * self.steps.float()[..., None]
+        else:
+            wide = torch.addcmul(self.leasts.float()[..., None], codes, self.steps.float()[..., None])
+        return wide.view(self.codes.shape)
+
+    def rows(self, order: Tensor) -> "QuantizedWeight":
+        """Its outputs in another order, or some of them."""
+        leasts = None if self.leasts is None else self.leasts[order]
+        return self._replace(codes=self.codes[order], steps=self.steps[order], leasts=leasts)
+
+
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight of the outputs of all `parts`; None if they are of different kinds."""
+    first = parts[0]
+    kinds = {(part.bits, part.zero, part.leasts is None) for part in parts}
+    if len(kinds) > 1:
+        return None
+    leasts = [part.leasts for part in parts if part.leasts is not None]
+    return first._replace(
+        codes=torch.cat([part.codes for part in parts]),
+        steps=torch.cat([part.steps for part in parts]),
+        leasts=torch.cat(leasts) if leasts else None,
+    )
+
+
+def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
+    """`weight` (out, in) rounded to the nearest: 8 bits around zero, 4 bits from each group's least to its greatest."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    if bits == 8:
+        steps = (groups.abs().amax(-1) / 127).half()
+        codes = _codes(groups, steps, 0.0).clamp_(-127, 127) + 128
+        return QuantizedWeight(8, codes.to(torch.uint8).view(weight.shape), steps, None, 128)
+    leasts = groups.amin(-1).half()
+    steps = ((groups.amax(-1) - leasts.float()) / 15).half()
+    codes = _codes(groups, steps, leasts.float()[..., None]).clamp_(0, 15)
+    return QuantizedWeight(4, codes.to(torch.uint8).view(weight.shape), steps, leasts)
+
+
+def _codes(groups: Tensor, steps: Tensor, least: Tensor | float) -> Tensor:
+    wide = steps.float()[..., None]
+    return torch.where(wide > 0, (groups - least) / wide, 0.0).round_()

@@ -1,0 +1,66 @@
+"""The compiled kernels: that they are in use where they can be, and what happens where they cannot."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu import build, extension
+from kernels.load import ops, reference
+
+
+@pytest.fixture
+def anew() -> None:
+    extension.load.cache_clear()
+    yield
+    extension.load.cache_clear()
+
+
+def test_they_are_in_use_here() -> None:
+    best = extension.instruction_set()
+    if best is None or shutil.which("c++") is None:
+        pytest.skip("no supported instruction set, or no compiler")
+    assert extension.library(best).exists()
+    assert extension.load() == best
+    assert ops(torch.device("cpu")).mixes_types
+
+
+@pytest.mark.usefixtures("anew")
+def test_without_a_library_the_reference_serves_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extension, "LIBRARIES", tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert ops(torch.device("cpu")) == reference()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.usefixtures("anew")
+def test_without_an_instruction_set_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_processor_flags", lambda: {"avx2", "fma"})  # no f16c
+    assert ops(torch.device("cpu")) == reference()
+
+
+def test_avx2_is_for_processors_without_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = extension.NEEDED["avx512"] | extension.NEEDED["avx2"]
+    monkeypatch.setattr(extension, "_processor_flags", lambda: flags)
+    assert extension.instruction_set() == "avx512"
+    monkeypatch.setattr(extension, "_processor_flags", lambda: flags - {"avx512_vnni"})
+    assert extension.instruction_set() == "avx2"
+
+
+def test_a_library_of_other_sources_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = extension.library("avx2")
+    (tmp_path / "changed.cpp").write_text("")
+    monkeypatch.setattr(extension, "SOURCES", tmp_path)
+    assert extension.library("avx2") != before
+
+
+def test_without_a_compiler_nothing_is_built_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
+    assert build.main([]) == 0
+    assert "no C++ compiler" in capsys.readouterr().err

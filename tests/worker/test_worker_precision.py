@@ -1,0 +1,113 @@
+"""In what types a model is computed: what is chosen, what is refused, and that a row's bits stay its own in each."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.load import ops
+from services.worker.config import WorkerConfig
+from services.worker.precision import Precision, choose_precision
+from shared.checkpoint import locate
+from shared.errors import ConfigError
+from tests.models.tiny import Forward, llama, reference_logits, save
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+BLOCK = 16
+compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
+
+
+def chosen(device: torch.device = CPU, stored: torch.dtype = BF16, **wishes: Any) -> Precision:
+    kinds = {name: wishes.pop(name, default) for name, default in (("gguf", False), ("native", True), ("mixes", True))}
+    return choose_precision(WorkerConfig(**wishes), device, stored, **kinds)
+
+
+def test_what_is_chosen() -> None:
+    assert chosen() == Precision(F32, None, F32)
+    assert chosen(dtype="bfloat16") == Precision(BF16, None, BF16)
+    assert chosen(dtype="half", kv_cache_dtype="float32") == Precision(F16, None, F32)
+    assert chosen(quantization="int8") == Precision(F32, "int8", BF16)
+    assert chosen(quantization="gguf", gguf=True, kv_cache_dtype="float32") == Precision(F32, "gguf", F32)
+    assert chosen(CUDA, mixes=False) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, stored=F32, mixes=False) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16", mixes=False) == Precision(F16, None, F16)
+    assert [chosen().name, chosen(quantization="int4").name] == ["float32", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"quantization": "gguf"}, "--quantization gguf: the model is no GGUF file"),
+        ({"quantization": "int8", "native": False}, "--quantization int8 needs a family"),
+        ({"quantization": "int4", "mixes": False}, "--quantization int4 needs a CPU"),
+        ({"kv_cache_dtype": "bfloat16", "mixes": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(wishes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        chosen(**wishes)
+
+
+SETTINGS: list[dict[str, str]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float16", "kv_cache_dtype": "float32"},
+    {"kv_cache_dtype": "bfloat16"},
+    {"quantization": "int8"},
+    {"quantization": "int4", "kv_cache_dtype": "float32"},
+]
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 32, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@compiled
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_rows_bits_are_its_own_in_every_type(settings: dict[str, str], tmp_path: Path) -> None:
+    chooser, length, slots = random.Random(str(settings)), 60, 6
+    forward = Forward(save(llama(**SHAPE), tmp_path), slots=slots, blocks=slots * 4, block_size=BLOCK, **settings)
+    texts = [[chooser.randrange(3, 300) for _ in range(length)] for _ in range(slots)]
+    for slot, text in enumerate(texts):
+        forward.enter(slot, text, range(slot * 4, slot * 4 + 4))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = [forward.step((slot, 0, length))[0] for slot in range(slots)]
+        for threads, cuts in itertools.product((1, 2), ([7, 8, 40], list(range(1, 60)), [30])):
+            torch.set_num_threads(threads)
+            forward.storage.zero_()
+            for start, end in itertools.pairwise([0, *cuts, length]):
+                rows = [(slot, start, end - start) for slot in chooser.sample(range(slots), slots)]
+                for (slot, _, _), logits in zip(rows, forward.step(*rows), strict=True):
+                    assert torch.equal(logits, expected[slot][start:end])
+    finally:
+        torch.set_num_threads(before)
+
+
+@compiled
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.05), ("int4", 0.5)])
+def test_rounded_weights_are_near(quantization: str, bound: float, tmp_path: Path) -> None:
+    model = llama(**SHAPE, initializer_range=0.05)  # larger weights blow up each rounding
+    forward = Forward(save(model, tmp_path), block_size=BLOCK, quantization=quantization)
+    tokens = list(range(5, 60))
+    forward.enter(0, tokens, range(4))
+    (ours,) = forward.step((0, 0, len(tokens)))
+    theirs = reference_logits(model, tokens)
+    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < bound
+
+
+@compiled
+def test_the_embedded_models_own_bits_are_near_its_floats() -> None:
+    tokens = list(range(1000, 1040))
+    found = []
+    for settings in ({"dtype": "float32"}, {"quantization": "gguf"}):
+        forward = Forward(locate(""), block_size=BLOCK, **settings)
+        forward.enter(0, tokens, range(4))
+        found.append(forward.step((0, 0, len(tokens)))[0].log_softmax(-1))
+    exact, rounded = found
+    divergence = (exact.exp() * (exact - rounded)).sum(-1)
+    assert 1e-6 < divergence.mean() < 0.02
