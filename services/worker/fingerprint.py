@@ -16,14 +16,12 @@ from services.worker.precision import Precision
 _SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
 
 
-def fingerprint(
-    folder: Path, weights: Sequence[Path], precision: Precision, device: torch.device, *, code: str = ""
-) -> str:
-    """Sixteen hexadecimal digits; nothing of the folder's place or the files' dates goes into them.
+def fingerprint(weights: str, precision: Precision, device: torch.device, *, code: str = "") -> str:
+    """Sixteen hexadecimal digits, of weights that `weights_digest` has named.
 
     `code` names the modelling code, where it is not ours.
     """
-    digest = hashlib.sha256(weights_digest(folder, weights).encode())
+    digest = hashlib.sha256(weights.encode())
     # Not the number of threads: it doesn't change a row's bits.
     cuda = device.type == "cuda"
     machine = (
@@ -34,7 +32,10 @@ def fingerprint(
 
 
 def weights_digest(folder: Path, weights: Sequence[Path]) -> str:
-    """Sixteen hexadecimal digits of what a model's files say, however it is computed."""
+    """Sixteen hexadecimal digits of what a model's files say, however it is computed.
+
+    Nothing of the folder's place or the files' dates goes into them.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in weights:
         _add_file(digest, path)

@@ -53,7 +53,8 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
         with load_weights(files, spec, found.names, precision, device) as checkpoint:
             decoder = Decoder(spec, checkpoint, ops)
         refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
-    return Model(decoder, precision, fingerprint(folder, paths, precision, device), weights_digest(folder, paths))
+    weights = weights_digest(folder, paths)
+    return Model(decoder, precision, fingerprint(weights, precision, device), weights)
 
 
 def _through_transformers(
@@ -64,9 +65,8 @@ def _through_transformers(
     from services.worker.models.fallback.model import load
 
     model = load(folder, architecture, files, precision.dtype, device, ops)
-    paths = files.paths if files else []
-    name = fingerprint(folder, paths, precision, device, code=f"transformers {__version__}")
-    return Model(model, precision, name, weights_digest(folder, paths))
+    weights = weights_digest(folder, files.paths if files else [])
+    return Model(model, precision, fingerprint(weights, precision, device, code=f"transformers {__version__}"), weights)
 
 
 def choose_device(wanted: str) -> torch.device:

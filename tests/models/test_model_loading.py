@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from services.worker.config import WorkerConfig
-from services.worker.fingerprint import fingerprint
+from services.worker.fingerprint import fingerprint, weights_digest
 from services.worker.kv import kv_memory
 from services.worker.model import load_model
 from services.worker.precision import Precision
@@ -356,7 +356,8 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
     plain = Precision(torch.float32, None, torch.float32)
 
     def of(folder: Path, **changes: Any) -> str:
-        return fingerprint(folder, [folder / "model.safetensors"], plain._replace(**changes), cpu)
+        weights = weights_digest(folder, [folder / "model.safetensors"])
+        return fingerprint(weights, plain._replace(**changes), cpu)
 
     assert of(first) == of(copy)
     others = [of(first, dtype=torch.bfloat16), of(first, quantization="int8"), of(first, kv_dtype=torch.bfloat16)]
