@@ -15,7 +15,6 @@ what the machine does meanwhile then matters little, and a difference is the cli
 import argparse
 import asyncio
 import json
-import re
 import statistics
 import sys
 import tempfile
@@ -26,12 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.serving import ROOT, embedded, sleeping
 from shared.checkpoint import locate
 from shared.embedded import EMBEDDED
-from tests.scripted import Script
-from tests.system.running import engine, gateway
 
-ROOT = Path(__file__).resolve().parents[1]
 FIGURES = (
     "duration",
     "output_throughput",
@@ -48,36 +45,6 @@ FIGURES = (
     "mean_e2el_ms",
     "p99_e2el_ms",
 )
-
-
-@asynccontextmanager
-async def scripted(step: float) -> AsyncIterator[str]:
-    """A server whose worker takes so many seconds for any step. Its text is the embedded model's tokens, in order."""
-    script = Script(vocab_size=49152, eos=2, blocks=20_000, max_positions=2048, delay=step)
-    async with (
-        engine(script) as made,
-        gateway(made, f"--model={locate('')}", f"--served-model-name={EMBEDDED}") as front,
-    ):
-        yield f"http://127.0.0.1:{front.port}"
-
-
-@asynccontextmanager
-async def embedded() -> AsyncIterator[str]:
-    """`quire serve` with the embedded model."""
-    argv = ["-m", "quire", "serve", "--host=127.0.0.1", "--port=0"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, cwd=ROOT
-    )
-    try:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            if found := re.search(r"at (http://\S+) \(ready", line.decode()):
-                yield found[1]
-                break
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
 
 
 @asynccontextmanager
@@ -121,7 +88,7 @@ def table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
 
 
 async def run(given: argparse.Namespace) -> None:
-    place = elsewhere(given.url) if given.url else scripted(given.step) if given.step else embedded()
+    place = elsewhere(given.url) if given.url else sleeping(given.step) if given.step else embedded()
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
     async with place as url:

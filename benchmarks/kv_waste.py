@@ -17,11 +17,8 @@ where the CPU would take a quarter of an hour.
 import argparse
 import asyncio
 import itertools
-import re
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
+from benchmarks.serving import CONTEXT, embedded, sleeping
 from quire.bench.client import Target
 from quire.bench.load import Run, run, session
 from quire.bench.options import WorkloadOptions
@@ -38,11 +35,7 @@ from quire.bench.workload import Drawer, Request
 from shared.checkpoint import locate
 from shared.embedded import EMBEDDED
 from shared.text.tokenizer import Tokenizer
-from tests.scripted import Script
-from tests.system.running import engine, gateway
 
-ROOT = Path(__file__).resolve().parents[1]
-CONTEXT = 2048
 INTERVAL = 0.1  # seconds between two readings; the engine renews its figures four times a second
 NAMES = ("vllm:num_requests_running", "quire:kv_tokens_held", "quire:kv_waste_perc", "quire:kv_block_size")
 
@@ -55,37 +48,6 @@ class Reading(NamedTuple):
     tokens: float
     waste: float
     block_size: float
-
-
-@asynccontextmanager
-async def serving(block_size: int) -> AsyncIterator[str]:
-    """`quire serve` with the embedded model."""
-    flags = [f"--block-size={block_size}", f"--max-model-len={CONTEXT}", "--host=127.0.0.1", "--port=0"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quire", "serve", *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        cwd=ROOT,
-    )
-    try:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            if found := re.search(r"at (http://\S+) \(ready", line.decode()):
-                yield found[1]
-                break
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-@asynccontextmanager
-async def sleeping(block_size: int, step: float) -> AsyncIterator[str]:
-    """The same gateway and scheduler with a worker that takes so long for any step."""
-    script = Script(vocab_size=49152, eos=2, blocks=20_000, max_positions=CONTEXT, delay=step)
-    names = (f"--model={locate('')}", f"--served-model-name={EMBEDDED}")
-    async with engine(script, f"--block-size={block_size}") as made, gateway(made, *names) as front:
-        yield f"http://127.0.0.1:{front.port}"
 
 
 async def read(http: aiohttp.ClientSession, url: str) -> Reading:
@@ -103,6 +65,7 @@ async def measure(url: str, requests: list[Request], concurrency: int) -> tuple[
         EMBEDDED,
         {"Content-Type": "application/json"},
         {"ignore_eos": True, "temperature": 0},
+        timeout=3600.0,
     )
     readings: list[Reading] = []
 
@@ -127,7 +90,8 @@ def over_time(readings: list[Reading], shares: list[float]) -> float:
 async def row(block_size: int, given: argparse.Namespace) -> str:
     options = WorkloadOptions(dataset_name="long-tail", num_prompts=given.num_prompts, seed=given.seed)
     requests = Drawer(options, Tokenizer.load(locate("")), seed=given.seed).draw()
-    async with sleeping(block_size, given.step) if given.step else serving(block_size) as url:
+    blocks, length = f"--block-size={block_size}", f"--max-model-len={CONTEXT}"
+    async with sleeping(given.step, blocks) if given.step else embedded(blocks, length) as url:
         load, readings = await measure(url, requests, given.concurrency)
     failed = [one.error for one in load.outcomes if not one.ok]
     if failed:
