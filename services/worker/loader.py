@@ -56,7 +56,7 @@ class CheckpointWeights:
     ) -> None:
         self._files, self._sources = files, sources
         self._precision, self.device = precision, device
-        self._done = done  # told of the bytes that were read
+        self._done = done  # told of the bytes that were read, as floats
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -71,7 +71,7 @@ class CheckpointWeights:
             stored = self._files.get(tensor)
             whole[row : row + shape[0]].copy_(stored.T if source.transposed else stored)
             row += shape[0]
-        self._done(whole.numel())
+        self._done(whole.nbytes)
         return whole
 
     def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
@@ -81,7 +81,7 @@ class CheckpointWeights:
             parts = [self._files.get_quantized(tensor) for tensor, _ in source.parts]
             found = stack([part for part in parts if part is not None]) if all(parts) else None
             if found is not None:
-                self._done(found.codes.numel())
+                self._done(found.codes.numel() * self._precision.dtype.itemsize)
                 return found
         return rounded(self.take(name), self._precision.quantization)
 
@@ -124,7 +124,7 @@ def load_weights(
         _check(files, source)
     _warn_of_others(files, sources, names)
     elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
-    with progress("loading weights", elements) as done:
+    with progress("loading weights", elements * precision.dtype.itemsize) as done:
         yield CheckpointWeights(files, sources, precision, device, done)
 
 
