@@ -18,7 +18,7 @@
 #include <limits>
 #include <vector>
 
-#include "dtypes.h"
+#include "attention.h"
 #include "simd.h"
 
 namespace quire {
@@ -29,17 +29,7 @@ constexpr int SEGMENT = 256;   // keys; a multiple of TILE
 constexpr int QUERIES = 48;    // (position, head) pairs that share the tiles that one work item reads
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-struct Problem {
-    const float* q;
-    int64_t q_token, q_head;  // strides
-    float* out;               // (T, heads, head_dim) contiguous
-    const int32_t* tables;
-    int64_t table_width;
-    int heads, kv_heads, head_dim, block;
-    int dim;  // of the cache: head_dim rounded up
-    float scale, softcap;
-    int window;  // 0: none
-};
+using Problem = AttentionProblem;
 
 // Queries of one row at consecutive positions, for one kv head, and one segment of their context.
 struct Item {
@@ -57,22 +47,22 @@ struct TileData {
 
 template <class T>
 struct Cache {
-    const T *keys, *values;  // (block, kv head, dim, slot) and (block, kv head, slot, dim)
+    const T *keys, *values;
 
     // Blocks shorter than a tile are joined in `scratch`, of 2 * 16 * dim.
     TileData<T> tile(const Problem& p, const int32_t* table, int head, int first, int end, T* scratch) const {
-        int64_t part = int64_t(p.dim) * p.block;
-        auto at = [&](int position) { return (int64_t(table[position / p.block]) * p.kv_heads + head) * part; };
-        if (p.block >= TILE) {
-            int64_t base = at(first), slot = first % p.block;
-            return {keys + base + slot, p.block, values + base + slot * p.dim};
+        int64_t part = int64_t(p.cache.dim) * p.cache.block;
+        auto at = [&](int position) { return (int64_t(table[position / p.cache.block]) * p.cache.kv_heads + head) * part; };
+        if (p.cache.block >= TILE) {
+            int64_t base = at(first), slot = first % p.cache.block;
+            return {keys + base + slot, p.cache.block, values + base + slot * p.cache.dim};
         }
-        T *k = scratch, *v = scratch + TILE * p.dim;
-        std::fill(scratch, scratch + 2 * TILE * p.dim, T{});
-        for (int position = first; position < std::min(end, first + TILE); position += p.block) {
+        T *k = scratch, *v = scratch + TILE * p.cache.dim;
+        std::fill(scratch, scratch + 2 * TILE * p.cache.dim, T{});
+        for (int position = first; position < std::min(end, first + TILE); position += p.cache.block) {
             int64_t base = at(position), column = position - first;
-            for (int d = 0; d < p.dim; d++) std::copy_n(keys + base + d * p.block, p.block, k + d * TILE + column);
-            std::copy_n(values + base, part, v + column * p.dim);
+            for (int d = 0; d < p.cache.dim; d++) std::copy_n(keys + base + d * p.cache.block, p.cache.block, k + d * TILE + column);
+            std::copy_n(values + base, part, v + column * p.cache.dim);
         }
         return {k, TILE, v};
     }
@@ -167,7 +157,7 @@ struct Scratch {
 // The running maximum, sum and accumulator of each of an item's queries over its segment.
 template <class T>
 void attend(const Problem& p, const Cache<T>& cache, const Item& item, Scratch<T>& scratch, float* most, float* total) {
-    int shared = p.heads / p.kv_heads, queries = item.count * shared, dim = p.dim;
+    int shared = p.heads / p.cache.kv_heads, queries = item.count * shared, dim = p.cache.dim;
     for (int i = 0; i < queries; i++) {
         const float* from = p.q + (item.token + i / shared) * p.q_token + (item.head * shared + i % shared) * p.q_head;
         for (int d = 0; d < p.head_dim; d++) scratch.q[i * dim + d] = from[d] * p.scale;
@@ -219,7 +209,7 @@ void merge(float* out, const float* most, const float* total, const float* acc, 
 
 template <class T>
 void run(const Problem& p, const Cache<T>& cache, const std::vector<Item>& items, int64_t partials) {
-    int shared = p.heads / p.kv_heads, dim = p.dim;
+    int shared = p.heads / p.cache.kv_heads, dim = p.cache.dim;
     std::vector<float> most(partials), total(partials), acc(partials * dim);
     auto output = [&](const Item& item, int i) {
         return p.out + ((item.token + i / shared) * int64_t(p.heads) + item.head * shared + i % shared) * p.head_dim;
@@ -252,54 +242,70 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<Item>& items
             }
 }
 
-// Rows into items. `offsets` (R + 1) and `starts` (R) as in the reference.
-std::vector<Item> cut(const Problem& p, const at::Tensor& offsets, const at::Tensor& starts, int64_t& partials) {
-    const int64_t *offset = offsets.const_data_ptr<int64_t>(), *start = starts.const_data_ptr<int64_t>();
-    int shared = p.heads / p.kv_heads, most = std::max(1, QUERIES / shared);
+// Rows into items.
+std::vector<Item> cut(const Problem& p, int64_t& partials) {
+    int shared = p.heads / p.cache.kv_heads, most = std::max(1, QUERIES / shared);
     std::vector<Item> items;
     partials = 0;
-    for (int32_t row = 0; row < starts.numel(); row++)
-        for (int64_t done = 0, count = offset[row + 1] - offset[row]; done < count; done += most) {
-            int32_t size = std::min<int64_t>(most, count - done), first = start[row] + done;
+    for (int32_t row = 0; row < p.rows; row++)
+        for (int64_t done = 0, count = p.offsets[row + 1] - p.offsets[row]; done < count; done += most) {
+            int32_t size = std::min<int64_t>(most, count - done), first = p.starts[row] + done;
             int32_t segments = (first + size + SEGMENT - 1) / SEGMENT;
-            for (int32_t head = 0; head < p.kv_heads; head++)
+            for (int32_t head = 0; head < p.cache.kv_heads; head++)
                 for (int32_t segment = 0; segment < segments; segment++) {
-                    items.push_back({row, int32_t(offset[row] + done), first, size, head, segment, segments, partials});
+                    items.push_back({row, int32_t(p.offsets[row] + done), first, size, head, segment, segments, partials});
                     if (segments > 1) partials += size * shared;
                 }
         }
     return items;
 }
 
-void paged_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& offsets,
-                     const at::Tensor& starts, const at::Tensor& tables, double scale, int64_t window, double softcap,
-                     at::Tensor& out) {
+void op(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& offsets,
+        const at::Tensor& starts, const at::Tensor& tables, double scale, int64_t window, double softcap,
+        at::Tensor& out) {
     TORCH_CHECK(q.scalar_type() == at::kFloat && q.stride(2) == 1, "q must be float32 with contiguous heads");
-    TORCH_CHECK(keys.stride(2) == 1 && keys.stride(3) == keys.size(2), "keys must lie (block, kv head, dim, slot)");
-    TORCH_CHECK(values.stride(3) == 1 && values.stride(2) * values.size(2) == values.stride(1) && out.is_contiguous(),
-                "values must lie (block, kv head, slot, dim)");
+    TORCH_CHECK(out.scalar_type() == at::kFloat && out.is_contiguous(), "out must be float32 and contiguous");
     TORCH_CHECK(tables.scalar_type() == at::kInt && tables.is_contiguous(), "tables must be int32 and contiguous");
-    Problem p{q.const_data_ptr<float>(), q.stride(0), q.stride(1), out.mutable_data_ptr<float>(),
-              tables.const_data_ptr<int32_t>(), tables.size(1), int(q.size(1)), int(keys.size(1)), int(q.size(2)),
-              int(keys.size(2)), int(values.stride(2)), float(scale), float(softcap), int(window)};
-    TORCH_CHECK(p.block % TILE == 0 || TILE % p.block == 0, "no kernel for blocks of ", p.block);
-    TORCH_CHECK(p.dim % 16 == 0 && p.dim >= p.head_dim, "the cache has ", p.dim, " dimensions for ", p.head_dim);
-    TORCH_CHECK(p.heads % p.kv_heads == 0 && p.heads / p.kv_heads <= QUERIES, "too many heads share one");
-    int64_t partials;
-    std::vector<Item> items = cut(p, offsets, starts, partials);
-    for_dtype(keys, [&](auto one) {
-        using T = decltype(one);
-        run(p, Cache<T>{data<T>(keys), data<T>(values)}, items, partials);
-    });
+    TORCH_CHECK(offsets.is_contiguous() && starts.is_contiguous(), "offsets and starts must be contiguous");
+    AttentionProblem problem{};
+    problem.q = q.const_data_ptr<float>();
+    problem.q_token = q.stride(0);
+    problem.q_head = q.stride(1);
+    problem.out = out.mutable_data_ptr<float>();
+    problem.cache = kv_cache(keys, values);
+    problem.offsets = offsets.const_data_ptr<int64_t>();
+    problem.starts = starts.const_data_ptr<int64_t>();
+    problem.rows = starts.numel();
+    problem.tables = tables.const_data_ptr<int32_t>();
+    problem.table_width = tables.size(1);
+    problem.heads = q.size(1);
+    problem.head_dim = q.size(2);
+    problem.scale = scale;
+    problem.softcap = softcap;
+    problem.window = window;
+    paged_attention(problem);
 }
 
 }  // namespace
+
+void paged_attention(const AttentionProblem& p) {
+    const KVCache& cache = p.cache;
+    TORCH_CHECK(cache.block % TILE == 0 || TILE % cache.block == 0, "no kernel for blocks of ", cache.block);
+    TORCH_CHECK(cache.dim >= p.head_dim, "the cache has ", cache.dim, " dimensions for ", p.head_dim);
+    TORCH_CHECK(p.heads % cache.kv_heads == 0 && p.heads / cache.kv_heads <= QUERIES, "too many heads share one");
+    int64_t partials;
+    std::vector<Item> items = cut(p, partials);
+    for_cache_type(cache.type, [&](auto one) {
+        using T = decltype(one);
+        run(p, Cache<T>{static_cast<const T*>(cache.keys), static_cast<const T*>(cache.values)}, items, partials);
+    });
+}
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def(
         "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor starts, Tensor tables, "
         "float scale, int window, float softcap, Tensor(a!) out) -> ()");
 }
-TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl("paged_attention", paged_attention); }
+TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl("paged_attention", op); }
 
 }  // namespace quire

@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "dtypes.h"
+#include "elementwise.h"
 #include "simd.h"
 
 namespace quire {
@@ -37,16 +37,37 @@ void store_some(F32x16 x, float* p, int count) {
     std::copy_n(lanes, count, p);
 }
 
+// x / (1 + e^-x), and the tanh form of gelu, v / 2 * (1 + tanh(u)) = v / (1 + e^-2u) with u = sqrt(2/pi) (v + 0.044715 v^3).
+F32x16 activated(F32x16 x, bool gelu) {
+    F32x16 slope = x;
+    if (gelu) slope = x * fma(x * x, F32x16::set(0.0713548162726f), F32x16::set(1.5957691216057f));
+    return x / (F32x16::set(1.0f) + exp(min(F32x16::zero() - slope, F32x16::set(88.0f))));
+}
+
+template <class T>
+void write(Heads keys, Heads values, int64_t tokens, int64_t head_dim, const KVCache& cache, const int64_t* slots) {
+    int64_t heads = cache.kv_heads, dim = cache.dim, block = cache.block;
+    T *k = static_cast<T*>(cache.keys), *v = static_cast<T*>(cache.values);
+    at::parallel_for(0, tokens, grain(heads * dim), [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++)
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t at = (slots[t] / block * heads + h) * dim * block, slot = slots[t] % block;
+                const float* key = keys.data + t * keys.token + h * keys.head;
+                const float* value = values.data + t * values.token + h * values.head;
+                for (int64_t d = 0; d < head_dim; d++) {
+                    narrow(key[d], k[at + d * block + slot]);
+                    narrow(value[d], v[at + slot * dim + d]);
+                }
+            }
+    });
+}
+
+}  // namespace
+
 // total = x + residual where there is one; y = total / sqrt(mean(total²) + eps) * weight.
-void add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight, double eps,
-                  at::Tensor& y, at::Tensor& total) {
-    int64_t width = weight.numel();
-    TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && total.is_contiguous(), "rows must be contiguous");
-    TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && x.numel() % width == 0, "float32");
-    const float *in = x.const_data_ptr<float>(), *w = weight.const_data_ptr<float>();
-    const float* rest = residual ? residual->const_data_ptr<float>() : nullptr;
-    float *out = y.mutable_data_ptr<float>(), *joined = total.mutable_data_ptr<float>();
-    at::parallel_for(0, x.numel() / width, grain(width), [&](int64_t from, int64_t to) {
+void add_rms_norm(const float* in, const float* rest, const float* w, float eps, int64_t rows, int64_t width, float* out,
+                  float* joined) {
+    at::parallel_for(0, rows, grain(width), [&](int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++) {
             int64_t at = row * width;
             F32x16 squares = F32x16::zero();
@@ -59,7 +80,7 @@ void add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual
                 squares = fma(value, value, squares);
             });
             const float* source = rest ? joined : in;
-            F32x16 scale = F32x16::set(1.0f / std::sqrt(sum(squares) / float(width) + float(eps)));
+            F32x16 scale = F32x16::set(1.0f / std::sqrt(sum(squares) / float(width) + eps));
             over_lanes(width, [&](int64_t i, int n) {
                 store_some(load_some(source + at + i, n) * scale * load_some(w + i, n), out + at + i, n);
             });
@@ -67,42 +88,28 @@ void add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& residual
     });
 }
 
-// x / (1 + e^-x), and the tanh form of gelu, v / 2 * (1 + tanh(u)) = v / (1 + e^-2u) with u = sqrt(2/pi) (v + 0.044715 v^3).
-F32x16 activated(F32x16 x, bool gelu) {
-    F32x16 slope = x;
-    if (gelu) slope = x * fma(x * x, F32x16::set(0.0713548162726f), F32x16::set(1.5957691216057f));
-    return x / (F32x16::set(1.0f) + exp(min(F32x16::zero() - slope, F32x16::set(88.0f))));
-}
-
 // y = activated(x), or, where x is twice as wide, activated(gate) * up for its halves.
-void activation(const at::Tensor& x, bool gelu, at::Tensor& y) {
-    int64_t width = y.size(-1), in_width = x.size(-1);
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && y.is_contiguous(), "float32, contiguous");
-    TORCH_CHECK(in_width == width || in_width == 2 * width, "x must be as wide as y, or twice as wide");
-    const float* in = x.const_data_ptr<float>();
-    float* out = y.mutable_data_ptr<float>();
-    at::parallel_for(0, y.numel() / std::max<int64_t>(1, width), grain(width), [&](int64_t from, int64_t to) {
+void activation(const float* in, bool gelu, bool gated, int64_t rows, int64_t width, float* out) {
+    int64_t in_width = gated ? 2 * width : width;
+    at::parallel_for(0, rows, grain(width), [&](int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++)
             over_lanes(width, [&](int64_t i, int n) {
                 const float* gate = in + row * in_width + i;
                 F32x16 value = activated(load_some(gate, n), gelu);
-                if (in_width != width) value = value * load_some(gate + width, n);
+                if (gated) value = value * load_some(gate + width, n);
                 store_some(value, out + row * width + i, n);
             });
     });
 }
 
-// The first R dimensions of each head of x (T, heads, D) turned by its token's angle; cos and sin (T, R).
-void rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, at::Tensor& y) {
-    int64_t heads = x.size(1), dim = x.size(2), half = cos.size(1) / 2;
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(2) == 1 && y.is_contiguous(), "float32, contiguous heads");
-    TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && 2 * half <= dim, "angles (T, R) contiguous, R <= D");
-    const float *in = x.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-    float* out = y.mutable_data_ptr<float>();
-    at::parallel_for(0, x.size(0), grain(heads * dim), [&](int64_t from, int64_t to) {
+// The first `rotated` dimensions of each head turned by its token's angle.
+void rotary(Heads x, const float* c, const float* s, int64_t tokens, int64_t heads, int64_t dim, int64_t rotated,
+            float* out) {
+    int64_t half = rotated / 2;
+    at::parallel_for(0, tokens, grain(heads * dim), [&](int64_t from, int64_t to) {
         for (int64_t t = from; t < to; t++)
             for (int64_t h = 0; h < heads; h++) {
-                const float* from_head = in + t * x.stride(0) + h * x.stride(1);
+                const float* from_head = x.data + t * x.token + h * x.head;
                 float* to_head = out + (t * heads + h) * dim;
                 over_lanes(half, [&](int64_t i, int n) {
                     F32x16 a = load_some(from_head + i, n), b = load_some(from_head + half + i, n);
@@ -115,36 +122,51 @@ void rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, a
     });
 }
 
-// Keys to (block, kv head, dim, slot), values to (block, kv head, slot, dim); dimensions beyond the head's stay zero.
-template <class T>
-void write(const at::Tensor& keys, const at::Tensor& values, at::Tensor& key_cache, at::Tensor& value_cache,
-           const int64_t* slots) {
-    int64_t heads = keys.size(1), head_dim = keys.size(2), dim = value_cache.stride(2), block = value_cache.size(2);
-    T *k = static_cast<T*>(key_cache.mutable_data_ptr()), *v = static_cast<T*>(value_cache.mutable_data_ptr());
-    const float *from_k = keys.const_data_ptr<float>(), *from_v = values.const_data_ptr<float>();
-    at::parallel_for(0, keys.size(0), grain(heads * dim), [&](int64_t from, int64_t to) {
-        for (int64_t t = from; t < to; t++)
-            for (int64_t h = 0; h < heads; h++) {
-                int64_t at = (slots[t] / block * heads + h) * dim * block, slot = slots[t] % block;
-                const float* key = from_k + t * keys.stride(0) + h * keys.stride(1);
-                const float* value = from_v + t * values.stride(0) + h * values.stride(1);
-                for (int64_t d = 0; d < head_dim; d++) {
-                    narrow(key[d], k[at + d * block + slot]);
-                    narrow(value[d], v[at + slot * dim + d]);
-                }
-            }
+// Dimensions of the cache beyond the head's stay zero.
+void write_kv(Heads keys, Heads values, int64_t tokens, int64_t head_dim, const KVCache& cache, const int64_t* slots) {
+    for_cache_type(cache.type, [&](auto one) {
+        write<decltype(one)>(keys, values, tokens, head_dim, cache, slots);
     });
 }
 
-void write_kv(const at::Tensor& keys, const at::Tensor& values, at::Tensor& key_cache, at::Tensor& value_cache,
-              const at::Tensor& slots) {
-    TORCH_CHECK(keys.scalar_type() == at::kFloat && keys.stride(2) == 1 && values.stride(2) == 1, "contiguous heads");
-    TORCH_CHECK(key_cache.stride(2) == 1 && key_cache.stride(3) == key_cache.size(2), "keys must lie (dim, slot)");
-    TORCH_CHECK(value_cache.stride(3) == 1 && value_cache.size(2) == key_cache.size(2), "values must lie (slot, dim)");
+namespace {
+
+void add_rms_norm_op(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight,
+                     double eps, at::Tensor& y, at::Tensor& total) {
+    int64_t width = weight.numel();
+    TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && total.is_contiguous(), "rows must be contiguous");
+    TORCH_CHECK(x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat && x.numel() % width == 0, "float32");
+    add_rms_norm(x.const_data_ptr<float>(), residual ? residual->const_data_ptr<float>() : nullptr,
+                 weight.const_data_ptr<float>(), eps, x.numel() / width, width, y.mutable_data_ptr<float>(),
+                 total.mutable_data_ptr<float>());
+}
+
+void activation_op(const at::Tensor& x, bool gelu, at::Tensor& y) {
+    int64_t width = y.size(-1), in_width = x.size(-1);
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && y.is_contiguous(), "float32, contiguous");
+    TORCH_CHECK(in_width == width || in_width == 2 * width, "x must be as wide as y, or twice as wide");
+    activation(x.const_data_ptr<float>(), gelu, in_width != width, y.numel() / std::max<int64_t>(1, width), width,
+               y.mutable_data_ptr<float>());
+}
+
+Heads heads_of(const at::Tensor& x) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(2) == 1, "float32, contiguous heads");
+    return {x.const_data_ptr<float>(), x.stride(0), x.stride(1)};
+}
+
+void rotary_op(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, at::Tensor& y) {
+    int64_t dim = x.size(2), rotated = cos.size(1);
+    TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && rotated <= dim, "angles (T, R) contiguous, R <= D");
+    TORCH_CHECK(y.is_contiguous(), "y must be contiguous");
+    rotary(heads_of(x), cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), x.size(0), x.size(1), dim, rotated,
+           y.mutable_data_ptr<float>());
+}
+
+void write_kv_op(const at::Tensor& keys, const at::Tensor& values, at::Tensor& key_cache, at::Tensor& value_cache,
+                 const at::Tensor& slots) {
     TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots must be int64 and contiguous");
-    for_dtype(key_cache, [&](auto one) {
-        write<decltype(one)>(keys, values, key_cache, value_cache, slots.const_data_ptr<int64_t>());
-    });
+    write_kv(heads_of(keys), heads_of(values), keys.size(0), keys.size(2), kv_cache(key_cache, value_cache),
+             slots.const_data_ptr<int64_t>());
 }
 
 }  // namespace
@@ -159,10 +181,10 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
         "write_kv(Tensor keys, Tensor values, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()");
 }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
-    m.impl("add_rms_norm", add_rms_norm);
-    m.impl("activation", activation);
-    m.impl("rotary", rotary);
-    m.impl("write_kv", write_kv);
+    m.impl("add_rms_norm", add_rms_norm_op);
+    m.impl("activation", activation_op);
+    m.impl("rotary", rotary_op);
+    m.impl("write_kv", write_kv_op);
 }
 
 }  // namespace quire
