@@ -38,7 +38,7 @@ PRECISIONS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "float16"},
-    {"quantization": "gguf"},
+    {"quantization": "gguf"},  # the default
     {"quantization": "int8"},
     {"quantization": "int4"},
 )

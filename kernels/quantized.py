@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # inputs that share a step
+_ZERO = 128  # of 8 bits around zero
 
 
 class QuantizedWeight(NamedTuple):
@@ -39,18 +40,33 @@ class QuantizedWeight(NamedTuple):
         return self._replace(codes=self.codes[order], steps=self.steps[order], leasts=leasts)
 
 
-def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One weight of the outputs of all `parts`; None if they are of different kinds."""
-    first = parts[0]
-    kinds = {(part.bits, part.zero, part.leasts is None) for part in parts}
-    if len(kinds) > 1:
-        return None
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight of the outputs of all `parts`. Those of different kinds get the more general one: 8 bits, and leasts.
+
+    Four bits among eight are exact. So are leasts, if a zero is a power of two; others are rounded to float16.
+    """
+    if len({part.bits for part in parts}) > 1:
+        parts = [_with_eight_bits(part) for part in parts]
+    if len({(part.zero, part.leasts is None) for part in parts}) > 1:
+        parts = [_with_leasts(part) for part in parts]
     leasts = [part.leasts for part in parts if part.leasts is not None]
-    return first._replace(
+    return parts[0]._replace(
         codes=torch.cat([part.codes for part in parts]),
         steps=torch.cat([part.steps for part in parts]),
         leasts=torch.cat(leasts) if leasts else None,
     )
+
+
+def _with_eight_bits(weight: QuantizedWeight) -> QuantizedWeight:
+    if weight.bits == 8 or weight.leasts is not None:
+        return weight._replace(bits=8)
+    return weight._replace(bits=8, codes=weight.codes + (_ZERO - weight.zero), zero=_ZERO)
+
+
+def _with_leasts(weight: QuantizedWeight) -> QuantizedWeight:
+    if weight.leasts is not None:
+        return weight
+    return weight._replace(leasts=weight.steps * -weight.zero, zero=0)
 
 
 def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
@@ -58,8 +74,8 @@ def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
     groups = weight.float().view(len(weight), -1, GROUP)
     if bits == 8:
         steps = (groups.abs().amax(-1) / 127).half()
-        codes = _codes(groups, steps, 0.0).clamp_(-127, 127) + 128
-        return QuantizedWeight(8, codes.to(torch.uint8).view(weight.shape), steps, None, 128)
+        codes = _codes(groups, steps, 0.0).clamp_(-127, 127) + _ZERO
+        return QuantizedWeight(8, codes.to(torch.uint8).view(weight.shape), steps, None, _ZERO)
     leasts = groups.amin(-1).half()
     steps = ((groups.amax(-1) - leasts.float()) / 15).half()
     codes = _codes(groups, steps, leasts.float()[..., None]).clamp_(0, 15)

@@ -23,17 +23,18 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "float", "bfloat16", "float16", "half"],
         Meta(
-            description="Type of weights; auto: the checkpoint's on a GPU, float32 on a CPU, which computes in float32 "
-            "whatever the type."
+            description="Type of weights that are not quantised; auto: the checkpoint's on a GPU, float32 on a CPU, "
+            "which computes in float32 whatever the type."
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "gguf", "int8", "int4"],
+        Literal["none", "auto", "gguf", "gptq", "awq", "int8", "int4"],
         Meta(
-            description="Bits of the weights on a CPU: as a GGUF file has them, or rounded when they are loaded; "
-            "activations are then rounded to 8 bits."
+            description="Bits of the weights on a CPU: those of a GGUF file, GPTQ or AWQ checkpoint, or rounded when "
+            "they are loaded; activations are then rounded to 8 bits. auto: the checkpoint's own where that can be; "
+            "none where --dtype is given."
         ),
-    ] = "none"
+    ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="Type of keys and values in memory; auto: the weights', bfloat16 if those are quantised."),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.quantized import QuantizedWeight
 from services.worker.models.config_json import read_config
+from shared.gguf.blocks import has_codes
 from shared.gguf.damage import blamed_on
 from shared.gguf.header import read_header
 from shared.gguf.tensors import find_sources
@@ -32,8 +33,16 @@ class GGUFWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._sources[name].shape
 
+    def is_quantized(self, name: str) -> bool:
+        return self._sources[name].tensor.type.name not in _STORED
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether some tensors are in blocks that the products can use."""
+        return any(has_codes(source.tensor) for source in self._sources.values())
+
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """The tensor as it is stored, if that is in blocks that the products can use."""
+        """The matrix (outputs, inputs) as it is stored, if that is in blocks that the products can use."""
         found = self._sources[name].read_codes()
         if found is None:
             return None

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from kernels.quantized import GROUP, QuantizedWeight, quantize, stack
 from services.worker.models.layers import Weights
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
-from services.worker.precision import Precision, Quantization
+from services.worker.precision import Precision, Quantization, Stored
 from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
 from shared.errors import ModelError
 from shared.progress import progress
@@ -57,6 +58,7 @@ class CheckpointWeights:
         self._files, self._sources = files, sources
         self._precision, self.device = precision, device
         self._done = done  # told of the bytes that were read, as floats
+        self.dequantised: list[str] = []  # tensors whose codes are of no use to the products
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -76,14 +78,16 @@ class CheckpointWeights:
 
     def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
         """As `take`, in few bits if that is wanted: the checkpoint's own, or rounded."""
-        source = self._sources[name]
-        if self._precision.quantization == "gguf" and not source.transposed:
-            parts = [self._files.get_quantized(tensor) for tensor, _ in source.parts]
-            found = stack([part for part in parts if part is not None]) if all(parts) else None
-            if found is not None:
+        wanted = self._precision.quantization
+        if wanted in get_args(Stored):
+            tensors = [tensor for tensor, _ in self._sources[name].parts]
+            parts = [self._files.get_quantized(tensor) for tensor in tensors]
+            if all(parts):
+                found = stack([part for part in parts if part is not None])
                 self._done(found.codes.numel() * self._precision.dtype.itemsize)
                 return found
-        return rounded(self.take(name), self._precision.quantization)
+            self.dequantised += [tensor for tensor in tensors if self._files.is_quantized(tensor)]
+        return rounded(self.take(name), wanted)
 
 
 class RandomWeights:
@@ -125,12 +129,16 @@ def load_weights(
     _warn_of_others(files, sources, names)
     elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
     with progress("loading weights", elements * precision.dtype.itemsize) as done:
-        yield CheckpointWeights(files, sources, precision, device, done)
+        weights = CheckpointWeights(files, sources, precision, device, done)
+        yield weights
+    if wide := weights.dequantised:
+        why = "products take Q4_0, Q4_1, Q8_0, and 4 or 8 bits in groups of whole 32 inputs that lie side by side"
+        log.warning("%d tensors are dequantised, %s the first: %s", len(wide), wide[0], why)
 
 
 def rounded(weight: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
     """`weight` (out, in) in 8 or 4 bits, where that is wanted and its inputs make whole groups."""
-    if quantization in (None, "gguf") or weight.shape[1] % GROUP:
+    if quantization not in ("int8", "int4") or weight.shape[1] % GROUP:
         return weight
     return quantize(weight, 8 if quantization == "int8" else 4)
 

@@ -1,5 +1,6 @@
 """From a model folder to a decoder on a device."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.registry import choose, family, read_supported
 from services.worker.models.trial import refuse_if_not_finite
 from services.worker.naming import naming
-from services.worker.precision import Precision, choose_precision
+from services.worker.precision import Checkpoint, Precision, choose_precision, why_dequantised
 from services.worker.weight_files import WeightFiles
 from shared.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,13 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
     described = read_supported(folder, config.model_impl)
     way = choose(described, config.model_impl)
     files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
-    stored = checkpoint_dtype(folder, files) if files else torch.bfloat16
-    gguf = files is not None and files.kind == "gguf"
-    precision = choose_precision(config, device, stored, gguf=gguf, mixes=ops.mixes_types, native=way.native)
+    dtype = checkpoint_dtype(folder, files) if files else torch.bfloat16
+    stored = Checkpoint(dtype, files.quantization if files else None, way.native)
+    precision = choose_precision(config, device, stored, mixes=ops.mixes_types)
+    if reason := why_dequantised(config, stored, mixes=ops.mixes_types):
+        log.warning(
+            "the checkpoint's quantised weights are dequantised: to compute with them as they are needs %s", reason
+        )
     paths = files.paths if files else []
     if not way.native:
         return _through_transformers(folder, way.architecture, files, precision, device, ops)

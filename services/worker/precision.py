@@ -1,6 +1,7 @@
 """In what types a model is computed: from the user's wishes, the device and what the checkpoint holds.
 
-A pure function of these; whatever cannot be honoured is refused.
+A pure function of these. What is asked for by name and cannot be done is refused; what `auto` cannot keep in few bits
+is dequantised, and the precision says why.
 """
 
 from typing import Literal, NamedTuple
@@ -18,14 +19,23 @@ DTYPES = {
     "half": torch.float16,
 }
 
-Quantization = Literal["gguf", "int8", "int4"]
+Stored = Literal["gguf", "gptq", "awq"]
+"""The ways in which a checkpoint itself may be quantised."""
+
+Quantization = Stored | Literal["int8", "int4"]
+
+_MEANS: dict[Stored, str] = {
+    "gguf": "a GGUF file with blocks of Q4_0, Q4_1 or Q8_0",
+    "gptq": "a checkpoint whose quantization_config says gptq",
+    "awq": "a checkpoint whose quantization_config says awq",
+}
 
 
 class Precision(NamedTuple):
     """How numbers are kept; on a CPU with compiled kernels, arithmetic is in float32 throughout."""
 
     dtype: torch.dtype  # of weights that are not quantised
-    quantization: Quantization | None  # of matrices: as a GGUF file has them, or rounded when they are loaded
+    quantization: Quantization | None  # of matrices: as the checkpoint has them, or rounded when they are loaded
     kv_dtype: torch.dtype
 
     @property
@@ -34,26 +44,52 @@ class Precision(NamedTuple):
         return self.quantization or str(self.dtype).removeprefix("torch.")
 
 
-def choose_precision(
-    config: WorkerConfig, device: torch.device, stored: torch.dtype, *, gguf: bool, native: bool, mixes: bool
-) -> Precision:
-    """For a checkpoint that is `stored` in a type, or as a GGUF file, and computed by a family of ours or not.
+class Checkpoint(NamedTuple):
+    """What the choice hangs on, of a checkpoint and its way through here."""
 
-    `mixes` is whether the kernels take weights, cache and activations of different types. Raises ConfigError for what
-    cannot be done.
+    dtype: torch.dtype  # that most of it is stored in
+    quantization: Stored | Literal["other"] | None  # other: in codes that no product takes
+    native: bool  # a family of ours computes it
+
+
+def choose_precision(config: WorkerConfig, device: torch.device, stored: Checkpoint, *, mixes: bool) -> Precision:
+    """For a checkpoint on a device; `mixes` is whether its kernels take few bits, and one type for weights and another
+    for cache and activations. Raises ConfigError for what cannot be done.
     """
-    quantization = None if config.quantization == "none" else config.quantization
-    if quantization == "gguf" and not gguf:
-        raise ConfigError("--quantization gguf: the model is no GGUF file")
-    if quantization and not native:
-        raise ConfigError(f"--quantization {quantization} needs a family of Quire's own; `quire models` lists them")
-    if quantization and not mixes:
-        raise ConfigError(f"--quantization {quantization} needs a CPU and the kernels compiled for it")
-    dtype = _dtype(config, device, stored)
+    quantization = _quantization(config, stored, mixes)
+    dtype = _dtype(config, device, stored.dtype)
     kv_dtype = _kv_dtype(config, torch.bfloat16 if quantization else dtype)
     if kv_dtype != dtype and not mixes:
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} needs a CPU and the kernels compiled for it")
     return Precision(dtype, quantization, kv_dtype)
+
+
+def why_dequantised(config: WorkerConfig, stored: Checkpoint, *, mixes: bool) -> str | None:
+    """What a checkpoint's own few bits would have needed, where nobody said that they are not wanted."""
+    if config.quantization != "auto" or config.dtype != "auto" or stored.quantization is None:
+        return None
+    return _lacking(stored, mixes) or (_MEANS["gguf"] if stored.quantization == "other" else None)
+
+
+def _quantization(config: WorkerConfig, stored: Checkpoint, mixes: bool) -> Quantization | None:
+    wanted, lacking = config.quantization, _lacking(stored, mixes)
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        own = None if stored.quantization == "other" else stored.quantization
+        return None if lacking or config.dtype != "auto" else own
+    if wanted in _MEANS and wanted != stored.quantization:
+        raise ConfigError(f"--quantization {wanted}: the model is not {_MEANS[wanted]}")
+    if lacking:
+        raise ConfigError(f"--quantization {wanted} needs {lacking}")
+    return wanted
+
+
+def _lacking(stored: Checkpoint, mixes: bool) -> str | None:
+    """What few bits need and is not there."""
+    if not stored.native:
+        return "a family of Quire's own; `quire models` lists them"
+    return None if mixes else "a CPU and the kernels compiled for it"
 
 
 def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> torch.dtype:

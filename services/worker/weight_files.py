@@ -7,7 +7,7 @@ cut short or unreadable is a ModelError naming the file.
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.quantized import QuantizedWeight
 from services.worker.gguf_weights import GGUFWeights
+from services.worker.precision import Stored
 from services.worker.weight_paths import Format, find_weights
 from shared.errors import ModelError
 
@@ -63,8 +64,21 @@ class WeightFiles:
         shard = self._shards[name]
         return shard.shape(name) if isinstance(shard, GGUFWeights) else tuple(self.get(name).shape)
 
+    @property
+    def quantization(self) -> Stored | Literal["other"] | None:
+        """In what codes it is stored; `other` are such that no product takes."""
+        found = next((shard for shard in self._shards.values() if isinstance(shard, GGUFWeights)), None)
+        if found and found.has_codes:
+            return "gguf"
+        return "other" if any(map(self.is_quantized, self.names)) else None
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor called `name` is stored as codes of some kind."""
+        shard = self._shards[name]
+        return isinstance(shard, GGUFWeights) and shard.is_quantized(name)
+
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """The tensor called `name` as it is stored, if that is in codes of few bits."""
+        """The matrix called `name`, (outputs, inputs), as it is stored, if that is in codes that products can use."""
         shard = self._shards[name]
         return shard.get_quantized(name) if isinstance(shard, GGUFWeights) else None
 

@@ -61,13 +61,18 @@ class Codes(NamedTuple):
     zero: int  # where there are no leasts
 
 
+def has_codes(tensor: StoredTensor) -> bool:
+    """Whether a tensor's type is plain blocks of 4 or 8 bits."""
+    return tensor.type in _ZEROS
+
+
 def read_codes(tensor: StoredTensor, index: int | None = None) -> Codes | None:
     """The matrix, or the one at `index` of those stacked; None if its type is not plain blocks of 4 or 8 bits.
 
     The layout of a block: a step of float16, a least of float16 (Q4_1), then 32 signed bytes (Q8_0), or 16 bytes whose
     low halves are the first 16 codes and whose high halves the rest.
     """
-    if tensor.type not in _ZEROS:
+    if not has_codes(tensor):
         return None
     block, size = GGML_QUANT_SIZES[tensor.type]
     rows, columns = tensor.shape[-2:]

@@ -55,8 +55,11 @@ class Source(Struct, frozen=True):
         return values.T if self.transposed else values
 
     def read_codes(self) -> Codes | None:
-        """Its codes, if it is a matrix that is stored as plain blocks of 4 or 8 bits, in the order of its rows."""
-        if self.transposed or self.subtract:
+        """Its codes (outputs, inputs), if it is a matrix that is stored as plain blocks of 4 or 8 bits.
+
+        Its outputs are in Hugging Face's order; they are the rows, also where Hugging Face has them as columns.
+        """
+        if self.subtract:
             return None
         found = read_codes(self.tensor, self.expert)
         if found is None or not self.heads:

@@ -1,9 +1,10 @@
-"""The margin rule: up to where two runs of one sequence may be held to the same tokens.
+"""The margin rule: up to where two runs of one sequence may be held to the same tokens, if their bits may differ.
 
-Arithmetic in another order moves logits a little. Where the choice of a token hung on less than that, another choice
-is no fault, and from there on the two sequences have different contexts. So a run is compared with an undisturbed one
-up to the first position at which the undisturbed run's choice was close: at which the runner-up, noise included, was
-within `TOLERANCE`, or could have been if top_k or top_p had cut a neighbour's place earlier or later.
+That is so where the reference kernels serve; the compiled ones are held to equality (equality.py). Arithmetic in
+another order moves logits a little. Where the choice of a token hung on less than that, another choice is no fault, and
+from there on the two sequences have different contexts. So a run is compared with an undisturbed one up to the first
+position at which the undisturbed run's choice was close: at which the runner-up, noise included, was within
+`TOLERANCE`, or could have been if top_k or top_p had cut a neighbour's place earlier or later.
 
 The choice is worked out here again, from the reported log-probabilities and the noise that the seed stands for
 (kernels.reference.gumbel). So a position that is compared is held to the sampling rules too. Where the tokens that

@@ -1,6 +1,7 @@
 """The embedded model: what a request gets does not hang on its neighbours, on chunks, on preemption or on the cache.
 
-Undisturbed is each request alone, in a pool where nothing is shared; margin.py has the rule by which runs are compared.
+Undisturbed is each request alone, in a pool where nothing is shared. Held to the last bit in what the model is served
+in by default, its own blocks of few bits, and, with fewer requests, in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from shared.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
 from shared.protocol import NewSequence, StepPlan, StepResult
 from shared.text.tokenizer import Tokenizer
-from tests.exactness.margin import Run, assert_same, compare
+from tests.exactness.equality import EXACT, assert_alike, differ
+from tests.exactness.margin import Run, assert_same
 from tests.exactness.workload import EDGES, Output, Request, draw_requests, engine, serve
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests to run one by one
@@ -22,20 +24,25 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests t
 BLOCK = 16
 
 
-@pytest.fixture(scope="module")
-def requests() -> list[Request]:
-    return draw_requests(32, seed=6)
+@pytest.fixture(scope="module", params=["auto", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def plain() -> Engine:
+def requests(dtype: str) -> list[Request]:
+    return draw_requests(32, seed=6) if dtype == "auto" else draw_requests(12, seed=8, longest=60)
+
+
+@pytest.fixture(scope="module")
+def plain(dtype: str) -> Engine:
     """An engine with room for all, that shares nothing."""
-    return engine(enable_prefix_caching=False)
+    return engine(dtype, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
-def caching() -> Engine:
-    return engine()
+def caching(dtype: str) -> Engine:
+    return engine(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +63,22 @@ def together(requests: list[Request], caching: Engine) -> list[Output]:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     alone: list[Run], together: list[Output], caching: Engine
 ) -> None:
-    assert_same(alone, runs(together), caching.facts.vocab_size)
+    assert_alike(alone, runs(together), caching.facts.vocab_size)
+
+
+def test_alone_each_token_is_the_one_that_its_seed_stands_for(alone: list[Run], plain: Engine) -> None:
+    assert_same(alone, alone, plain.facts.vocab_size)
+
+
+def test_by_default_it_is_served_in_its_own_bits(plain: Engine, dtype: str) -> None:
+    assert plain.facts.dtype == ("gguf" if dtype == "auto" and EXACT else "float32")
 
 
 def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
     requests: list[Request], alone: list[Run], together: list[Output], caching: Engine
 ) -> None:
     again = serve(caching, requests)
-    assert_same(alone, runs(again), caching.facts.vocab_size)
+    assert_alike(alone, runs(again), caching.facts.vocab_size)
     lengths = [len(request.prompt) for request in requests]
     assert set(EDGES) <= set(lengths)
     expected = [min(length // BLOCK * BLOCK, length - 1) for length in lengths]
@@ -71,14 +86,15 @@ def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
 
 
 def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH-03
-    requests: list[Request], alone: list[Run]
+    requests: list[Request], alone: list[Run], dtype: str
 ) -> None:
-    small = engine(num_gpu_blocks_override=39, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
+    pool = 39 if dtype == "auto" else 11  # the longest request, and little more
+    small = engine(dtype, num_gpu_blocks_override=pool, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
     outputs = serve(small, requests)
     found = small.core.snapshot()
     print(f"{found.preemptions} preemptions in {found.steps} steps")
     assert found.preemptions > 0
-    assert_same(alone, runs(outputs), small.facts.vocab_size)
+    assert_alike(alone, runs(outputs), small.facts.vocab_size)
 
 
 def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None:  # SMP-01
@@ -88,7 +104,7 @@ def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None: 
     )
     (undisturbed,) = serve(plain, [one])
     beside = [serve(plain, [one, unseeded])[0], serve(plain, [seeded, one])[1]]
-    assert_same([undisturbed.run] * 2, runs(beside), plain.facts.vocab_size)
+    assert_alike([undisturbed.run] * 2, runs(beside), plain.facts.vocab_size)
 
 
 def ask(engine: Engine, text: str, params: SamplingParams) -> Request:
@@ -135,7 +151,7 @@ def test_a_fault_is_found(
     outputs = serve(plain, [requests[index] for index in some])
     vocab_size = plain.facts.vocab_size
     pairs = zip((alone[index] for index in some), runs(outputs), strict=True)
-    faulty = [bool(compare(run, other, vocab_size).fault) for run, other in pairs]
+    faulty = [differ(run, other, vocab_size) for run, other in pairs]
     if spoil is with_other_noise:
         sampled = [requests[index].sampling.temperature > 0 for index in some]
         assert sum(faulty) > sum(sampled) / 2

@@ -53,7 +53,7 @@ def assert_likeliest(model: PreTrainedModel, asked: Sequence[Request], outputs: 
 def test_prefix_hits_chunks_and_preemption(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
     asked = requests(model.config.vocab_size)
-    worker = WorkerConfig(model=str(save(model, tmp_path)), device="cpu", num_threads=1)
+    worker = WorkerConfig(model=str(save(model, tmp_path)), device="cpu", dtype="float32", num_threads=1)
     scheduler = SchedulerConfig(num_gpu_blocks_override=20, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24)
     engine = Engine(scheduler, worker)
     crowded = serve(engine, asked)

@@ -1,7 +1,7 @@
 """`quire serve` with the embedded model, whose worker is killed under sixteen streams: for their clients, a pause.
 
-What a client gets is put back into token ids (the API tells each token's bytes), so that the margin rule can compare
-the streams with undisturbed ones.
+What a client gets is put back into token ids (the API tells each token's bytes), so that the streams can be compared
+with undisturbed ones: tokens and log-probabilities, to the last bit.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from shared.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
 from shared.text.tokenizer import Tokenizer
-from tests.exactness.margin import Run, assert_same
+from tests.exactness.equality import assert_alike
+from tests.exactness.margin import Run
 from tests.quire.serving import Server, health, serving
 from tests.system.running import until
 
@@ -161,4 +162,4 @@ async def test_a_killed_worker_is_a_pause(server: Server, client: openai.AsyncOp
         assert (answer.finish, answer.completion_tokens, len(answer.run.tokens)) == ("length", wanted, wanted)
         assert answer.text == tokenizer.decode(answer.run.tokens)
     runs, others = ([answer.run for answer in answers] for answers in (undisturbed, disturbed))
-    assert_same(runs, others, tokenizer.vocab_size)
+    assert_alike(runs, others, tokenizer.vocab_size)

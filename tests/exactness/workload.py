@@ -75,9 +75,9 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
     return requests
 
 
-def engine(**settings: Any) -> Engine:
-    """The embedded model in float32 on one CPU thread, with these settings of the scheduler's."""
-    worker = WorkerConfig(model="", device="cpu", dtype="float32", num_threads=1, kv_cache_memory=0.25)
+def engine(dtype: Any = "auto", **settings: Any) -> Engine:
+    """The embedded model on one CPU thread, with these settings of the scheduler's; `auto` is in its own few bits."""
+    worker = WorkerConfig(model="", device="cpu", dtype=dtype, num_threads=1, kv_cache_memory=0.25)
     return Engine(SchedulerConfig(**settings), worker)
 
 

@@ -9,6 +9,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
+from kernels.load import ops
 from services.worker.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
 from tests.gguf import second_opinion
@@ -16,6 +17,7 @@ from tests.gguf.writing import write
 from tests.models.tiny import Forward, llama, reference_logits
 from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 
+compiled = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 """Rows of whole blocks of 32, which is what the plain quantised types have."""
@@ -63,7 +65,7 @@ def mixed(name: str) -> GGMLQuantizationType:
 
 
 def compare(file: Path, model: PreTrainedModel, cache: Path, **config: object) -> None:
-    forward = Forward(model_folder(file, cache), **config)
+    forward = Forward(model_folder(file, cache), dtype="float32", **config)
     forward.enter(0, TOKENS, range(11))
     (ours,) = forward.step((0, 0, len(TOKENS)))
     theirs = reference_logits(model, TOKENS)
@@ -108,6 +110,47 @@ def test_each_type_of_weights(kind: str, tmp_path: Path) -> None:
     model = llama(**WIDE, num_hidden_layers=1)
     file = write(model, tmp_path / "model.gguf", lambda name: GGMLQuantizationType[kind])
     compare(file, model, tmp_path / "cache")
+
+
+def plain_blocks(name: str) -> GGMLQuantizationType:
+    """Types that are computed with as they are; parts of one product are of different ones."""
+    return GGMLQuantizationType[("Q4_0", "Q8_0", "Q4_1")[sum(name.encode()) % 3]]
+
+
+@compiled
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2", "gpt2"])
+def test_by_default_a_files_own_blocks_are_computed_with(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS[name]()
+    forward = Forward(model_folder(write(model, tmp_path / "model.gguf", plain_blocks), tmp_path / "cache"))
+    assert (forward.precision.name, forward.dtype) == ("gguf", torch.bfloat16)
+    forward.enter(0, TOKENS, range(11))
+    (ours,) = forward.step((0, 0, len(TOKENS)))
+    theirs = reference_logits(model, TOKENS)
+    # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.
+    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert not caplog.records
+
+
+@compiled
+def test_types_that_are_not_computed_with_are_dequantised_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(**WIDE)
+
+    def some(name: str) -> GGMLQuantizationType:
+        return GGMLQuantizationType["Q5_0" if name == "blk.1.ffn_down.weight" else "Q8_0"]
+
+    folder = model_folder(write(model, tmp_path / "model.gguf", some), tmp_path / "cache")
+    assert Forward(folder).precision.name == "gguf"
+    assert "1 tensors are dequantised, model.layers.1.mlp.down_proj.weight the first" in caplog.text
+    caplog.clear()
+    other = model_folder(
+        write(model, tmp_path / "other.gguf", lambda name: GGMLQuantizationType.Q5_0), tmp_path / "cache"
+    )
+    assert Forward(other).precision.name == "float32"
+    assert "are dequantised: to compute with them as they are needs a GGUF file with blocks of Q4_0" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2"])

@@ -100,9 +100,18 @@ def test_rounding(bits: int, bound: float) -> None:
 
 
 def test_stacking() -> None:
-    parts = [weight(rows, 64, 4, True, seed=rows) for rows in (3, 5)]
-    whole = stack(parts)
-    assert whole is not None
-    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
-    assert stack([parts[0], weight(3, 64, 8, True)]) is None
-    assert stack([weight(3, 64, 4, False), parts[0]]) is None
+    parts = [weight(rows, 64, bits, leasts, seed=rows) for rows, (bits, leasts) in enumerate(KINDS, 3)]
+    for number in range(1, 5):
+        for some in itertools.permutations(parts, number):
+            whole = stack(some)
+            assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in some]))
+            assert (whole.bits, whole.leasts is None) == (
+                max(p.bits for p in some),
+                all(p.leasts is None for p in some),
+            )
+
+
+def test_a_zero_that_is_no_power_of_two_is_rounded_among_others() -> None:
+    odd, other = weight(9, 64, 4, False)._replace(zero=7), weight(3, 64, 4, True)
+    error = (stack([odd, other]).dequantize()[:9] - odd.dequantize()).abs().view(9, 2, 32).amax(-1)
+    assert 0 < (error / odd.steps.float()).max() < 7 * 2.0**-11

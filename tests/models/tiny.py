@@ -88,7 +88,8 @@ class Forward:
         device = torch.device("cpu")
         self.ops = ops(device)
         model = load_model(folder, WorkerConfig(**{"device": "cpu"} | config), device, self.ops)
-        self.decoder, self.dtype = model.decoder, model.precision.kv_dtype
+        self.decoder, self.precision, self.fingerprint = model.decoder, model.precision, model.fingerprint
+        self.dtype = self.precision.kv_dtype
         shape = self.decoder.shape
         self.layout = self.ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)
         self.storage = self.layout.allocate(blocks, device)

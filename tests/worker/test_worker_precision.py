@@ -10,7 +10,7 @@ import torch
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
-from services.worker.precision import Precision, choose_precision
+from services.worker.precision import Checkpoint, Precision, choose_precision, why_dequantised
 from shared.checkpoint import locate
 from shared.errors import ConfigError
 from tests.models.tiny import Forward, llama, reference_logits, save
@@ -21,9 +21,15 @@ BLOCK = 16
 compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
 
 
-def chosen(device: torch.device = CPU, stored: torch.dtype = BF16, **wishes: Any) -> Precision:
-    kinds = {name: wishes.pop(name, default) for name, default in (("gguf", False), ("native", True), ("mixes", True))}
-    return choose_precision(WorkerConfig(**wishes), device, stored, **kinds)
+def chosen(
+    device: torch.device = CPU,
+    dtype_of_file: torch.dtype = BF16,
+    own: Any = None,
+    native: bool = True,
+    mixes: bool = True,
+    **wishes: Any,
+) -> Precision:
+    return choose_precision(WorkerConfig(**wishes), device, Checkpoint(dtype_of_file, own, native), mixes=mixes)
 
 
 def test_what_is_chosen() -> None:
@@ -31,17 +37,46 @@ def test_what_is_chosen() -> None:
     assert chosen(dtype="bfloat16") == Precision(BF16, None, BF16)
     assert chosen(dtype="half", kv_cache_dtype="float32") == Precision(F16, None, F32)
     assert chosen(quantization="int8") == Precision(F32, "int8", BF16)
-    assert chosen(quantization="gguf", gguf=True, kv_cache_dtype="float32") == Precision(F32, "gguf", F32)
+    assert chosen(quantization="gguf", own="gguf", kv_cache_dtype="float32") == Precision(F32, "gguf", F32)
     assert chosen(CUDA, mixes=False) == Precision(BF16, None, BF16)
-    assert chosen(CUDA, stored=F32, mixes=False) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, F32, mixes=False) == Precision(BF16, None, BF16)
     assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16", mixes=False) == Precision(F16, None, F16)
     assert [chosen().name, chosen(quantization="int4").name] == ["float32", "int4"]
+
+
+@pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
+def test_a_checkpoint_keeps_its_own_bits_unless_a_type_is_named(own: str) -> None:
+    assert chosen(own=own) == chosen(own=own, quantization=own) == Precision(F32, own, BF16)
+    assert chosen(own=own, dtype="float32") == chosen(own=own, quantization="none") == Precision(F32, None, F32)
+    assert chosen(own=own, dtype="half") == Precision(F16, None, F16)
+    assert chosen(own=own, dtype="half", quantization=own) == Precision(F16, own, BF16)
+    assert chosen(own=own, quantization="int8") == Precision(F32, "int8", BF16)
+
+
+@pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
+def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(own: Any) -> None:
+    plain = Precision(F32, None, F32)
+    assert chosen(own=own, native=False) == chosen(own=own, mixes=False) == chosen(own="other") == plain
+    assert chosen(CUDA, F16, own=own, mixes=False) == Precision(F16, None, F16)
+
+    def reason(own: Any, native: bool = True, mixes: bool = True, **wishes: Any) -> str | None:
+        return why_dequantised(WorkerConfig(**wishes), Checkpoint(F16, own, native), mixes=mixes)
+
+    assert reason(own) is reason(None, native=False) is reason(None, mixes=False) is None
+    assert "family" in str(reason(own, native=False))
+    assert "compiled" in str(reason(own, mixes=False))
+    assert "Q4_0" in str(reason("other"))
+    assert reason(own, mixes=False, dtype="float32") is reason(own, mixes=False, quantization="none") is None
 
 
 @pytest.mark.parametrize(
     ("wishes", "said"),
     [
-        ({"quantization": "gguf"}, "--quantization gguf: the model is no GGUF file"),
+        ({"quantization": "gguf"}, "--quantization gguf: the model is not a GGUF file"),
+        ({"quantization": "gguf", "own": "other"}, "--quantization gguf: the model is not a GGUF file with blocks"),
+        ({"quantization": "gptq", "own": "awq"}, "--quantization gptq: the model is not .*gptq"),
+        ({"quantization": "awq", "own": "awq", "mixes": False}, "--quantization awq needs a CPU"),
+        ({"quantization": "gguf", "own": "gguf", "native": False}, "--quantization gguf needs a family"),
         ({"quantization": "int8", "native": False}, "--quantization int8 needs a family"),
         ({"quantization": "int4", "mixes": False}, "--quantization int4 needs a CPU"),
         ({"kv_cache_dtype": "bfloat16", "mixes": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
@@ -103,11 +138,14 @@ def test_rounded_weights_are_near(quantization: str, bound: float, tmp_path: Pat
 @compiled
 def test_the_embedded_models_own_bits_are_near_its_floats() -> None:
     tokens = list(range(1000, 1040))
-    found = []
-    for settings in ({"dtype": "float32"}, {"quantization": "gguf"}):
+    found, fingerprints = [], set()
+    for settings in ({"dtype": "float32"}, {}):
         forward = Forward(locate(""), block_size=BLOCK, **settings)
+        fingerprints.add(forward.fingerprint)
         forward.enter(0, tokens, range(4))
         found.append(forward.step((0, 0, len(tokens)))[0].log_softmax(-1))
     exact, rounded = found
+    assert forward.precision == Precision(F32, "gguf", BF16)
+    assert len(fingerprints) == 2  # streams don't move from one to the other unnoticed
     divergence = (exact.exp() * (exact - rounded)).sum(-1)
     assert 1e-6 < divergence.mean() < 0.02

@@ -36,7 +36,7 @@ def prompts() -> list[list[int]]:
 
 def ours(prompts: list[list[int]]) -> list[list[int]]:
     """All prompts in one batch, in uneven chunks first, with their blocks dealt out in turn."""
-    drive = Drive(Runner(WorkerConfig(model="", device="cpu")), slots=10, blocks=70, block_size=16)
+    drive = Drive(Runner(WorkerConfig(model="", device="cpu", dtype="float32")), slots=10, blocks=70, block_size=16)
     lengths = [len(prompt) for prompt in prompts]
     new = [sequence(slot, prompt, range(slot, 70, 10)) for slot, prompt in enumerate(prompts)]
     drive.run(*((slot, 0, length // 2, 0) for slot, length in enumerate(lengths)), new=new)
