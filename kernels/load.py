@@ -8,19 +8,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import extension
-from kernels.cpu.compiled import attention, elementwise
+from kernels.cpu.compiled import attention, elementwise, sampling
 from kernels.cpu.compiled import linear as matrix
 from kernels.layout import KVLayout
 from kernels.quantized import QuantizedWeight
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.embedding import embedding
 from kernels.reference.gelu_tanh import gelu_tanh, gelu_tanh_and_mul
-from kernels.reference.greedy import greedy
-from kernels.reference.gumbel import gumbel
 from kernels.reference.layer_norm import add_layer_norm, layer_norm
 from kernels.reference.linear import linear, pack_linear, pack_vector
 from kernels.reference.logprobs import logprobs
-from kernels.reference.min_p import min_p
 from kernels.reference.mix_experts import mix_experts
 from kernels.reference.paged_attention import paged_attention, plan_attention
 from kernels.reference.penalties import penalties
@@ -28,10 +25,8 @@ from kernels.reference.relu import relu
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
 from kernels.reference.rotary import rotary
 from kernels.reference.route import route
+from kernels.reference.sample import Choices, sample
 from kernels.reference.silu_and_mul import silu_and_mul
-from kernels.reference.temperature import temperature
-from kernels.reference.top_k import top_k
-from kernels.reference.top_p import top_p
 from kernels.reference.write_kv import write_kv
 
 
@@ -61,12 +56,7 @@ class Ops:
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     embedding: Callable[[Tensor, Any], Tensor]  # of a table, or of a packed weight's rows
     penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    greedy: Callable[[Tensor], Tensor]
-    temperature: Callable[[Tensor, Tensor], Tensor]
-    min_p: Callable[[Tensor, Tensor], Tensor]
-    top_k: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-    top_p: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    gumbel: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
+    sample: Callable[[Tensor, Choices], Tensor]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
@@ -93,12 +83,7 @@ _REFERENCE = Ops(
     linear=linear,
     embedding=embedding,
     penalties=penalties,
-    greedy=greedy,
-    temperature=temperature,
-    min_p=min_p,
-    top_k=top_k,
-    top_p=top_p,
-    gumbel=gumbel,
+    sample=sample,
     logprobs=logprobs,
 )
 
@@ -119,6 +104,8 @@ _COMPILED = replace(
     pack_linear=matrix.pack_linear,
     linear=matrix.linear,
     embedding=matrix.embedding,
+    sample=sampling.sample,
+    logprobs=sampling.logprobs,
 )
 
 

@@ -8,4 +8,5 @@ def min_p(z: Tensor, thresholds: Tensor) -> Tensor:
 
     p / p_max = exp(z), so that no softmax is needed.
     """
-    return z.masked_fill(z < thresholds.log()[:, None], -float("inf"))
+    lowest = thresholds.double().log().float()  # the same bits whosever logarithm it is
+    return z.masked_fill(z < lowest[:, None], -float("inf"))

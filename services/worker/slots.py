@@ -31,7 +31,7 @@ class Slots:
         self.repetition, self.presence, self.frequency = (np.zeros(slots, np.float32) for _ in range(3))
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.logprobs, self.prompt_logprobs = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
-        self.biased = np.zeros(slots, bool)
+        self.biased, self.penalised = np.zeros(slots, bool), np.zeros(slots, bool)
         self.sampling: list[Sampling | None] = [None] * slots
 
     def apply(self, plan: StepPlan) -> None:
@@ -77,6 +77,8 @@ class Slots:
         self.min_tokens[slot] = sampling.min_tokens
         self.logprobs[slot], self.prompt_logprobs[slot] = sampling.logprobs, sampling.prompt_logprobs
         self.biased[slot] = bool(sampling.logit_bias)
+        penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        self.penalised[slot] = penalties != (1, 0, 0)
 
     def _write(self, writes: Sequence[TableWrite]) -> None:
         """All of a step's writes at once: on a GPU each assignment is a launch."""

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
+from kernels.reference.greedy import greedy
+from kernels.reference.gumbel import gumbel
 from kernels.reference.logprobs import FLOOR
+from kernels.reference.min_p import min_p
+from kernels.reference.temperature import temperature
+from kernels.reference.top_k import top_k
+from kernels.reference.top_p import top_p
 from tests.kernels.drawing import by_levels
 
 OPS = ops(torch.device("cpu"))
@@ -27,13 +33,13 @@ def test_draws_agree_with_the_definition(spread: float, vocab: int) -> None:
     z = shifted(torch.randn(200, vocab) * spread)
     seeds, samples, positions = key(200)
     expected = [by_levels(z[row], int(seeds[row]), int(samples[row]), int(positions[row])) for row in range(200)]
-    assert OPS.gumbel(z, None, seeds, samples, positions).tolist() == expected
+    assert gumbel(z, None, seeds, samples, positions).tolist() == expected
 
 
 def test_the_tail_is_reached() -> None:
     """40,000 tokens at -9 weigh 5, and as many at -18 next to nothing."""
     z = torch.cat((torch.zeros(1), torch.full((40_000,), -9.0), torch.full((40_000,), -18.0)))
-    got = OPS.gumbel(z.expand(200, -1), None, *key(200))
+    got = gumbel(z.expand(200, -1), None, *key(200))
     assert 140 < int((got > 0).sum()) < 190
     assert len(set(got.tolist())) > 140
     assert got.tolist()[:5] == [by_levels(z, *(int(part[row]) for part in key(200))) for row in range(5)]
@@ -44,20 +50,20 @@ def test_draws_among_candidates_are_by_token_id() -> None:
     z = shifted(torch.randn(100, 300) * 4)
     order = torch.stack([torch.randperm(300) for _ in range(100)])
     shuffled = z.gather(-1, order)
-    assert torch.equal(OPS.gumbel(shuffled, order, *key(100)), OPS.gumbel(z, None, *key(100)))
+    assert torch.equal(gumbel(shuffled, order, *key(100)), gumbel(z, None, *key(100)))
 
 
 def test_excluded_tokens_are_never_drawn() -> None:
     z = torch.full((50, 200), -INF)
     z[:, 150] = 0.0
-    assert (OPS.gumbel(z, None, *key(50)) == 150).all()
+    assert (gumbel(z, None, *key(50)) == 150).all()
 
 
 def test_draws_follow_the_distribution() -> None:
     """Chi-square over 20,000 draws and 9 tokens; 26.1 is the 0.1% point for 8 degrees of freedom."""
     logits = torch.tensor([0.0, -0.5, -1.0, -1.2, -2.0, -2.0, -2.5, -3.0, -3.5])
     draws = 20_000
-    got = OPS.gumbel(logits.expand(draws, -1), None, torch.arange(draws), *(torch.zeros(draws, dtype=torch.int64),) * 2)
+    got = gumbel(logits.expand(draws, -1), None, torch.arange(draws), *(torch.zeros(draws, dtype=torch.int64),) * 2)
     expected = torch.softmax(logits.double(), -1) * draws
     chi_square = ((torch.bincount(got, minlength=9) - expected).square() / expected).sum()
     assert chi_square < 26.1
@@ -68,7 +74,7 @@ def test_light_tokens_have_their_share() -> None:
     z = torch.cat((torch.zeros(4), torch.full((2000,), -8.5)))
     draws = 3000
     seeds, zeros = torch.arange(draws), torch.zeros(draws, dtype=torch.int64)
-    unlikely = int((OPS.gumbel(z.expand(draws, -1), None, seeds, zeros, zeros) >= 4).sum())
+    unlikely = int((gumbel(z.expand(draws, -1), None, seeds, zeros, zeros) >= 4).sum())
     share = float(torch.softmax(z.double(), -1)[4:].sum())
     assert 0.05 < share < 0.2
     assert (unlikely - draws * share) ** 2 / (draws * share * (1 - share)) < 10.8
@@ -76,7 +82,7 @@ def test_light_tokens_have_their_share() -> None:
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-INF, -INF, -1.0]])
-    assert OPS.greedy(x).tolist() == [1, 0, 2]
+    assert greedy(x).tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 64, 299, 300])
@@ -87,7 +93,7 @@ def test_top_k_is_ordered_and_exact_under_ties(k: int) -> None:
     x[1, ::2] = -INF
     x[2] = torch.randn(300)
     x[3, 5], x[3, 6] = -0.0, 0.0
-    values, ids = OPS.top_k(x, k)
+    values, ids = top_k(x, k)
     for row in range(40):
         expected = sorted(range(300), key=lambda token: (-x[row, token].item(), token))[:k]
         assert ids[row].tolist() == expected
@@ -96,7 +102,7 @@ def test_top_k_is_ordered_and_exact_under_ties(k: int) -> None:
 
 def test_temperature_shifts_and_never_overflows() -> None:
     x = torch.tensor([[1.0, 3.0, -INF], [1e30, -1e30, 0.0], [-INF, -INF, -INF]])
-    z = OPS.temperature(x, torch.tensor([0.5, 1e-38, 1.0]))
+    z = temperature(x, torch.tensor([0.5, 1e-38, 1.0]))
     assert z[0].tolist() == [-4.0, 0.0, -INF]
     assert z[1].tolist() == [0.0, -INF, -INF]
     assert z[2].tolist() == [-INF] * 3
@@ -105,7 +111,7 @@ def test_temperature_shifts_and_never_overflows() -> None:
 def test_min_p_keeps_what_is_likely_enough() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     z = (p / p.max()).log().expand(4, -1)
-    kept = OPS.min_p(z, torch.tensor([0.0, 0.2, 0.5, 1.0])) > -INF
+    kept = min_p(z, torch.tensor([0.0, 0.2, 0.5, 1.0])) > -INF
     assert kept.sum(-1).tolist() == [4, 3, 2, 1]
 
 
@@ -113,10 +119,10 @@ def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     z = p.log().float().expand(5, -1)
     limits = torch.tensor([1e-8, 0.49, 0.51, 0.94, INF])
-    kept, complete = OPS.top_p(z, limits, torch.ones(5, dtype=torch.float64))
+    kept, complete = top_p(z, limits, torch.ones(5, dtype=torch.float64))
     assert kept.sum(-1).tolist() == [1, 1, 2, 3, 4]
     assert complete.tolist() == [True, True, True, True, False]
-    _, complete = OPS.top_p(z[:, :2], limits, torch.ones(5, dtype=torch.float64))
+    _, complete = top_p(z[:, :2], limits, torch.ones(5, dtype=torch.float64))
     assert complete.tolist() == [True, True, True, False, False]
 
 

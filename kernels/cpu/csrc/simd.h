@@ -81,6 +81,10 @@ struct F32x16 {
     }
     // v * 2^n for whole n.
     F32x16 scaled(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
+    // A bit for each lane, the first lane's lowest.
+    uint32_t lanes_at_least(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_GE_OQ); }
+    uint32_t lanes_equal(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_EQ_OQ); }
+    uint32_t nan_lanes() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
 };
 
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
@@ -156,6 +160,14 @@ struct F32x16 {
         };
         return {_mm256_mul_ps(lo, power(n.lo)), _mm256_mul_ps(hi, power(n.hi))};
     }
+    template <int relation>
+    static uint32_t lanes(F32x16 a, F32x16 b) {
+        uint32_t low = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, relation));
+        return low | uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, relation))) << 8;
+    }
+    uint32_t lanes_at_least(float x) const { return lanes<_CMP_GE_OQ>(*this, set(x)); }
+    uint32_t lanes_equal(float x) const { return lanes<_CMP_EQ_OQ>(*this, set(x)); }
+    uint32_t nan_lanes() const { return lanes<_CMP_UNORD_Q>(*this, *this); }
 };
 
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {

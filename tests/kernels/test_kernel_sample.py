@@ -1,0 +1,135 @@
+"""Choosing tokens: the compiled operations against the plain ones, token for token."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.load import ops, reference
+from kernels.reference.logprobs import logprobs
+from kernels.reference.sample import Choices, sample
+
+OPS = ops(torch.device("cpu"))
+INF = float("inf")
+KINDS = [  # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.2, 0, 0.9, 0.0),
+    (1.0, 0, 0.95, 0.0),
+    (3.0, 0, 0.999, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (0.8, 50, 1.0, 0.0),
+    (0.8, 50, 0.7, 0.0),
+    (5.0, 900, 0.5, 0.0),
+    (2.0, 900, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (4.0, 0, 0.9, 1e-4),
+    (1.0, 10**6, 1e-8, 1.0),
+]
+
+
+def choices(count: int, rows: np.ndarray | None = None) -> Choices:
+    """Of all kinds in turn, with seeds of 64 bits."""
+    kinds = [KINDS[index % len(KINDS)] for index in range(count)]
+    temperature, top_k, top_p, min_p = zip(*kinds, strict=True)
+    random = np.random.default_rng(3)
+    return Choices(
+        rows=np.arange(count) if rows is None else rows,
+        temperature=np.array(temperature, np.float32),
+        top_k=np.array(top_k, np.int64),
+        top_p=np.array(top_p, np.float32),
+        min_p=np.array(min_p, np.float32),
+        seeds=random.integers(-(2**63), 2**63 - 1, count),
+        samples=random.integers(0, 4, count),
+        positions=random.integers(0, 5000, count),
+    )
+
+
+def logits(count: int, vocab: int, spread: float, *, tied: bool) -> Tensor:
+    x = torch.randn(count, vocab, generator=torch.Generator().manual_seed(4)) * spread
+    return (x * 4).round() / 4 if tied else x
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 1003, 6000])
+def test_the_same_tokens_as_the_reference(vocab: int, spread: float, tied: bool) -> None:
+    x, wanted = logits(8 * len(KINDS), vocab, spread, tied=tied), choices(8 * len(KINDS))
+    assert OPS.sample(x, wanted).tolist() == sample(x, wanted).tolist()
+
+
+def test_rows_without_a_distribution_give_what_the_reference_gives() -> None:
+    x = logits(4 * len(KINDS), 100, 1.0, tied=False)
+    for first, value in enumerate((float("nan"), INF, -INF)):
+        x[first::4, 10:20] = value
+    x[3::4] = -INF
+    got = OPS.sample(x, choices(len(x)))
+    assert got.tolist() == sample(x, choices(len(x))).tolist()
+    assert ((got >= 0) & (got < 100)).all()
+
+
+def test_masked_tokens_are_never_chosen() -> None:
+    x = torch.full((len(KINDS), 500), -INF)
+    x[:, 321] = -3.0
+    assert OPS.sample(x, choices(len(KINDS))).tolist() == [321] * len(KINDS)
+
+
+def test_the_tail_is_drawn_from_as_in_the_reference() -> None:
+    """40,000 tokens at -9 weigh 5, and as many at -18 next to nothing."""
+    x = torch.cat((torch.zeros(1), torch.full((40_000,), -9.0), torch.full((40_000,), -18.0))).repeat(60, 1)
+    one, zero = np.ones(60, np.float32), np.zeros(60, np.float32)
+    wanted = Choices(np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3)
+    got = OPS.sample(x, wanted)
+    assert 30 < int((got > 0).sum()) < 60
+    assert got.tolist() == sample(x, wanted).tolist()
+
+
+def test_neighbours_order_and_threads_make_no_difference() -> None:
+    """The bits of log-probabilities too."""
+    rows = 4 * len(KINDS)
+    x = logits(rows, 3001, 2.0, tied=False)
+    tokens = OPS.sample(x, choices(rows))
+    scores = OPS.logprobs(x, tokens, 5)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for take in (np.arange(rows)[::-1].copy(), np.arange(7), np.array([5]), np.array([9, 9, 2])):
+                some = choices(rows).subset(take)
+                assert OPS.sample(x, some).tolist() == tokens[take].tolist()
+                for part, whole in zip(OPS.logprobs(x[take], tokens[take], 5), scores, strict=True):
+                    assert torch.equal(part, whole[take])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("k", [0, 1, 20, 1003])
+@pytest.mark.parametrize("tied", [False, True])
+def test_log_probabilities_agree_with_the_reference(k: int, tied: bool) -> None:
+    x = logits(40, 1003, 5.0, tied=tied)
+    x[0], x[1, 10:] = 1.0, -INF
+    tokens = torch.randint(1003, (40,), generator=torch.Generator().manual_seed(5))
+    for got, expected in zip(OPS.logprobs(x, tokens, k), logprobs(x, tokens, k), strict=True):
+        assert got.dtype == expected.dtype
+        if got.dtype == torch.int64:
+            assert torch.equal(got, expected)
+        else:
+            torch.testing.assert_close(got, expected, atol=2e-6, rtol=3e-7)
+
+
+def test_log_probabilities_of_broken_rows_are_the_floor() -> None:
+    x = torch.zeros(3, 40)
+    x[0, 5], x[1, 5], x[2] = float("nan"), INF, -INF
+    tokens = torch.tensor([5, 5, 5])
+    chosen, _, _, values = OPS.logprobs(x, tokens, 3)
+    assert chosen.tolist() == logprobs(x, tokens, 3)[0].tolist()
+    assert (values == chosen[:, None]).all()
+
+
+def test_an_odd_call_is_refused() -> None:
+    if OPS is reference():
+        pytest.skip("the plain kernels serve")
+    with pytest.raises(RuntimeError, match="no such row"):
+        OPS.sample(torch.zeros(2, 5), choices(1, rows=np.array([2])))
+    with pytest.raises(RuntimeError, match="no such token"):
+        OPS.logprobs(torch.zeros(1, 5), torch.tensor([5]), 1)
