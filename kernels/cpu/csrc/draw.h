@@ -19,7 +19,8 @@ namespace quire {
 inline constexpr float INF = std::numeric_limits<float>::infinity();
 inline constexpr float REACH = 8;            // nats below the likeliest, within which each token has noise of its own
 inline constexpr int64_t TAIL = 1LL << 31;   // the token whose noise all others of level 0 have together
-inline constexpr float NETS[] = {-REACH, -2 * REACH, -INF};  // how far below the likeliest candidates are looked for
+inline constexpr std::array<float, 8> NETS = {-9, -10, -11, -12, -14, -16, -24, -INF};  // how far below the likeliest
+                                                                                        // one looks if that is not enough
 
 struct Entry {
     float z;
@@ -117,9 +118,13 @@ class Row {
         scale(x, most, temperature);
         bool by_count = top_k > 0 && top_k < vocab_, by_mass = top_p < 1;
         if (by_count || by_mass) {
-            cast_for(by_count ? top_k : 0, by_mass ? double(top_p) * total_ : 0);
-            if (by_count) keep_count(top_k);
-            if (by_mass) keep_mass(top_p * (by_count ? mass(0, list_.size()) : total_));
+            Net above = cast_for(by_count ? top_k : 0, by_mass ? double(top_p) * total_ : 0);
+            if (by_count) {
+                keep_count(top_k);
+                if (by_mass) keep_mass(top_p * mass(0, list_.size()), {INF, 0, 0});
+            } else {
+                keep_mass(top_p * total_, above);
+            }
             return among(noise, 0, 0);
         }
         cast(-REACH);
@@ -128,7 +133,7 @@ class Row {
 
     // The k best of x itself, best first.
     const std::vector<Entry>& best(const float* x, float most, int64_t k) {
-        for (float net : NETS) {
+        for (float net : {-REACH, -2 * REACH, -INF}) {
             if (!std::isfinite(most)) net = -INF;
             float least = net == -INF ? -INF : most + net;
             list_.clear();
@@ -175,14 +180,41 @@ class Row {
         });
     }
 
-    // Makes a list that has the `count` likeliest tokens, or if that is 0 those that weigh `wanted`; all, where no net
-    // before has them for certain.
-    void cast_for(int64_t count, double wanted) {
-        for (float net : NETS) {
-            cast(net);
-            double caught = count ? 0 : net == -REACH ? total_ - tail_ : mass(0, list_.size());
-            if (count ? int64_t(list_.size()) >= count : caught * (1 - 1e-6) >= wanted) return;
+    // The tokens from some z upwards.
+    struct Net {
+        float least;
+        int64_t count;
+        double mass;  // with float32 exponentials
+    };
+
+    // Makes a list that has the `count` likeliest tokens, or if that is 0 those that weigh `wanted`, and not many more.
+    // Returns the widest net that has too few of them.
+    Net cast_for(int64_t count, double wanted) {
+        auto enough = [&](const Net& net) { return count ? net.count >= count : net.mass * (1 - 1e-6) >= wanted; };
+        cast(-REACH);
+        Net below{-REACH, int64_t(list_.size()), total_ - tail_}, above{INF, 0, 0};
+        if (enough(below)) return above;
+        for (const Net& net : weigh()) {
+            above = below, below = net;
+            if (enough(net)) break;
         }
+        cast(below.least);
+        return above;
+    }
+
+    std::array<Net, NETS.size()> weigh() const {
+        std::array<Net, NETS.size()> nets;
+        std::array<Total, NETS.size()> masses;
+        for (size_t i = 0; i < NETS.size(); i++) nets[i] = {NETS[i], 0, 0};
+        over(z_.data(), vocab_, [&](int64_t, F32x16 z) {
+            F32x16 weight = exp(z).zero_where_below(z, floor_);
+            for (size_t i = 0; i < NETS.size(); i++) {
+                nets[i].count += __builtin_popcount(z.lanes_at_least(std::max(NETS[i], floor_)));
+                masses[i].add(weight.zero_where_below(z, NETS[i]));
+            }
+        });
+        for (size_t i = 0; i < NETS.size(); i++) nets[i].mass = masses[i].value();
+        return nets;
     }
 
     double mass(size_t from, size_t to) const {
@@ -197,11 +229,12 @@ class Row {
         list_.resize(count);
     }
 
-    // Keeps the fewest of the likeliest that weigh `wanted`, and one at least: which half has the last of them is found
-    // again and again.
-    void keep_mass(double wanted) {
-        size_t from = 0, to = list_.size();
-        double kept = 0;
+    // Keeps the fewest of the likeliest that weigh `wanted`, and one at least. Those of `above` do not suffice; in which
+    // half of the rest the last one is, is found again and again.
+    void keep_mass(double wanted, const Net& above) {
+        auto first = std::partition(list_.begin(), list_.end(), [&](const Entry& e) { return e.z >= above.least; });
+        size_t from = first - list_.begin(), to = list_.size();
+        double kept = above.mass;
         while (to - from > 16) {
             size_t middle = from + (to - from) / 2;
             std::nth_element(list_.begin() + from, list_.begin() + middle, list_.begin() + to, before);
