@@ -1,0 +1,23 @@
+"""What a peer's module hands over: how it is started, once it is installed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where peers are installed, and what they shall serve."""
+
+    folder: Path  # each peer's environment is a folder in it
+    name: str  # of the model, in requests
+    model: Path  # a Hugging Face folder with bfloat16 weights
+    threads: int  # to compute with: every core
+
+
+class Launch(NamedTuple):
+    """How to start it: a server of the OpenAI API at `{port}`, or a program of `inside/`."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = {}  # on top of this process's
+    version: str = ""  # of what runs, for the report
+    note: str = ""  # what a reader must know of it

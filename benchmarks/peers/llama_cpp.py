@@ -1,0 +1,70 @@
+"""llama.cpp's server, compiled for this processor from the source that llama-cpp-python carries.
+
+Its models are made by its own quantiser from the embedded model's file, whose 4-bit weights it widens first.
+"""
+
+import os
+import tarfile
+from pathlib import Path
+
+from benchmarks.peers.environments import Skipped, call, environment, log
+from benchmarks.peers.launch import Launch, Place
+from shared.embedded import embedded_file
+
+PACKAGE = "llama-cpp-python==0.3.36"
+OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+)
+FLAGS = ("-np", "64", "-c", "65536", "-cb", "-fa", "off", "-bs")
+
+
+def prepare(place: Place, quantisation: str) -> Launch:
+    """How to serve the model with Q4_0 or Q8_0 weights."""
+    programs = _built(place.folder / "llama.cpp")
+    model = place.folder / "models" / f"{quantisation}.gguf"
+    if not model.exists():
+        made = model.with_suffix(".part")
+        made.parent.mkdir(parents=True, exist_ok=True)
+        quantise = [str(programs / "llama-quantize"), "--allow-requantize"]
+        call([*quantise, str(embedded_file()), str(made), quantisation], log(place.folder / "llama.cpp"))
+        made.rename(model)
+    argv = [str(programs / "llama-server"), "-m", str(model), "--alias", place.name, "--port", "{port}"]
+    return Launch([*argv, *FLAGS, "--threads", str(place.threads)], version=PACKAGE)
+
+
+def _built(folder: Path) -> Path:
+    """The folder with the programs."""
+    tools = environment(folder, ["install", "cmake", "ninja"])
+    programs = folder / "build" / "bin"
+    if (programs / "llama-server").exists() and (programs / "llama-quantize").exists():
+        return programs
+    print(f"Compiling llama.cpp, which takes a while (see {log(folder)})", flush=True)
+    source = _source(folder)
+    make = [str(tools / "cmake"), "--build", str(folder / "build"), "-j", str(os.cpu_count())]
+    path = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    call(
+        [str(tools / "cmake"), "-S", str(source), "-B", str(folder / "build"), "-G", "Ninja", *OPTIONS],
+        log(folder),
+        env=path,
+    )
+    call([*make, "--target", "llama-server", "llama-quantize"], log(folder), env=path)
+    return programs
+
+
+def _source(folder: Path) -> Path:
+    """llama.cpp's own folder inside the unpacked source package."""
+    name = PACKAGE.replace("==", "-").replace("-", "_", 2)
+    if not (folder / name).exists():
+        fetch = ["download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(folder), PACKAGE]
+        call([str(folder / "bin" / "python"), "-m", "pip", *fetch], log(folder))
+        with tarfile.open(folder / f"{name}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+    source = folder / name / "vendor" / "llama.cpp"
+    if not source.exists():
+        raise Skipped(f"{PACKAGE} has no {source.relative_to(folder)}")
+    return source

