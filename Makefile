@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-.PHONY: help install serve test lint compose-test
+.PHONY: help install serve test lint compose-test bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make lint     the same without the tests"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load; takes all down"
+	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
 	@echo "make install  only make $(VENV)"
 
 install: $(KERNELS)
@@ -57,3 +58,6 @@ test: lint
 
 compose-test: install
 	$(BIN)/python deploy/compose_test.py
+
+bench-peers: install
+	$(BIN)/python -m benchmarks.peers $(ARGS)

@@ -19,6 +19,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ from typing import Any
 from benchmarks.peers import vllm
 from benchmarks.peers.chart import draw
 from benchmarks.peers.checkpoint import checkpoint
-from benchmarks.peers.client import OURS, Client
+from benchmarks.peers.client import Client, ours, vllms
 from benchmarks.peers.environments import ROOT, Skipped
-from benchmarks.peers.launch import Place
+from benchmarks.peers.launch import Launch, Place
 from benchmarks.peers.record import Entry, Record, load, save
 from benchmarks.peers.report import page
 from benchmarks.peers.roster import ROSTER, Peer
@@ -44,21 +46,13 @@ def run(given: argparse.Namespace) -> Record:
     """Install, then measure in turns; the figures are written after each turn."""
     folder = given.folder.resolve()
     place = Place(folder, EMBEDDED, checkpoint(folder), len(os.sched_getaffinity(0)))
-    client = _client(given.client, folder)
-    record = _empty(place, client)
-    ready = []
-    for peer in _chosen(given.only):
-        try:
-            launch = peer.prepare(place)
-        except Skipped as error:
-            _skip(record, peer, str(error))
-            continue
-        ready.append((peer, launch))
-        record.peers[peer.key] = Entry(peer.title, peer.precision, peer.served, launch.version, launch.note)
-    tokenizer = Tokenizer.load(locate(""))
+    record = _empty(place)
+    ready = list(_prepared(_chosen(given.only), place, record))
     scale = given.scale or (QUICK if given.quick else 1.0)
-    with tempfile.TemporaryDirectory() as scratch:
-        turns = Turns(place, client, tokenizer, record, scale, given.quick, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        client = _client(given.client, folder, stack)
+        record.client = client.name
+        turns = Turns(place, client, Tokenizer.load(locate("")), record, scale, given.quick, Path(scratch))
         for round in range(given.rounds):
             record.ceilings.append(_ceilings())
             for peer, launch in ready:
@@ -71,6 +65,18 @@ def run(given: argparse.Namespace) -> Record:
     return record
 
 
+def _prepared(peers: list[Peer], place: Place, record: Record) -> Iterator[tuple[Peer, Launch]]:
+    """Those that can be had here, once they are installed."""
+    for peer in peers:
+        try:
+            launch = peer.prepare(place)
+        except Skipped as error:
+            _skip(record, peer, str(error))
+            continue
+        record.peers[peer.key] = Entry(peer.title, peer.precision, peer.served, launch.version, launch.note)
+        yield peer, launch
+
+
 def _chosen(only: list[str] | None) -> list[Peer]:
     known = {peer.key for peer in ROSTER}
     if unknown := set(only or ()) - known:
@@ -78,26 +84,26 @@ def _chosen(only: list[str] | None) -> list[Peer]:
     return [peer for peer in ROSTER if only is None or peer.key in only]
 
 
-def _client(wanted: str, folder: Path) -> Client:
+def _client(wanted: str, folder: Path, stack: ExitStack) -> Client:
+    """The client, which `stack` ends."""
     if wanted == "quire":
-        return OURS
+        return ours()
     try:
-        return vllm.client(folder)
+        return stack.enter_context(vllms(vllm.installed(folder), folder / "client.log"))
     except Skipped as error:
         if wanted == "vllm":
             raise SystemExit(f"--client vllm: {error}") from error
-        print(f"vLLM's client does not install ({error}); ours measures all", flush=True)
-        return OURS
+        print(f"vLLM's client cannot be had ({error}), so ours asks all", flush=True)
+        return ours()
 
 
-def _empty(place: Place, client: Client) -> Record:
+def _empty(place: Place) -> Record:
     weights = (place.model / "model.safetensors").stat().st_size
     parameters = weights // 2
     return Record(
         date=f"{datetime.now():%Y-%m-%d}",
         command=" ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
         machine=_machine(place.threads),
-        client=client.name,
         parameters=parameters,
         bytes={"bf16": weights, "int8": parameters, "4-bit": embedded_file().stat().st_size},
     )

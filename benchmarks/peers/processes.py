@@ -1,6 +1,6 @@
 """A peer while it runs: a server over HTTP, or a program of `inside/` that takes jobs on its stdin.
 
-Both are ready when they have answered a first request of one token, and are ended with all their children.
+Either is ready when it has answered a first request of one token, and is ended with all its children.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ class Running(NamedTuple):
         pages = [one.memory_full_info().pss for one in [found, *found.children(recursive=True)]]
         return float(sum(pages)) / 1e6
 
-    def job(self, file: Path, concurrency: int) -> dict[str, Any]:
-        """What a program makes of these requests. Raises `Skipped` if it ends instead of answering."""
+    def job(self, **job: Any) -> dict[str, Any]:
+        """What a program answers. Raises `Skipped` if it ends instead."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"file": str(file), "concurrency": concurrency}) + "\n")
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return _answer(self.process)
 

@@ -44,7 +44,7 @@ class Record(Struct, kw_only=True):
     date: str
     command: str
     machine: str
-    client: str
+    client: str = ""
     parameters: int  # of the model
     bytes: dict[str, int]  # of its weights, by precision
     ceilings: list[dict[str, dict[str, float]]] = []  # a round: by threads, by name
@@ -60,6 +60,10 @@ class Record(Struct, kw_only=True):
     def median(self, peer: str, workload: str, figure: str = "output_throughput") -> float | None:
         values = self.values(peer, workload, figure)
         return statistics.median(values) if values else None
+
+    def requests(self, peer: str, workload: str) -> int:
+        """How many were asked in a round; 0 if it was not measured."""
+        return next((one.requests for one in self.measured if (one.peer, one.workload) == (peer, workload)), 0)
 
     def best(self, peers: tuple[str, ...], workload: str) -> tuple[str, float] | None:
         """Which of these peers gives most tokens, and how many."""

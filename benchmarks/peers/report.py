@@ -1,8 +1,10 @@
 """A record as a page: how it stands with the targets, then every figure that they come from. Pure."""
 
+import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from benchmarks.ceilings import UNITS
 from benchmarks.peers.record import Record
 from benchmarks.peers.workloads import LONG_TAIL, SHARED_PREFIX, STEADY, WORKLOADS
 
@@ -59,6 +61,19 @@ least. Servers were asked by `{record.client}`, which shares their cores. What r
 driven without HTTP in between, which is its best case; so was our engine, to compare like with like.
 """
 
+CEILINGS = """
+## The machine
+
+The most that it did with torch, the least and the greatest of the rounds (`benchmarks/ceilings.py`).
+"""
+
+DECODING = """
+What decoding makes of that over HTTP, by the median time between two tokens: alone, each weight is read once a token;
+of many rows, each weight is two operations a row. Attention is not counted.
+
+| weights | rows | tok/s | | of the ceiling | target |
+|---|---|---|---|---|---|"""
+
 STARTS = """
 ## Starts
 
@@ -71,14 +86,25 @@ pages counted once.
 
 def page(record: Record) -> str:
     """Markdown."""
-    return "\n".join([*_head(record), *_targets(record), *_machine(record), *_figures(record), *_starts(record)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *_head(record),
+                *_targets(record),
+                *_ceilings(record),
+                *_decoding(record),
+                *_figures(record),
+                *_starts(record),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _head(record: Record) -> Iterator[str]:
-    yield "# Quire and its peers\n"
     yield HEAD.format(record=record)
     for key, reason in record.skipped.items():
-        yield f"- **{key}** is missing: {reason}"
+        yield f"- **{key}**: {reason}"
     for entry in {(one.title, one.note): one for one in record.peers.values() if one.note}.values():
         yield f"- **{entry.title}** ran {entry.note}."
     yield "\n![Throughput against concurrency](peers.svg)\n"
@@ -98,31 +124,32 @@ def _targets(record: Record) -> Iterator[str]:
         yield f"| {target.against} | {target.workload} | {' | '.join(cells)} |"
 
 
-def _machine(record: Record) -> Iterator[str]:
-    """Of decoding, by the median time between two tokens: what the products and the reading of weights come to."""
-    yield "\n## The machine\n"
-    names = list(next(iter(record.ceilings[0].values()))) if record.ceilings else []
-    yield f"| threads | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}"
+def _ceilings(record: Record) -> Iterator[str]:
+    names = list(UNITS)
+    yield CEILINGS
+    yield f"| threads | {' | '.join(f'{name}, {unit}' for name, unit in UNITS.items())} |\n|{'---|' * (len(names) + 1)}"
     for threads in record.ceilings[0] if record.ceilings else ():
-        rows = [[one[threads][name] for one in record.ceilings] for name in names]
-        yield f"| {threads} | {' | '.join(f'{min(row):.0f} to {max(row):.0f}' for row in rows)} |"
-    yield "\nRead in GB/s, products in GFLOP/s or GOP/s (`benchmarks/ceilings.py`). What decoding makes of that, by the"
-    yield "median time between two tokens, over HTTP:\n"
-    yield "| | at a time | tok/s | | of the ceiling | target |\n|---|---|---|---|---|---|"
+        columns = [[one[threads][name] for one in record.ceilings] for name in names]
+        yield f"| {threads} | {' | '.join(f'{min(column):.0f} to {max(column):.0f}' for column in columns)} |"
+
+
+def _decoding(record: Record) -> Iterator[str]:
+    yield DECODING
     for peer, precision, products in BOUND:
-        for workload, concurrency in ((one.name, one.concurrency) for one in STEADY if one.concurrency != 8):
-            itl = record.median(peer, workload, "itl")
-            ceiling = record.ceiling("read") if concurrency == 1 else record.ceiling(*products)
+        for workload in (STEADY[0], STEADY[2], STEADY[3]):
+            itl, alone = record.median(peer, workload.name, "itl"), workload.concurrency == 1
+            ceiling = record.ceiling("read") if alone else record.ceiling(*products)
             if not itl or not ceiling:
                 continue
-            rate = 1000 * concurrency / itl
-            amount, unit = record.bytes[precision] * rate / concurrency / 1e9, "GB/s"
-            if concurrency > 1:
-                amount, unit = 2 * record.parameters * rate / 1e9, "G(FL)OP/s"
-            yield (
-                f"| {precision} | {concurrency} | {rate:.0f} | {amount:.0f} {unit} | {amount / ceiling:.0%} "
-                f"| {READ if concurrency == 1 else GEMM:.0%} |"
-            )
+            rows = min(workload.concurrency, record.requests(peer, workload.name))
+            amount = (record.bytes[precision] if alone else 2 * record.parameters * rows) / itl / 1e6
+            cells = [
+                precision,
+                f"{rows}",
+                f"{1000 * rows / itl:.0f}",
+                f"{amount:.0f} {'GB/s' if alone else 'G(FL)OP/s'}",
+            ]
+            yield f"| {' | '.join(cells)} | {amount / ceiling:.0%} | {READ if alone else GEMM:.0%} |"
 
 
 def _figures(record: Record) -> Iterator[str]:
@@ -134,14 +161,10 @@ def _figures(record: Record) -> Iterator[str]:
         yield "| | precision | requests | output tok/s | spread | TTFT, ms | ITL, ms |\n|---|---|---|---|---|---|---|"
         for peer in peers:
             entry, rates = record.peers[peer], record.values(peer, workload.name)
-            requests = next(
-                one.requests for one in record.measured if (one.peer, one.workload) == (peer, workload.name)
-            )
-            times = [f"{record.median(peer, workload.name, figure) or 0:.0f}" for figure in ("ttft", "itl")]
-            yield (
-                f"| {entry.title} | {entry.precision} | {requests} | {record.median(peer, workload.name):.1f} "
-                f"| {max(rates) / min(rates):.2f} | {' | '.join(times)} |"
-            )
+            cells = [entry.title, entry.precision, f"{record.requests(peer, workload.name)}"]
+            cells += [f"{statistics.median(rates):.1f}", f"{max(rates) / min(rates):.2f}"]
+            cells += [f"{record.median(peer, workload.name, figure) or 0:.0f}" for figure in ("ttft", "itl")]
+            yield f"| {' | '.join(cells)} |"
 
 
 def _starts(record: Record) -> Iterator[str]:

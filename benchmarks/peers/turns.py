@@ -55,7 +55,7 @@ class Turns(NamedTuple):
                 "ttft": found["median_ttft_ms"],
                 "itl": found["median_itl_ms"],
             }
-        found = running.job(file, concurrency)
+        found = running.job(file=str(file), concurrency=concurrency)
         return {
             "output_throughput": found["output_tokens"] / found["seconds"],
             "ttft": 1000 * statistics.median(found["ttfts"]),

