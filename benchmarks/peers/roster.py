@@ -26,9 +26,9 @@ class Peer(NamedTuple):
         return self.needed if quick else WORKLOADS
 
 
-DEFAULT = {"quantization": "gguf"}
+DEFAULT: quire.Settings = {}  # the file's own 4 bits
 INT8 = {"quantization": "int8"}
-BFLOAT16 = {"quantization": "none", "dtype": "bfloat16"}
+BFLOAT16 = {"dtype": "bfloat16"}
 
 ROSTER = (
     Peer("quire", "Quire", "GGUF's 4-bit", True, partial(quire.served, settings=DEFAULT), STEADY),
