@@ -2,7 +2,7 @@
 
 Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, the model's
 distribution over the next token in float32 is held against that of each other precision. The embedded model's weights
-are those of a GGUF file (4 bits and a head of 8), so a row `gguf` differs from float32 by its activations and cache
+are those of a GGUF file (4 bits and a head of 8), so a row `auto` differs from float32 by its activations and cache
 alone, and one that rounds weights rounds them a second time.
 """
 
@@ -38,7 +38,7 @@ PRECISIONS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
     {"dtype": "bfloat16"},
     {"dtype": "float16"},
-    {"quantization": "gguf"},  # the default
+    {"quantization": "auto"},  # the default: in the bits of a quantised checkpoint
     {"quantization": "int8"},
     {"quantization": "int4"},
 )

@@ -180,7 +180,8 @@ def _sources(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> Itera
         if len(modules) == 1:  # on disk they are stacked already
             shapes = [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
         parts = [(f"{name}.{kind}", shape) for name, shape in zip(modules, shapes, strict=True)]
-        yield parameter, Source(parts, transposed and kind == "weight")
+        transposed = transposed and kind == "weight" and not files.outputs_first(parts[0][0])
+        yield parameter, Source(parts, transposed)
 
 
 def _modules(module: str, names: WeightNames, prefix: str) -> tuple[tuple[str, ...], bool]:

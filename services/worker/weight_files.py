@@ -7,7 +7,7 @@ cut short or unreadable is a ModelError naming the file.
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kernels.quantized import QuantizedWeight
 from services.worker.gguf_weights import GGUFWeights
+from services.worker.models.packed_format import PackedFormat
+from services.worker.packed_weights import PackedWeights, Shard
 from services.worker.precision import Stored
 from services.worker.weight_paths import Format, find_weights
 from shared.errors import ModelError
@@ -23,22 +25,18 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers are the weights. Those of any other are codes, which mean nothing without their scales."""
 
 
-class Shard(Protocol):
-    """One opened file."""
-
-    def keys(self) -> list[str]: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
 class WeightFiles:
     """All tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
 
-    def __init__(self, folder: Path, wanted: Format = "auto") -> None:
+    def __init__(self, folder: Path, wanted: Format = "auto", packed: PackedFormat | None = None) -> None:
+        """`packed` is how matrices are stored that are no floats, where there are such."""
         self.kind, self.paths = find_weights(folder, wanted)
         self._shards: dict[str, Shard] = {}  # by tensor
         for shard in self._open(folder, self.kind):
             self._shards |= dict.fromkeys(shard.keys(), shard)
+        self._packed = PackedWeights(dict(self._shards), packed) if packed else None
+        if self._packed:
+            self._replace(self._packed)
 
     def _open(self, folder: Path, kind: str) -> Iterator[Shard]:
         if kind == "gguf":
@@ -46,6 +44,13 @@ class WeightFiles:
             return
         opener: Callable[[Path], Shard] = _open_safetensors if kind == "safetensors" else _PickledShard
         yield from map(opener, self.paths)
+
+    def _replace(self, packed: PackedWeights) -> None:
+        """Show matrices in the place of what they are made of."""
+        if twice := [name for name in packed.keys() if name in self._shards]:  # noqa: SIM118  (it is no mapping)
+            raise ModelError(f"tensor {twice[0]} is there twice: also as codes (qweight)")
+        self._shards = {name: shard for name, shard in self._shards.items() if name not in packed.parts}
+        self._shards |= dict.fromkeys(packed.keys(), packed)
 
     @property
     def names(self) -> list[str]:
@@ -57,16 +62,22 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype:
         """The type in which the tensor called `name` is stored; asking does not read it."""
         shard = self._shards[name]
-        return shard.dtype(name) if isinstance(shard, GGUFWeights) else self.get(name).dtype
+        return shard.dtype(name) if isinstance(shard, GGUFWeights | PackedWeights) else self.get(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor called `name`; asking does not read it."""
         shard = self._shards[name]
-        return shard.shape(name) if isinstance(shard, GGUFWeights) else tuple(self.get(name).shape)
+        return shard.shape(name) if isinstance(shard, GGUFWeights | PackedWeights) else tuple(self.get(name).shape)
+
+    def outputs_first(self, name: str) -> bool:
+        """Whether the matrix called `name` is (outputs, inputs) here, also in families that transpose theirs."""
+        return isinstance(self._shards.get(name), PackedWeights)
 
     @property
     def quantization(self) -> Stored | Literal["other"] | None:
         """In what codes it is stored; `other` are such that no product takes."""
+        if self._packed:
+            return self._packed.method
         found = next((shard for shard in self._shards.values() if isinstance(shard, GGUFWeights)), None)
         if found and found.has_codes:
             return "gguf"
@@ -75,12 +86,12 @@ class WeightFiles:
     def is_quantized(self, name: str) -> bool:
         """Whether the tensor called `name` is stored as codes of some kind."""
         shard = self._shards[name]
-        return isinstance(shard, GGUFWeights) and shard.is_quantized(name)
+        return isinstance(shard, PackedWeights) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
         """The matrix called `name`, (outputs, inputs), as it is stored, if that is in codes that products can use."""
         shard = self._shards[name]
-        return shard.get_quantized(name) if isinstance(shard, GGUFWeights) else None
+        return shard.get_quantized(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
 
     def get(self, name: str) -> Tensor:
         """The tensor called `name`."""

@@ -237,7 +237,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(60, dtype=torch.int8)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight is of torch\.int8"):
         logits(tmp_path)
-    set_config(tmp_path, quantization_config={"quant_method": "gptq"})
+    set_config(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ModelError, match="quantization_config"):
         logits(tmp_path)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from services.worker.models.config_json import convert, read_config
 from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
+from services.worker.models.packed_format import SUPPORTED, packed_format
 from shared.errors import ModelError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ ARCHITECTURES = {
 
 Implementation = Literal["auto", "quire", "transformers"]
 
-_QUANTISED_FIELDS = ("quantization_config", "compression_config")
 _QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """What tools write beside config.json, some of them instead of a field in it."""
 
@@ -51,9 +51,9 @@ class Way(NamedTuple):
 def read_supported(folder: Path, implementation: Implementation = "auto") -> dict[str, Any]:
     """The config.json of a model folder. Raises ModelError if it describes a kind of model that is not supported."""
     config = read_config(folder)
-    if sign := _quantised(folder, config):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported ({sign})")
     try:
+        if packed_format(config) is None and (sign := _quantised(folder, config)):
+            raise ModelError(f"{sign}, which is not supported (of quantised checkpoints these are: {SUPPORTED})")
         choose(config, implementation)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
@@ -85,13 +85,11 @@ def family(architecture: str) -> "Family":
 
 
 def _quantised(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """What says that the weights are quantised, if anything does."""
-    parts = {"": config, "text_config.": config.get("text_config")}
-    for where, part in parts.items():
-        for name in _QUANTISED_FIELDS:
-            if isinstance(part, Mapping) and part.get(name):
-                return f"config.json has a {where}{name}"
-    return next((f"there is a {name}" for name in _QUANTISED_FILES if (folder / name).exists()), None)
+    """What says that the weights are quantised, although there is no quantization_config, if anything does."""
+    if config.get("compression_config"):
+        return "config.json has a compression_config"
+    there = next((name for name in _QUANTISED_FILES if (folder / name).exists()), None)
+    return f"there is a {there}, but no quantization_config in config.json" if there else None
 
 
 def _reason(names: list[str], config: Mapping[str, Any]) -> str:

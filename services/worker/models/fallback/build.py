@@ -29,6 +29,9 @@ def build(folder: Path, architecture: str, files: WeightFiles | None, dtype: tor
     with quiet():
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            for part in (config, config.get_text_config()):
+                if hasattr(part, "quantization_config"):  # our weights come dequantised
+                    del part.quantization_config
             kind = getattr(transformers, architecture)
             if not isinstance(config, kind.config_class):
                 raise ModelError(

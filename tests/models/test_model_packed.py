@@ -1,0 +1,239 @@
+"""GPTQ and AWQ checkpoints, against transformers with the dequantised weights: in their own bits, and as floats."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kernels.load import ops, reference
+from services.worker.config import WorkerConfig
+from services.worker.model import load_model
+from services.worker.models.packed_format import packed_format
+from services.worker.models.registry import read_supported
+from services.worker.weight_files import WeightFiles
+from shared.errors import ConfigError, ModelError
+from tests.models.fallback_models import stablelm
+from tests.models.packing import Way, save_packed
+from tests.models.tiny import Forward, llama, opt, reference_logits
+from tests.models.variants import gpt2, phi3
+
+CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
+TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: llama(**WIDE),
+    "phi3": lambda: phi3(**WIDE),
+    "opt": lambda: opt(hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_attention_heads=4),
+    "gpt2": lambda: gpt2(n_embd=64, n_head=4),
+}
+WAYS = {
+    "gptq, symmetric": Way(),
+    "gptq, zeros": Way(symmetric=False, group=64),
+    "gptq, zeros as they are": Way(symmetric=False, layout="gptq_v2", group=-1),
+    "gptq, 8 bits": Way(bits=8),
+    "gptq, 8 bits, zeros": Way(bits=8, symmetric=False, group=-1, layout="gptq_v2"),
+    "awq": Way(method="awq", symmetric=False),
+    "awq, one group": Way(method="awq", symmetric=False, group=-1),
+}
+CASES = [("llama", way) for way in WAYS] + [
+    (name, way) for name in ("phi3", "opt", "gpt2") for way in ("gptq, zeros", "awq")
+]
+
+
+def logits(folder: Path, **config: Any) -> tuple[Tensor, Forward]:
+    forward = Forward(folder, **config)
+    forward.enter(0, TOKENS, range(11))
+    return forward.step((0, 0, len(TOKENS)))[0], forward
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_packed(llama(**WIDE), tmp_path, Way(symmetric=False))
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_logits_are_those_of_transformers(
+    name: str, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS[name]()
+    folder = save_packed(model, tmp_path, WAYS[way])
+    theirs = reference_logits(model, TOKENS)
+    assert theirs.std() > 0.3  # the comparison is of something
+    ours, forward = logits(folder, dtype="float32")
+    assert forward.precision.name == "float32"
+    assert (ours - theirs).abs().max() < 1e-4
+    if ops(CPU).mixes_types:
+        ours, forward = logits(folder)
+        assert forward.precision.name == WAYS[way].method
+        # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.
+        assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
+    model = MODELS["llama"]()
+    folder = save_packed(model, tmp_path, WAYS[way])
+    files = WeightFiles(folder, packed=packed_format(read_supported(folder)))
+    assert set(files.names) == set(model.state_dict())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(files.get(name), weight)
+        if not files.is_quantized(name):
+            assert files.get_quantized(name) is None
+            continue
+        codes = files.get_quantized(name)
+        assert codes is not None
+        assert codes.bits == WAYS[way].bits
+        step = codes.steps.float().repeat_interleave(32, 1)
+        error = ((codes.dequantize() - weight).abs() / step).max()
+        assert error <= (0 if WAYS[way].symmetric else 2**codes.bits * 2.0**-11)
+    assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")
+    assert not files.is_quantized("lm_head.weight")
+
+
+@compiled
+def test_inputs_in_the_order_of_their_activations_are_dequantised_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS["llama"]()
+    folder = save_packed(model, tmp_path, Way(act_order=True))
+    ours, forward = logits(folder, kv_cache_dtype="float32")
+    assert forward.precision.name == "gptq"
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
+    assert "21 tensors are dequantised, model.layers.0.self_attn.q_proj.weight the first" in caplog.text
+
+
+@compiled
+def test_steps_that_are_no_float16_are_dequantised_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS["llama"]()
+    folder = save_packed(model, tmp_path, Way(scales=torch.float32))
+    ours, _ = logits(folder, kv_cache_dtype="float32")
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
+    assert "21 tensors are dequantised" in caplog.text
+    caplog.clear()
+    logits(save_packed(MODELS["llama"](), tmp_path / "exact", Way(scales=torch.bfloat16)))
+    assert not caplog.records
+
+
+@compiled
+def test_modules_that_were_not_converted_are_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of a stack: all of it is dequantised. The output layer may be packed too."""
+    model = llama(**WIDE, vocab_size=136)
+    folder = save_packed(model, tmp_path, Way(), plain=lambda name: name == "model.layers.1.self_attn.k_proj")
+    theirs = reference_logits(model, TOKENS)
+    ours, _ = logits(folder, dtype="float32")
+    assert (ours - theirs).abs().max() < 1e-4
+    ours, _ = logits(folder)
+    assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
+    assert "2 tensors are dequantised, model.layers.1.self_attn.q_proj.weight the first" in caplog.text
+
+
+def test_without_kernels_for_it_it_is_dequantised_and_it_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_model(folder, WorkerConfig(device="cpu"), CPU, reference()).precision.name == "float32"
+    assert "needs a CPU and the kernels compiled for it" in caplog.text
+    with pytest.raises(ConfigError, match="--quantization gptq needs a CPU and the kernels"):
+        load_model(folder, WorkerConfig(device="cpu", quantization="gptq"), CPU, reference())
+    with pytest.raises(ConfigError, match="--quantization awq: the model is not a checkpoint whose"):
+        load_model(folder, WorkerConfig(device="cpu", quantization="awq"), CPU, ops(CPU))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_transformers_code_computes_it_dequantised(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    folder = save_packed(model, tmp_path, Way(method=method, symmetric=False))
+    ours, forward = logits(folder)
+    assert forward.precision.name == "float32"
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
+    assert "are dequantised: to compute with them as they are needs a family" in caplog.text
+
+
+def change(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes())
+    config["quantization_config"] |= fields
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"quant_method": "fp8"},
+        {"quant_method": "bitsandbytes"},
+        {"quant_method": "compressed-tensors"},
+        {"quant_method": ""},
+        {"bits": 2},
+        {"bits": 3},
+        {"group_size": 16},
+        {"group_size": 48},
+        {"group_size": 0},
+        {"checkpoint_format": "marlin"},
+        {"pack_dtype": "int8"},
+        {"is_marlin_format": True},
+        {"dynamic": {"+:.*down_proj": {"bits": 8}}},
+        {"quant_method": "awq", "bits": 8},
+        {"quant_method": "awq", "version": "GEMV"},
+        {"quant_method": "awq", "backend": "llm-awq"},
+    ],
+    ids=str,
+)
+def test_other_kinds_are_refused_by_name(folder: Path, fields: dict[str, Any]) -> None:
+    change(folder, **fields)
+    name, value = list(fields.items())[-1]
+    said = next(iter(value)) if name == "dynamic" else value
+    with pytest.raises(ModelError, match=f"{folder}: config.json: quantization_config: {name} ") as error:
+        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
+    assert repr(said.lower() if name == "version" else said) in str(error.value)
+    assert "gptq with 4 or 8 bits and awq with 4" in str(error.value)
+
+
+@pytest.mark.parametrize("fields", [{"dynamic": {"-:.*lm_head": {}}}, {"checkpoint_format": None}, {"damp": 0.1}])
+def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) -> None:
+    change(folder, **fields)
+    assert packed_format(read_supported(folder)) is not None
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "said"),
+    [
+        ("scales", None, "is missing"),
+        ("qzeros", None, "is missing"),
+        ("scales", torch.ones(3, 64), r"has shape \[3, 64\], and its codes ask for \[2, 64\]"),
+        ("scales", torch.ones(2, 64, dtype=torch.int8), "must be a matrix of floats"),
+        ("qzeros", torch.zeros(2, 4, dtype=torch.int32), r"has shape \[2, 4\]"),
+        ("qweight", torch.zeros(8, 64), "must be a matrix of int32"),
+        ("qweight", torch.zeros(7, 64, dtype=torch.int32), "inputs"),
+        ("g_idx", torch.full((64,), 2, dtype=torch.int32), "must name groups from 0 to 1"),
+        ("g_idx", torch.zeros(32, dtype=torch.int32), r"has shape \[32\]"),
+        ("weight", torch.zeros(64, 64), "is there twice"),
+    ],
+)
+def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | None, said: str) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop(f"{Q}.{kind}", None)
+    save_file(tensors if tensor is None else tensors | {f"{Q}.{kind}": tensor}, path)
+    with pytest.raises(ModelError, match=rf"{Q}\.{kind} .*{said}"):
+        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
+
+
+def test_a_checkpoint_of_floats_that_says_gptq_is_refused(tmp_path: Path) -> None:
+    folder = save_packed(llama(**WIDE), tmp_path, Way(), plain=lambda name: True)
+    with pytest.raises(ModelError, match=r"config\.json says gptq, but the weight files have no tensor with codes"):
+        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
