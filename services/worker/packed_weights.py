@@ -20,7 +20,7 @@ from services.worker.models.packed_format import PackedFormat
 from shared.errors import ModelError
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where outputs 0 to 7 lie in an int32
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _STEPS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -105,13 +105,11 @@ class PackedWeights:
         qweight, qzeros, scales, group, _ = self._matrices[name]
         bits = self._how.bits
         if self._how.method == "gptq":
-            codes = _unpacked(qweight.T.contiguous(), bits)
-            zeros = _unpacked(qzeros, bits)
+            codes, zeros = _unpacked(qweight.T.contiguous(), bits), _unpacked(qzeros, bits).T.contiguous()
         else:
-            codes = _in_order(_unpacked(qweight, bits)).T.contiguous()
-            zeros = _in_order(_unpacked(qzeros, bits))
+            codes, zeros = _unpacked_awq(qweight), _unpacked_awq(qzeros)
         zeros = zeros + self._how.zero_offset & 2**bits - 1  # a zero of 0 was stored as the largest code
-        return _Unpacked(codes, zeros.T.contiguous(), scales.T.contiguous(), group)
+        return _Unpacked(codes, zeros, scales.T.contiguous(), group)
 
     def _matrix(self, module: str) -> _Matrix:
         qweight, qzeros, scales = (self._read(module + suffix) for suffix in _SUFFIXES[:3])
@@ -157,9 +155,13 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return parts if bits == 8 else torch.stack((parts & 15, parts >> 4), -1).flatten(1)
 
 
-def _in_order(codes: Tensor) -> Tensor:
-    """AWQ's eight codes of an int32 in the order of the outputs."""
-    return codes.view(len(codes), -1, 8)[:, :, _AWQ_PLACES].flatten(1)
+def _unpacked_awq(packed: Tensor) -> Tensor:
+    """(R, C) int32 to the (C * 8, R) codes that are its bits, as uint8."""
+    words = packed.T.contiguous()
+    codes = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
+    for place, output in enumerate(_AWQ_ORDER):
+        codes[:, output] = words >> 4 * place & 15
+    return codes.flatten(0, 1)
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -58,6 +58,15 @@ def test_numbers_beside_a_large_one_are_not_lost() -> None:
     assert (OPS.linear(x, OPS.pack_linear(w), None) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_may_be_any_code(bits: int) -> None:
+    x, w = torch.randn(3, 96), weight(40, 96, bits, False)
+    for zero in (0, 5, 2**bits - 1):
+        expected = by_hand(x, w._replace(zero=zero))
+        out = OPS.linear(x, OPS.pack_linear(w._replace(zero=zero)), None)
+        assert (out - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize(("bits", "leasts"), KINDS)
 def test_a_rows_bits_are_its_own(bits: int, leasts: bool) -> None:
     packed, x = OPS.pack_linear(weight(200, 576, bits, leasts)), torch.randn(140, 576)

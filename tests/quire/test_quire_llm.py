@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import OPTForCausalLM
 
+from kernels.load import ops
 from quire import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan, StepResult
+from tests.models.packing import Way, save_packed
 
 PROMPTS = [
     "What is the capital of France?",
@@ -242,6 +244,25 @@ def test_progress_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
     assert "toks/s" in shown
     llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
+def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(folder: Path, tmp_path: Path) -> None:
+    with torch.no_grad():
+        save_packed(OPTForCausalLM.from_pretrained(folder), tmp_path, Way())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+
+    def scores(**settings: Any) -> list[float]:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        with LLM(tmp_path, kv_cache_memory=0.05, num_threads=1, **settings) as llm:
+            (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+        return [next(iter(entry.values())).logprob for entry in (output.prompt_logprobs or [])[1:]]
+
+    own, floats = scores(), scores(dtype="float32")
+    assert own == scores(quantization="gptq") == scores(quantization="auto")
+    assert floats == scores(quantization="none")
+    assert 0 < max(abs(one - other) for one, other in zip(own, floats, strict=True)) < 0.3
 
 
 @pytest.mark.parametrize(
