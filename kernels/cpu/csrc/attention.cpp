@@ -1,13 +1,14 @@
 // Attention of ragged rows over a paged cache; the formula stands in kernels/reference/paged_attention.py.
 //
 // The keys of a block lie with the position as the last dimension, so that sixteen keys are the sixteen lanes of a
-// score; the values lie as usual, with the head's dimension last. In the cache that dimension is rounded up to sixteens,
-// of which the last ones are zero.
+// score; the values lie as usual, with the head's dimension last. In the cache that dimension is rounded up to
+// sixteens, of which the last ones are zero.
 //
-// What a query's result is made of does not depend on the batch. Its context is cut at fixed absolute positions: tiles
-// of 16 keys, segments of 256. Within a segment tiles are taken from left to right with a running maximum (online
-// softmax: Milakov and Gimelshein, 2018); segments are merged from left to right, also where one thread has done them
-// all. A key that the query may not see adds an exact zero, so it does not matter for which neighbour it was read.
+// What a query's result is made of does not depend on the batch. Its context is cut at fixed absolute positions: groups
+// of 16 keys, tiles of 64, segments of 256. Within a segment tiles are taken from left to right with a running maximum
+// (online softmax: Milakov and Gimelshein, 2018); segments are merged from left to right, also where one thread has done
+// them all. A key that the query may not see adds an exact zero, so it does not matter for which neighbour it was read,
+// or whether it was.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -24,165 +25,316 @@
 namespace quire {
 namespace {
 
-constexpr int TILE = 16;       // keys
-constexpr int SEGMENT = 256;   // keys; a multiple of TILE
-constexpr int QUERIES = 48;    // (position, head) pairs that share the tiles that one work item reads
+constexpr int GROUP = 16;     // keys, one vector of scores
+constexpr int TILE = 64;      // keys between two looks at the running maximum
+constexpr int SEGMENT = 256;  // keys
+constexpr int QUERIES = 96;   // (position, head) pairs that share the tiles that one work item reads
+constexpr int GROUPS = TILE / GROUP;
+#if defined(__AVX512F__)
+constexpr int WIDE = 4;  // vectors of a product that fit the registers, for six queries
+#else
+constexpr int WIDE = 1;
+#endif
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 using Problem = AttentionProblem;
 
-// Queries of one row at consecutive positions, for one kv head, and one segment of their context.
+// Queries of one row at consecutive positions, for one kv head, and one of the segments of their context that they see.
 struct Item {
     int32_t row, token, start, count, head, segment, segments;
+    int32_t first, end;  // what of the segment is read: the keys that some query sees, from the start of a tile
     int64_t partial;  // where its (maximum, sum, accumulator) go, in queries; unused if there is only one segment
 };
 
-// Where one tile's keys (dim, 16) and values (16, dim) are, with their strides.
+// Where a tile's keys and values are, by group: keys (dim, 16), rows `key_stride` apart, and values (16, dim).
 template <class T>
-struct TileData {
-    const T* keys;
+struct Tile {
+    const T* key[GROUPS];
+    const T* value[GROUPS];
     int64_t key_stride;
-    const T* values;
+    int first, keys, groups;
 };
+
+// Calls a line to the second cache: more of them can be under way than to the first.
+template <class T>
+void fetch(const T* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+}
 
 template <class T>
 struct Cache {
     const T *keys, *values;
 
-    // Blocks shorter than a tile are joined in `scratch`, of 2 * 16 * dim.
-    TileData<T> tile(const Problem& p, const int32_t* table, int head, int first, int end, T* scratch) const {
-        int64_t part = int64_t(p.cache.dim) * p.cache.block;
-        auto at = [&](int position) { return (int64_t(table[position / p.cache.block]) * p.cache.kv_heads + head) * part; };
-        if (p.cache.block >= TILE) {
-            int64_t base = at(first), slot = first % p.cache.block;
-            return {keys + base + slot, p.cache.block, values + base + slot * p.cache.dim};
+    // That of the keys [first, end), of which there may be fewer than a tile holds. Blocks shorter than a group are
+    // joined in `scratch`, of 2 * TILE * dim.
+    Tile<T> tile(const Problem& p, const Item& item, int first, T* scratch) const {
+        const int32_t* table = p.tables + item.row * p.table_width;
+        int64_t block = p.cache.block, dim = p.cache.dim;
+        auto piece = [&](int position) {
+            return (int64_t(table[position / block]) * p.cache.kv_heads + item.head) * dim * block;
+        };
+        Tile<T> tile;
+        tile.key_stride = std::max<int64_t>(block, GROUP);
+        int end = std::min(first + TILE, item.end);
+        tile.first = first;
+        tile.keys = end - first;
+        tile.groups = (tile.keys + GROUP - 1) / GROUP;
+        for (int g = 0, at = first; at < end; g++, at += GROUP) {
+            if (block >= GROUP) {
+                tile.key[g] = keys + piece(at) + at % block;
+                tile.value[g] = values + piece(at) + at % block * dim;
+                continue;
+            }
+            T *k = scratch + 2 * g * GROUP * dim, *v = k + GROUP * dim;
+            std::fill(k, v + GROUP * dim, T{});
+            for (int position = at; position < std::min(end, at + GROUP); position += block) {
+                int64_t from = piece(position), column = position - at;
+                for (int d = 0; d < dim; d++) std::copy_n(keys + from + d * block, block, k + d * GROUP + column);
+                std::copy_n(values + from, dim * block, v + column * dim);
+            }
+            tile.key[g] = k;
+            tile.value[g] = v;
         }
-        T *k = scratch, *v = scratch + TILE * p.cache.dim;
-        std::fill(scratch, scratch + 2 * TILE * p.cache.dim, T{});
-        for (int position = first; position < std::min(end, first + TILE); position += p.cache.block) {
-            int64_t base = at(position), column = position - first;
-            for (int d = 0; d < p.cache.dim; d++) std::copy_n(keys + base + d * p.cache.block, p.cache.block, k + d * TILE + column);
-            std::copy_n(values + base, part, v + column * p.cache.dim);
+        for (int g = tile.groups; g < GROUPS; g++) {
+            tile.key[g] = tile.key[0];
+            tile.value[g] = tile.value[0];
         }
-        return {k, TILE, v};
+        return tile;
     }
 };
 
-// scores[query][16] of N queries, whose vectors lie one behind the other.
-template <int N, class T>
-void score(const float* q, int dim, const TileData<T>& tile, float* scores) {
-    F32x16 sums[N];
-    for (auto& s : sums) s = F32x16::zero();
-    for (int d = 0; d < dim; d++) {
-        F32x16 key = F32x16::load(tile.keys + d * tile.key_stride);
-        for (int n = 0; n < N; n++) sums[n] = fma(F32x16::set(q[n * dim + d]), key, sums[n]);
-    }
-    for (int n = 0; n < N; n++) sums[n].store(scores + n * TILE);
+// scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys. The same ones of `next`
+// are called to the cache meanwhile.
+template <int N, int G, class T, class Next>
+void score(const float* q, int dim, const Tile<T>& tile, int group, const Next& next, float* scores) {
+    F32x16 sums[N][G];
+    for (auto& row : sums)
+        for (auto& s : row) s = F32x16::zero();
+    int d = 0;
+    do {
+        F32x16 key[G];
+        for (int g = 0; g < G; g++) key[g] = F32x16::load(tile.key[group + g] + d * tile.key_stride);
+        if (group == 0) next.keys(d);
+        for (int n = 0; n < N; n++) {
+            F32x16 x = F32x16::set(q[n * dim + d]);
+            for (int g = 0; g < G; g++) sums[n][g] = fma(x, key[g], sums[n][g]);
+        }
+    } while (++d < dim);
+    for (int n = 0; n < N; n++)
+        for (int g = 0; g < G; g++) sums[n][g].store(scores + n * TILE + (group + g) * GROUP);
 }
 
 // acc[query] = acc[query] * fade[query] + sum over `keys` keys of weight * value, for N queries and 16 L dimensions.
-template <int N, int L, class T>
-void accumulate(const float* weights, const float* fade, int dim, const T* values, int keys, float* acc) {
+template <int N, int L, class T, class Next>
+void accumulate(const float* weights, const float* fade, int dim, const Tile<T>& tile, int first, int keys,
+                const Next& next, float* acc) {
     F32x16 sums[N][L];
     for (int n = 0; n < N; n++)
         for (int l = 0; l < L; l++) sums[n][l] = F32x16::load(acc + n * dim + l * 16) * F32x16::set(fade[n]);
-    for (int key = 0; key < keys; key++)
-        for (int l = 0; l < L; l++) {
-            F32x16 value = F32x16::load(values + key * dim + l * 16);
-            for (int n = 0; n < N; n++) sums[n][l] = fma(F32x16::set(weights[n * TILE + key]), value, sums[n][l]);
+    int key = 0;
+    do {
+        const T* values = tile.value[key / GROUP] + key % GROUP * dim + first;
+        next.values(key);
+        F32x16 value[L];
+        for (int l = 0; l < L; l++) value[l] = F32x16::load(values + l * 16);
+        for (int n = 0; n < N; n++) {
+            F32x16 weight = F32x16::set(weights[n * TILE + key]);
+            for (int l = 0; l < L; l++) sums[n][l] = fma(weight, value[l], sums[n][l]);
         }
+    } while (++key < keys);
     for (int n = 0; n < N; n++)
         for (int l = 0; l < L; l++) sums[n][l].store(acc + n * dim + l * 16);
 }
 
-// Calls f with a compile-time count for each group of at most MOST out of `total`.
-template <int MOST, class F>
-void in_groups(int total, F&& f) {
+// Calls f with a compile-time count for each six of `total`, and one for what remains.
+template <class F>
+void in_sixes(int total, F&& f) {
     int done = 0;
+    for (; done + 6 <= total; done += 6) f(std::integral_constant<int, 6>{}, done);
+    switch (total - done) {
+        case 1: return f(std::integral_constant<int, 1>{}, done);
+        case 2: return f(std::integral_constant<int, 2>{}, done);
+        case 3: return f(std::integral_constant<int, 3>{}, done);
+        case 4: return f(std::integral_constant<int, 4>{}, done);
+        case 5: return f(std::integral_constant<int, 5>{}, done);
+    }
+}
+
+// The same in pieces of at most MOST, a power of two.
+template <int MOST, class F>
+void in_halves(int total, F&& f, int done = 0) {
     for (; done + MOST <= total; done += MOST) f(std::integral_constant<int, MOST>{}, done);
-    if constexpr (MOST > 1) {
-        if (done < total) in_groups<MOST / 2>(total - done, [&](auto n, int at) { f(n, done + at); });
-    }
+    if constexpr (MOST > 1) in_halves<MOST / 2>(total, f, done);
 }
 
-template <class T>
-void attend_tile(const TileData<T>& tile, const float* q, int queries, int dim, int keys, float* scores, float* acc,
-                 const Problem& p, const Item& item, int shared, int first, float* most, float* total) {
-    in_groups<8>(queries, [&](auto n, int at) {
-        score<decltype(n)::value>(q + at * dim, dim, tile, scores + at * TILE);
-    });
-    float fade[QUERIES];
-    for (int i = 0; i < queries; i++) {
-        int position = item.start + i / shared;
-        F32x16 s = F32x16::load(scores + i * TILE);
-        if (p.softcap != 0) {
-            float lanes[TILE];
-            s.store(lanes);
-            for (float& x : lanes) x = p.softcap * std::tanh(x / p.softcap);
-            s = F32x16::load(lanes);
-        }
-        int from = p.window ? position - p.window + 1 - first : 0;
-        s = s.keep(from, position + 1 - first, NOTHING);
-        float now = std::max(most[i], largest(s));
-        float base = now == NOTHING ? 0 : now;
-        F32x16 weights = exp(s - F32x16::set(base));
-        weights.store(scores + i * TILE);
-        float lanes[TILE];
-        exp(F32x16::set(most[i] - base)).store(lanes);
-        fade[i] = lanes[0];
-        total[i] = total[i] * fade[i] + sum(weights);
-        most[i] = now;
-    }
-    int l = 0;
-    for (; l + 4 <= dim / 16; l += 4)
-        in_groups<4>(queries, [&](auto n, int at) {
-            accumulate<decltype(n)::value, 4>(scores + at * TILE, fade + at, dim, tile.values + l * 16, keys,
-                                              acc + at * dim + l * 16);
-        });
-    for (; l < dim / 16; l++)
-        in_groups<4>(queries, [&](auto n, int at) {
-            accumulate<decltype(n)::value, 1>(scores + at * TILE, fade + at, dim, tile.values + l * 16, keys,
-                                              acc + at * dim + l * 16);
-        });
-}
-
+// Room for one work item's queries.
 template <class T>
 struct Scratch {
-    std::vector<float> q, scores, acc, wide;
-    std::vector<T> tile;
-    explicit Scratch(int dim)
-        : q(QUERIES * dim), scores(QUERIES * TILE), acc(QUERIES * dim), wide(2 * TILE * dim), tile(2 * TILE * dim) {}
+    std::vector<F32x16> q_, scores_, acc_, wide_;
+    std::vector<T> tiles;
+    alignas(64) float most[QUERIES], total[QUERIES], fade[QUERIES], sums[QUERIES];
+    float *q, *scores, *acc, *wide;
+    int turn = 0;
+
+    void fit(int dim) {
+        q = room(q_, QUERIES * dim);
+        scores = room(scores_, QUERIES * TILE);
+        acc = room(acc_, QUERIES * dim);
+        wide = room(wide_, 2 * TILE * dim);
+        tiles.resize(2 * 2 * TILE * dim);
+    }
+    // For the blocks of one tile, while those of the last one are used.
+    T* room() {
+        turn ^= 1;
+        return tiles.data() + turn * tiles.size() / 2;
+    }
+    static float* room(std::vector<F32x16>& lanes, int floats) {
+        lanes.resize(floats / 16);
+        return reinterpret_cast<float*>(lanes.data());
+    }
 };
 
-// The running maximum, sum and accumulator of each of an item's queries over its segment.
+// Hides one query's scores but those of the tile's keys within [from, to); gives the highest.
+float hide(const Problem& p, float* scores, int from, int to) {
+    F32x16 s[GROUPS];
+    for (int g = 0; g < GROUPS; g++) s[g] = F32x16::load(scores + g * GROUP);
+    if (p.softcap != 0 || from > 0 || to < TILE)
+        for (int g = 0; g < GROUPS; g++) {
+            if (p.softcap != 0) {
+                float lanes[GROUP];
+                s[g].store(lanes);
+                for (float& x : lanes) x = p.softcap * std::tanh(x / p.softcap);
+                s[g] = F32x16::load(lanes);
+            }
+            s[g] = s[g].keep(from - g * GROUP, to - g * GROUP, NOTHING);
+            s[g].store(scores + g * GROUP);
+        }
+    F32x16 most = s[0];
+    for (int g = 1; g < GROUPS; g++) most = max(most, s[g]);
+    return largest(most);
+}
+
+// Scores of all queries into weights; their maxima, sums and how much of what was before them stays.
 template <class T>
-void attend(const Problem& p, const Cache<T>& cache, const Item& item, Scratch<T>& scratch, float* most, float* total) {
+void soften(const Problem& p, const Item& item, int queries, int first, Scratch<T>& scratch) {
+    int shared = p.heads / p.cache.kv_heads;
+    float now[QUERIES];
+    for (int i = 0; i < queries; i++) {
+        int position = item.start + i / shared, from = p.window ? position - p.window + 1 - first : 0;
+        now[i] = std::max(scratch.most[i], hide(p, scratch.scores + i * TILE, from, position + 1 - first));
+    }
+    for (int i = 0; i < queries; i++) {
+        float base = now[i] == NOTHING ? 0 : now[i];
+        F32x16 weights[GROUPS];
+        for (int g = 0; g < GROUPS; g++) {
+            float* at = scratch.scores + i * TILE + g * GROUP;
+            weights[g] = exp(F32x16::load(at) - F32x16::set(base));
+            weights[g].store(at);
+        }
+        F32x16 sums = weights[0];
+        for (int g = 1; g < GROUPS; g++) sums = sums + weights[g];
+        scratch.sums[i] = sum(sums);
+        scratch.fade[i] = scratch.most[i] - base;
+        scratch.most[i] = now[i];
+    }
+    for (int i = 0; i < queries; i += 16) {
+        F32x16 fade = exp(F32x16::load(scratch.fade + i));
+        fade.store(scratch.fade + i);
+        fma(F32x16::load(scratch.total + i), fade, F32x16::load(scratch.sums + i)).store(scratch.total + i);
+    }
+}
+
+struct Nothing {
+    void keys(int) const {}
+    void values(int) const {}
+};
+
+template <class T>
+struct Next {
+    const Tile<T>& tile;
+    int dim;
+    void keys(int d) const {
+        for (int g = 0; g < GROUPS; g++) fetch(tile.key[g] + d * tile.key_stride);
+    }
+    void values(int key) const {
+        const T* value = tile.value[key / GROUP] + key % GROUP * dim;
+        for (int d = 0; d < dim; d += 64 / sizeof(T)) fetch(value + d);
+    }
+};
+
+template <class T, class N, class Of>
+void attend_tile(const Problem& p, const Item& item, int queries, const Tile<T>& tile, const N& next,
+                 Scratch<Of>& scratch) {
+    int dim = p.cache.dim, shared = p.heads / p.cache.kv_heads;
+    // How many keys the query sees at most; those behind it too are not looked at, though others of the item see them.
+    auto visible = [&](int query) { return std::min(tile.keys, item.start + query / shared + 1 - tile.first); };
+    in_sixes(queries, [&](auto n, int at) {
+        int seen = visible(at + n - 1);
+        in_halves<WIDE>((seen + GROUP - 1) / GROUP, [&](auto g, int group) {
+            score<decltype(n)::value, decltype(g)::value>(scratch.q + at * dim, dim, tile, group, next,
+                                                          scratch.scores + at * TILE);
+        });
+    });
+    soften(p, item, queries, tile.first, scratch);
+    in_sixes(queries, [&](auto n, int at) {
+        int seen = visible(at + n - 1);
+        if (seen <= 0) return;
+        in_halves<WIDE>(dim / 16, [&](auto l, int vector) {
+            accumulate<decltype(n)::value, decltype(l)::value>(scratch.scores + at * TILE, scratch.fade + at, dim, tile,
+                                                               vector * 16, seen, next,
+                                                               scratch.acc + at * dim + vector * 16);
+        });
+    });
+}
+
+// The same tile in float32, where several products will read it.
+template <class T>
+Tile<float> widened(const Tile<T>& tile, int dim, const Tile<T>& next, float* to) {
+    Tile<float> wide;
+    wide.key_stride = TILE;
+    wide.first = tile.first;
+    wide.keys = tile.keys;
+    wide.groups = tile.groups;
+    float *k = to, *v = to + TILE * dim;
+    for (int g = 0; g < tile.groups; g++) {
+        wide.key[g] = k + g * GROUP;
+        for (int d = 0; d < dim; d++) {
+            F32x16::load(tile.key[g] + d * tile.key_stride).store(k + g * GROUP + d * TILE);
+            fetch(next.key[g] + d * next.key_stride);
+        }
+        wide.value[g] = v + g * GROUP * dim;
+        for (int i = 0; i < std::min(GROUP, tile.keys - g * GROUP) * dim; i += 16) {
+            F32x16::load(tile.value[g] + i).store(v + g * GROUP * dim + i);
+            fetch(next.value[g] + i);
+        }
+    }
+    return wide;
+}
+
+// The running maximum, sum and accumulator of each of an item's queries over its segment. `tile` is its first one and
+// becomes the first of `then`, the thread's next item.
+template <class T>
+void attend(const Problem& p, const Cache<T>& cache, const Item& item, const Item* then, Tile<T>& tile,
+            Scratch<T>& scratch) {
     int shared = p.heads / p.cache.kv_heads, queries = item.count * shared, dim = p.cache.dim;
     for (int i = 0; i < queries; i++) {
         const float* from = p.q + (item.token + i / shared) * p.q_token + (item.head * shared + i % shared) * p.q_head;
         for (int d = 0; d < p.head_dim; d++) scratch.q[i * dim + d] = from[d] * p.scale;
+        std::fill_n(scratch.q + i * dim + p.head_dim, dim - p.head_dim, 0.0f);
     }
-    std::fill_n(most, queries, NOTHING);
-    std::fill_n(total, queries, 0.0f);
-    std::fill_n(scratch.acc.data(), queries * dim, 0.0f);
-    const int32_t* table = p.tables + item.row * p.table_width;
-    int end = std::min((item.segment + 1) * SEGMENT, item.start + item.count);  // beyond it nothing may be read
-    int seen = p.window ? std::max(0, item.start - p.window + 1) / TILE * TILE : 0;
-    for (int first = std::max(item.segment * SEGMENT, seen); first < end; first += TILE) {
-        int keys = std::min(TILE, end - first);
-        TileData<T> tile = cache.tile(p, table, item.head, first, end, scratch.tile.data());
-        auto go = [&](const auto& data) {
-            attend_tile(data, scratch.q.data(), queries, dim, keys, scratch.scores.data(), scratch.acc.data(), p, item,
-                        shared, first, most, total);
-        };
-        if (queries <= 8) {
-            go(tile);
-            continue;
-        }
-        float *k = scratch.wide.data(), *v = k + TILE * dim;  // widened once for all queries
-        for (int d = 0; d < dim; d++) F32x16::load(tile.keys + d * tile.key_stride).store(k + d * TILE);
-        for (int i = 0; i < keys * dim; i += 16) F32x16::load(tile.values + i).store(v + i);
-        go(TileData<float>{k, TILE, v});
+    std::fill_n(scratch.most, QUERIES, NOTHING);
+    std::fill_n(scratch.total, QUERIES, 0.0f);
+    std::fill_n(scratch.acc, queries * dim, 0.0f);
+    for (int first = item.first; first < item.end; first += TILE) {
+        Tile<T> next = first + TILE < item.end ? cache.tile(p, item, first + TILE, scratch.room())
+                       : then                  ? cache.tile(p, *then, then->first, scratch.room())
+                                               : tile;
+        if (queries > 6)
+            attend_tile(p, item, queries, widened(tile, dim, next, scratch.wide), Nothing{}, scratch);
+        else
+            attend_tile(p, item, queries, tile, Next<T>{next, dim}, scratch);
+        for (int key = tile.keys; key < next.keys; key++) Next<T>{next, dim}.values(key);
+        tile = next;
     }
 }
 
@@ -216,20 +368,28 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<Item>& items
     };
     std::atomic<size_t> next{0};
     at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), items.size()), 1, [&](int64_t, int64_t) {
-        Scratch<T> scratch(dim);
-        float highest[QUERIES], sums[QUERIES];
-        for (size_t i; (i = next.fetch_add(1)) < items.size();) {
-            const Item& item = items[i];
+        static thread_local Scratch<T> scratch;
+        scratch.fit(dim);
+        auto claim = [&] {
+            size_t i = next.fetch_add(1);
+            return i < items.size() ? &items[i] : nullptr;
+        };
+        const Item *at = claim(), *then;
+        if (!at) return;
+        Tile<T> tile = cache.tile(p, *at, at->first, scratch.room());
+        for (; at; at = then) {
+            then = claim();
+            const Item& item = *at;
             int queries = item.count * shared;
-            attend(p, cache, item, scratch, highest, sums);
+            attend(p, cache, item, then, tile, scratch);
             for (int n = 0; n < queries; n++) {
                 if (item.segments == 1) {
-                    finish(output(item, n), &scratch.acc[n * dim], sums[n], p.head_dim);
+                    finish(output(item, n), scratch.acc + n * dim, scratch.total[n], p.head_dim);
                     continue;
                 }
-                most[item.partial + n] = highest[n];
-                total[item.partial + n] = sums[n];
-                std::copy_n(&scratch.acc[n * dim], dim, &acc[(item.partial + n) * dim]);
+                most[item.partial + n] = scratch.most[n];
+                total[item.partial + n] = scratch.total[n];
+                std::copy_n(scratch.acc + n * dim, dim, &acc[(item.partial + n) * dim]);
             }
         }
     });
@@ -249,11 +409,14 @@ std::vector<Item> cut(const Problem& p, int64_t& partials) {
     partials = 0;
     for (int32_t row = 0; row < p.rows; row++)
         for (int64_t done = 0, count = p.offsets[row + 1] - p.offsets[row]; done < count; done += most) {
-            int32_t size = std::min<int64_t>(most, count - done), first = p.starts[row] + done;
-            int32_t segments = (first + size + SEGMENT - 1) / SEGMENT;
+            int32_t size = std::min<int64_t>(most, count - done), start = p.starts[row] + done;
+            int32_t seen = p.window ? std::max(0, start - p.window + 1) / TILE * TILE : 0, end = start + size;
+            int32_t before = seen / SEGMENT, segments = (end + SEGMENT - 1) / SEGMENT - before;
             for (int32_t head = 0; head < p.cache.kv_heads; head++)
                 for (int32_t segment = 0; segment < segments; segment++) {
-                    items.push_back({row, int32_t(p.offsets[row] + done), first, size, head, segment, segments, partials});
+                    int32_t from = (before + segment) * SEGMENT;
+                    items.push_back({row, int32_t(p.offsets[row] + done), start, size, head, segment, segments,
+                                     std::max(from, seen), std::min(from + SEGMENT, end), partials});
                     if (segments > 1) partials += size * shared;
                 }
         }
@@ -290,7 +453,7 @@ void op(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, c
 
 void paged_attention(const AttentionProblem& p) {
     const KVCache& cache = p.cache;
-    TORCH_CHECK(cache.block % TILE == 0 || TILE % cache.block == 0, "no kernel for blocks of ", cache.block);
+    TORCH_CHECK(cache.block % GROUP == 0 || GROUP % cache.block == 0, "no kernel for blocks of ", cache.block);
     TORCH_CHECK(cache.dim >= p.head_dim, "the cache has ", cache.dim, " dimensions for ", p.head_dim);
     TORCH_CHECK(p.heads % cache.kv_heads == 0 && p.heads / cache.kv_heads <= QUERIES, "too many heads share one");
     int64_t partials;
