@@ -36,6 +36,7 @@ TEXTS = (
 )
 PRECISIONS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
+    {"dtype": "float32", "kv_cache_dtype": "int8"},
     {"dtype": "bfloat16"},
     {"dtype": "float16"},
     {"quantization": "auto"},  # the default: in the bits of a quantised checkpoint

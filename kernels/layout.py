@@ -6,6 +6,9 @@ Heads come before slots, so that what one head needs of a block is one contiguou
 within a piece: with `keys_transposed`, that of keys is (dim, slot), and with `lanes` the dimensions are rounded up to a
 multiple, the added ones being zero. Both show in the strides of `views` only, never in their shapes.
 
+Integers are codes: each vector (of a token and a head) has a scale by which they are to be multiplied. The scales of a
+piece lie behind its codes, so they are copied, shared and counted with it; `scales` finds those of a view.
+
 A position of a sequence has the flat index `block * block_size + offset`, with the block taken from the sequence's
 table at `position // block_size` and `offset = position % block_size`.
 
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 CACHE_LINE = 64  # bytes
+SCALE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,19 @@ class KVLayout:
 
     @property
     def dim(self) -> int:
-        """Elements that a head's vector takes."""
-        return -(-self.head_dim // self.lanes) * self.lanes
+        """Numbers that a head's vector takes; of codes a multiple of 4, so that the scales are aligned."""
+        lanes = self.lanes if self.dtype.is_floating_point else math.lcm(self.lanes, SCALE.itemsize)
+        return -(-self.head_dim // lanes) * lanes
+
+    @property
+    def _width(self) -> int:
+        """Elements of the storage for a vector, its scale included."""
+        return self.dim if self.dtype.is_floating_point else self.dim + SCALE.itemsize
 
     @property
     def bytes_per_token(self) -> int:
         """Of all layers, keys and values."""
-        return self.num_layers * 2 * self.num_kv_heads * self.dim * self.dtype.itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self._width * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
@@ -50,7 +60,7 @@ class KVLayout:
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
         """Zeroed storage; on a CPU its pages are only taken from the system as they are first written."""
-        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.dim)
+        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self._width)
         if device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=device)
         size = math.prod(shape) * self.dtype.itemsize
@@ -60,12 +70,24 @@ class KVLayout:
 
     def views(self, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(K, V) of each layer, both (block, kv_head, slot, head_dim), sharing `storage`'s memory."""
-        pairs = []
-        for keys, values in storage:
-            if self.keys_transposed:
-                keys = keys.view(*keys.shape[:2], self.dim, self.block_size).transpose(2, 3)
-            pairs.append((keys[..., : self.head_dim], values[..., : self.head_dim]))
-        return pairs
+        shape = (storage.shape[2], self.num_kv_heads, self.block_size, self.head_dim)
+        piece = self.block_size * self._width
+        outer, rows, columns = (self.num_kv_heads * piece, piece), (self.dim, 1), (1, self.block_size)
+
+        def view(part: Tensor, inner: tuple[int, int]) -> Tensor:
+            # `scales` reads the strides, of which torch is otherwise free to make up those of dimensions of size 1.
+            return part.as_strided(shape, (*outer, *inner), part.storage_offset())
+
+        return [(view(keys, columns if self.keys_transposed else rows), view(values, rows)) for keys, values in storage]
+
+
+def scales(view: Tensor) -> Tensor:
+    """Those of a view of codes: (block, kv_head, slot) float32, sharing its memory."""
+    blocks, heads, slots, _ = view.shape
+    block, piece = view.stride()[:2]
+    start = view.storage_offset() + piece - slots * SCALE.itemsize
+    codes = view.as_strided((blocks, heads, slots, SCALE.itemsize), (block, piece, SCALE.itemsize, 1), start)
+    return codes.view(SCALE)[..., 0]
 
 
 def flat_slots(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

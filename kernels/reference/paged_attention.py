@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.layout import scales
+
 _LONGEST = 256
 """Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
 
@@ -87,7 +89,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`q` (T, Hq, D) of any strides, caches (block, kv_head, slot, D) contiguous; gives a new (T, Hq, D).
+    """`q` (T, Hq, D) of any strides, caches (block, kv_head, slot, D) contiguous, or codes with scales; gives a new
+    (T, Hq, D).
 
     The keys and values of the queries themselves must be in the cache already. `window` is how many positions a
     query sees, its own included; 0 is all.
@@ -144,8 +147,8 @@ def _attend(
     num_heads, dim = q.shape[1:]
     kv_heads, shared = key_cache.shape[1], num_heads // key_cache.shape[1]
     size, length = group.size, group.length
-    keys = _gather(key_cache, group).view(-1, kv_heads, length, dim)
-    values = _gather(value_cache, group).view(-1, kv_heads, length, dim)
+    keys = _gather(key_cache, group, q.dtype).view(-1, kv_heads, length, dim)
+    values = _gather(value_cache, group, q.dtype).view(-1, kv_heads, length, dim)
     q = q.reshape(-1, size, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * size, dim)
     mask = _mask(group, window, shared, q.dtype)
     if softcap:
@@ -155,9 +158,11 @@ def _attend(
     return out.reshape(-1, kv_heads, shared, size, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
 
 
-def _gather(cache: Tensor, group: Group) -> Tensor:
+def _gather(cache: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """The group's vectors (N Hkv L, D). What lies behind an end is zeroed: a NaN there would not mind the mask."""
-    parts = cache.flatten(0, 1).flatten(1).index_select(0, group.blocks)
+    parts = cache.flatten(0, 1).index_select(0, group.blocks)
+    if cache.dtype == torch.int8:
+        parts = (parts * scales(cache).flatten(0, 1).index_select(0, group.blocks)[..., None]).to(dtype)
     return parts.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
 
 

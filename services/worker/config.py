@@ -36,8 +36,11 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Type of keys and values in memory; auto: the weights', bfloat16 if those are quantised."),
+        Literal["auto", "float32", "bfloat16", "float16", "int8"],
+        Meta(
+            description="Type of keys and values in memory; auto: the weights', bfloat16 if those are quantised. int8 "
+            "has a scale for each token and head."
+        ),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "gguf", "dummy"],

@@ -19,6 +19,8 @@ DTYPES = {
     "half": torch.float16,
 }
 
+_KV_DTYPES = {**DTYPES, "int8": torch.int8}
+
 Stored = Literal["gguf", "gptq", "awq"]
 """The ways in which a checkpoint itself may be quantised."""
 
@@ -36,7 +38,7 @@ class Precision(NamedTuple):
 
     dtype: torch.dtype  # of weights that are not quantised
     quantization: Quantization | None  # of matrices: as the checkpoint has them, or rounded when they are loaded
-    kv_dtype: torch.dtype
+    kv_dtype: torch.dtype  # int8: codes with a scale for each token and head
 
     @property
     def name(self) -> str:
@@ -59,7 +61,10 @@ def choose_precision(config: WorkerConfig, device: torch.device, stored: Checkpo
     quantization = _quantization(config, stored, mixes)
     dtype = _dtype(config, device, stored.dtype)
     kv_dtype = _kv_dtype(config, torch.bfloat16 if quantization else dtype)
-    if kv_dtype != dtype and not mixes:
+    if kv_dtype == torch.int8:
+        if not stored.native:
+            raise ConfigError("--kv-cache-dtype int8 needs a family of Quire's own; `quire models` lists them")
+    elif kv_dtype != dtype and not mixes:
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} needs a CPU and the kernels compiled for it")
     return Precision(dtype, quantization, kv_dtype)
 
@@ -101,4 +106,4 @@ def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> t
 
 
 def _kv_dtype(config: WorkerConfig, own: torch.dtype) -> torch.dtype:
-    return own if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    return own if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.layout import KVLayout, flat_slots
+from kernels.layout import KVLayout, flat_slots, scales
 from kernels.load import Ops, ops, reference
 from tests.kernels.tolerance import assert_near
 
@@ -59,16 +59,17 @@ def make_case(
     pool = torch.randperm(len(rows) * width).view(len(rows), width)
     layout = ops.kv_layout(1, kv_heads, dim, block_size, dtype)
     keys, values = layout.views(layout.allocate(pool.numel(), torch.device("cpu")))[0]
-    keys.fill_(math.nan)
-    values.fill_(math.nan)
+    kind = torch.float32 if dtype == torch.int8 else dtype
+    for cache in (keys, values):
+        (scales(cache) if dtype == torch.int8 else cache).fill_(math.nan)
     for row, (start, count) in enumerate(rows):
-        for position in range(start + count):
-            block, offset = pool[row, position // block_size], position % block_size
-            keys[block, :, offset], values[block, :, offset] = torch.randn(2, kv_heads, dim).to(dtype)
+        new = torch.randn(start + count, 2, kv_heads, dim).to(kind)
+        places = flat_slots(pool, torch.full((start + count,), row), torch.arange(start + count), block_size)
+        ops.write_kv(new[:, 0], new[:, 1], keys, values, places)
     counts = torch.tensor([count for _, count in rows])
     return Case(
         ops,
-        torch.randn(int(counts.sum()), heads, dim).to(dtype),
+        torch.randn(int(counts.sum()), heads, dim).to(kind),
         keys,
         values,
         torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
@@ -78,9 +79,14 @@ def make_case(
     )
 
 
+def read(cache: Tensor) -> Tensor:
+    return cache * scales(cache)[..., None] if cache.dtype == torch.int8 else cache
+
+
 def by_hand(case: Case, *, window: int = 0, softcap: float = 0.0, only: Sequence[int] | None = None) -> Tensor:
     out = torch.zeros(case.q.shape, dtype=torch.float64)
     shared = case.q.shape[1] // case.keys.shape[1]
+    keys, values = read(case.keys), read(case.values)
     for row in range(len(case.starts)):
         for token in range(case.offsets[row], case.offsets[row + 1]):
             if only is not None and token not in only:
@@ -90,12 +96,12 @@ def by_hand(case: Case, *, window: int = 0, softcap: float = 0.0, only: Sequence
             places = [(case.tables[row, j // case.block_size], j % case.block_size) for j in range(first, position + 1)]
             for head in range(case.q.shape[1]):
                 kv = head // shared
-                scores = [0.3 * case.q[token, head].double() @ case.keys[b, kv, o].double() for b, o in places]
+                scores = [0.3 * case.q[token, head].double() @ keys[b, kv, o].double() for b, o in places]
                 if softcap:
                     scores = [softcap * torch.tanh(score / softcap) for score in scores]
                 weights = torch.softmax(torch.stack(scores), 0)
                 for weight, (block, offset) in zip(weights, places, strict=True):
-                    out[token, head] += weight * case.values[block, kv, offset].double()
+                    out[token, head] += weight * values[block, kv, offset].double()
     return out
 
 
@@ -130,6 +136,41 @@ def test_half_precision(kernels: Ops, dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     assert_near(out, by_hand(case), dtype)
     assert_near(case.run(softcap=2.0), by_hand(case, softcap=2.0), dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(1, 1, 7, 1), (6, 3, 10, 4), (9, 3, 64, 16), (8, 1, 20, 32)]
+)
+def test_eight_bits(kernels: Ops, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    rows = [(2, 1), (0, 35), (300, 1)]
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    case = make_case(kernels, rows, dtype=torch.int8, **shape)
+    out = case.run()
+    assert_near(out, by_hand(case), torch.float32, 300)
+    exact = make_case(kernels, rows, **shape).run()
+    assert 0 < (out - exact).norm() < 0.02 * exact.norm()
+
+
+def test_eight_bits_of_a_vector_depend_on_it_alone(kernels: Ops) -> None:
+    layout = kernels.kv_layout(num_layers=1, num_kv_heads=2, head_dim=10, block_size=4, dtype=torch.int8)
+    storage = layout.allocate(3, torch.device("cpu"))
+    keys, values = layout.views(storage)[0]
+    new = torch.randn(5, 2, 10) * torch.tensor([1e-20, 1.0, 1e20, 0.0, 1.0])[:, None, None]
+    new[4, 1, 3] = math.inf
+    slots = torch.tensor([3, 4, 0, 11, 6])
+    kernels.write_kv(new, -new, keys, values, slots)
+    kernels.copy_blocks(storage, torch.tensor([1]), torch.tensor([0]))
+    for cache, sign in ((keys, 1), (values, -1)):
+        largest = new.abs().amax(-1)
+        expected = (sign * new / largest[..., None] * 127).round().nan_to_num().to(torch.int8)
+        for token in (1, 4):
+            for block in (0, 1):
+                assert torch.equal(cache[block, 0, slots[token] % 4], expected[token, 0])
+                assert scales(cache)[block, 0, slots[token] % 4] == largest[token, 0] / 127
+        assert scales(cache)[1, 1, 2].isnan()
+        assert torch.equal(cache[2, :, 3], torch.zeros(2, 10, dtype=torch.int8))
+        assert scales(cache)[2, :, 3].tolist() == [0, 0]
+    assert storage[0, :, 2].count_nonzero() == 0
 
 
 def test_queries_of_any_strides(kernels: Ops) -> None:
@@ -203,12 +244,13 @@ def test_copies_reach_all_layers_and_nothing_else(kernels: Ops) -> None:
     assert torch.equal(storage[:, :, [0, 2, 3]], before[:, :, [0, 2, 3]])
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.int8, 1)])
 @pytest.mark.parametrize("lanes", [1, 16])
-def test_sizes_of_the_layout(lanes: int) -> None:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype=torch.bfloat16, lanes=lanes)
+def test_sizes_of_the_layout(lanes: int, dtype: torch.dtype, size: int) -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype=dtype, lanes=lanes)
     storage = layout.allocate(7, torch.device("cpu"))
     assert storage.nbytes == 7 * layout.bytes_per_block == 7 * 16 * layout.bytes_per_token
-    assert layout.bytes_per_token == 3 * 2 * 2 * max(4, lanes) * 2
+    assert layout.bytes_per_token == 3 * 2 * 2 * (max(4, lanes) * size + (4 if size == 1 else 0))
 
 
 def test_long_contexts_are_taken_in_segments(kernels: Ops) -> None:

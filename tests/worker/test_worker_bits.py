@@ -108,14 +108,22 @@ def test_linear(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(
-    ("kv_heads", "options"), [(1, {}), (3, {}), (6, {}), (3, {"softcap": 5.0}), (1, {"softcap": 5.0, "window": 40})]
+    ("kv_heads", "options", "dtype"),
+    [
+        (1, {}, torch.float32),
+        (3, {}, torch.bfloat16),
+        (6, {}, torch.float32),
+        (3, {"softcap": 5.0}, torch.float16),
+        (1, {"softcap": 5.0, "window": 40}, torch.float32),
+        (3, {}, torch.int8),
+        (1, {"window": 70}, torch.int8),
+    ],
 )
-def test_attention(dim: int, kv_heads: int, options: dict[str, float]) -> None:
+def test_attention(dim: int, kv_heads: int, options: dict[str, float], dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
-    layout = OPS.kv_layout(1, kv_heads, dim, 16, torch.float32)
+    layout = OPS.kv_layout(1, kv_heads, dim, 16, dtype)
     keys, values = layout.views(layout.allocate(20, torch.device("cpu")))[0]
-    keys.normal_()
-    values.normal_()
+    OPS.write_kv(*torch.randn(2, 320, kv_heads, dim), keys, values, torch.arange(320))
     q = torch.randn(150, 6, dim)
     table = torch.randperm(20)[:10][None]
 

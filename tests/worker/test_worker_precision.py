@@ -40,6 +40,7 @@ def test_what_is_chosen() -> None:
     assert chosen(quantization="gguf", own="gguf", kv_cache_dtype="float32") == Precision(F32, "gguf", F32)
     assert chosen(CUDA, mixes=False) == Precision(BF16, None, BF16)
     assert chosen(CUDA, F32, mixes=False) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, kv_cache_dtype="int8", mixes=False) == Precision(BF16, None, torch.int8)
     assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16", mixes=False) == Precision(F16, None, F16)
     assert [chosen().name, chosen(quantization="int4").name] == ["float32", "int4"]
 
@@ -79,6 +80,7 @@ def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(o
         ({"quantization": "gguf", "own": "gguf", "native": False}, "--quantization gguf needs a family"),
         ({"quantization": "int8", "native": False}, "--quantization int8 needs a family"),
         ({"quantization": "int4", "mixes": False}, "--quantization int4 needs a CPU"),
+        ({"kv_cache_dtype": "int8", "native": False}, "--kv-cache-dtype int8 needs a family"),
         ({"kv_cache_dtype": "bfloat16", "mixes": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
     ],
 )
@@ -91,6 +93,7 @@ SETTINGS: list[dict[str, str]] = [
     {"dtype": "bfloat16"},
     {"dtype": "float16", "kv_cache_dtype": "float32"},
     {"kv_cache_dtype": "bfloat16"},
+    {"quantization": "int8", "kv_cache_dtype": "int8"},
     {"quantization": "int8"},
     {"quantization": "int4", "kv_cache_dtype": "float32"},
 ]

@@ -40,7 +40,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """As the reference, computed in float32; the caches may be of a narrower type."""
+    """As the reference, computed in float32; the caches may be of a narrower type, or codes with scales."""
     wide = q.float()
     out = wide.new_empty(wide.shape)
     torch.ops.quire.paged_attention(wide, key_cache, value_cache, *plan, scale, window, softcap, out)

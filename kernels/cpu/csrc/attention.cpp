@@ -6,9 +6,9 @@
 //
 // What a query's result is made of does not depend on the batch. Its context is cut at fixed absolute positions: groups
 // of 16 keys, tiles of 64, segments of 256. Within a segment tiles are taken from left to right with a running maximum
-// (online softmax: Milakov and Gimelshein, 2018); segments are merged from left to right, also where one thread has done
-// them all. A key that the query may not see adds an exact zero, so it does not matter for which neighbour it was read,
-// or whether it was.
+// (online softmax: Milakov and Gimelshein, 2018); segments are merged from left to right, also where one thread has
+// done them all. A key that the query may not see adds an exact zero, so it does not matter for which neighbour it was
+// read, or whether it was.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -46,13 +46,19 @@ struct Item {
     int64_t partial;  // where its (maximum, sum, accumulator) go, in queries; unused if there is only one segment
 };
 
+// Whether numbers are codes, to be multiplied by a scale for each key.
+template <class T>
+constexpr bool coded = std::is_same_v<T, int8_t>;
+
 // Where a tile's keys and values are, by group: keys (dim, 16), rows `key_stride` apart, and values (16, dim).
 template <class T>
 struct Tile {
     const T* key[GROUPS];
     const T* value[GROUPS];
+    const float *key_scale[GROUPS], *value_scale[GROUPS];  // of each key of a group, if T is int8_t
     int64_t key_stride;
     int first, keys, groups;
+    bool scaled;
 };
 
 // Calls a line to the second cache: more of them can be under way than to the first.
@@ -66,45 +72,62 @@ struct Cache {
     const T *keys, *values;
 
     // That of the keys [first, end), of which there may be fewer than a tile holds. Blocks shorter than a group are
-    // joined in `scratch`, of 2 * TILE * dim.
+    // joined in `scratch`, of 2 * TILE * (dim + 4).
     Tile<T> tile(const Problem& p, const Item& item, int first, T* scratch) const {
         const int32_t* table = p.tables + item.row * p.table_width;
         int64_t block = p.cache.block, dim = p.cache.dim;
         auto piece = [&](int position) {
-            return (int64_t(table[position / block]) * p.cache.kv_heads + item.head) * dim * block;
+            return (int64_t(table[position / block]) * p.cache.kv_heads + item.head) * p.cache.piece();
+        };
+        auto scales = [&](const T* of, int position) {
+            return reinterpret_cast<const float*>(of + piece(position) + dim * block) + position % block;
         };
         Tile<T> tile;
         tile.key_stride = std::max<int64_t>(block, GROUP);
         int end = std::min(first + TILE, item.end);
         tile.first = first;
+        tile.scaled = coded<T>;
         tile.keys = end - first;
         tile.groups = (tile.keys + GROUP - 1) / GROUP;
         for (int g = 0, at = first; at < end; g++, at += GROUP) {
             if (block >= GROUP) {
                 tile.key[g] = keys + piece(at) + at % block;
                 tile.value[g] = values + piece(at) + at % block * dim;
+                if constexpr (coded<T>) {
+                    tile.key_scale[g] = scales(keys, at);
+                    tile.value_scale[g] = scales(values, at);
+                }
                 continue;
             }
-            T *k = scratch + 2 * g * GROUP * dim, *v = k + GROUP * dim;
-            std::fill(k, v + GROUP * dim, T{});
+            T *k = scratch + 2 * g * GROUP * (dim + sizeof(float)), *v = k + GROUP * dim, *end_of_v = v + GROUP * dim;
+            std::fill(k, end_of_v, T{});
+            float *key_scale = reinterpret_cast<float*>(end_of_v), *value_scale = key_scale + GROUP;
             for (int position = at; position < std::min(end, at + GROUP); position += block) {
                 int64_t from = piece(position), column = position - at;
                 for (int d = 0; d < dim; d++) std::copy_n(keys + from + d * block, block, k + d * GROUP + column);
                 std::copy_n(values + from, dim * block, v + column * dim);
+                if constexpr (coded<T>) {
+                    std::copy_n(scales(keys, position), block, key_scale + column);
+                    std::copy_n(scales(values, position), block, value_scale + column);
+                }
             }
             tile.key[g] = k;
             tile.value[g] = v;
+            tile.key_scale[g] = key_scale;
+            tile.value_scale[g] = value_scale;
         }
         for (int g = tile.groups; g < GROUPS; g++) {
             tile.key[g] = tile.key[0];
             tile.value[g] = tile.value[0];
+            tile.key_scale[g] = tile.key_scale[0];
+            tile.value_scale[g] = tile.value_scale[0];
         }
         return tile;
     }
 };
 
-// scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys. The same ones of `next`
-// are called to the cache meanwhile.
+// scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys. The keys of `next` are
+// called to the cache meanwhile.
 template <int N, int G, class T, class Next>
 void score(const float* q, int dim, const Tile<T>& tile, int group, const Next& next, float* scores) {
     F32x16 sums[N][G];
@@ -121,7 +144,10 @@ void score(const float* q, int dim, const Tile<T>& tile, int group, const Next& 
         }
     } while (++d < dim);
     for (int n = 0; n < N; n++)
-        for (int g = 0; g < G; g++) sums[n][g].store(scores + n * TILE + (group + g) * GROUP);
+        for (int g = 0; g < G; g++) {
+            if (tile.scaled) sums[n][g] = sums[n][g] * F32x16::load(tile.key_scale[group + g]);
+            sums[n][g].store(scores + n * TILE + (group + g) * GROUP);
+        }
 }
 
 // acc[query] = acc[query] * fade[query] + sum over `keys` keys of weight * value, for N queries and 16 L dimensions.
@@ -181,7 +207,7 @@ struct Scratch {
         scores = room(scores_, QUERIES * TILE);
         acc = room(acc_, QUERIES * dim);
         wide = room(wide_, 2 * TILE * dim);
-        tiles.resize(2 * 2 * TILE * dim);
+        tiles.resize(2 * 2 * TILE * (dim + sizeof(float)));
     }
     // For the blocks of one tile, while those of the last one are used.
     T* room() {
@@ -215,9 +241,9 @@ float hide(const Problem& p, float* scores, int from, int to) {
 }
 
 // Scores of all queries into weights; their maxima, sums and how much of what was before them stays.
-template <class T>
-void soften(const Problem& p, const Item& item, int queries, int first, Scratch<T>& scratch) {
-    int shared = p.heads / p.cache.kv_heads;
+template <class T, class Of>
+void soften(const Problem& p, const Item& item, int queries, const Tile<Of>& tile, Scratch<T>& scratch) {
+    int shared = p.heads / p.cache.kv_heads, first = tile.first;
     float now[QUERIES];
     for (int i = 0; i < queries; i++) {
         int position = item.start + i / shared, from = p.window ? position - p.window + 1 - first : 0;
@@ -229,7 +255,9 @@ void soften(const Problem& p, const Item& item, int queries, int first, Scratch<
         for (int g = 0; g < GROUPS; g++) {
             float* at = scratch.scores + i * TILE + g * GROUP;
             weights[g] = exp(F32x16::load(at) - F32x16::set(base));
-            weights[g].store(at);
+            F32x16 scaled = weights[g];
+            if (tile.scaled && g < tile.groups) scaled = scaled * F32x16::load(tile.value_scale[g]);
+            scaled.store(at);
         }
         F32x16 sums = weights[0];
         for (int g = 1; g < GROUPS; g++) sums = sums + weights[g];
@@ -275,7 +303,7 @@ void attend_tile(const Problem& p, const Item& item, int queries, const Tile<T>&
                                                           scratch.scores + at * TILE);
         });
     });
-    soften(p, item, queries, tile.first, scratch);
+    soften(p, item, queries, tile, scratch);
     in_sixes(queries, [&](auto n, int at) {
         int seen = visible(at + n - 1);
         if (seen <= 0) return;
@@ -293,11 +321,14 @@ Tile<float> widened(const Tile<T>& tile, int dim, const Tile<T>& next, float* to
     Tile<float> wide;
     wide.key_stride = TILE;
     wide.first = tile.first;
+    wide.scaled = tile.scaled;
     wide.keys = tile.keys;
     wide.groups = tile.groups;
     float *k = to, *v = to + TILE * dim;
     for (int g = 0; g < tile.groups; g++) {
         wide.key[g] = k + g * GROUP;
+        wide.key_scale[g] = tile.key_scale[g];
+        wide.value_scale[g] = tile.value_scale[g];
         for (int d = 0; d < dim; d++) {
             F32x16::load(tile.key[g] + d * tile.key_stride).store(k + g * GROUP + d * TILE);
             fetch(next.key[g] + d * next.key_stride);
@@ -353,8 +384,10 @@ void merge(float* out, const float* most, const float* total, const float* acc, 
         float lanes[16];
         exp(F32x16::set(most[s * stride] - top)).store(lanes);
         sum = std::fma(total[s * stride], lanes[0], sum);
-        for (int d = 0; d < dim; d += 16)
-            fma(F32x16::load(acc + s * stride * dim + d), F32x16::set(lanes[0]), F32x16::load(&joined[d])).store(&joined[d]);
+        for (int d = 0; d < dim; d += 16) {
+            F32x16 part = F32x16::load(acc + s * stride * dim + d);
+            fma(part, F32x16::set(lanes[0]), F32x16::load(&joined[d])).store(&joined[d]);
+        }
     }
     finish(out, joined.data(), sum, head_dim);
 }

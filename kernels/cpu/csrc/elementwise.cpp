@@ -44,6 +44,26 @@ F32x16 activated(F32x16 x, bool gelu) {
     return x / (F32x16::set(1.0f) + exp(min(F32x16::zero() - slope, F32x16::set(88.0f))));
 }
 
+// x to the T at every `step`.
+template <class T>
+void store(const float* x, int64_t count, T* to, int64_t step, float*) {
+    for (int64_t d = 0; d < count; d++) narrow(x[d], to[d * step]);
+}
+
+// As eight bits of which the largest is 127, and what they are to be multiplied by: NaN if x is not finite.
+void store(const float* x, int64_t count, int8_t* to, int64_t step, float* scale) {
+    float largest = 0, poison = 0;
+    for (int64_t d = 0; d < count; d++) {
+        largest = std::max(largest, std::abs(x[d]));
+        poison += x[d] * 0.0f;
+    }
+    bool tiny = largest < 1e-30f;  // its inverse would be no number
+    float inverse = tiny ? 0.0f : 127.0f / largest;
+    for (int64_t d = 0; d < count; d++)
+        to[d * step] = int8_t(std::nearbyint(std::max(-127.0f, std::min(127.0f, x[d] * inverse))));
+    *scale = (tiny ? 0.0f : largest / 127.0f) + poison;
+}
+
 template <class T>
 void write(Heads keys, Heads values, int64_t tokens, int64_t head_dim, const KVCache& cache, const int64_t* slots) {
     int64_t heads = cache.kv_heads, dim = cache.dim, block = cache.block;
@@ -51,13 +71,12 @@ void write(Heads keys, Heads values, int64_t tokens, int64_t head_dim, const KVC
     at::parallel_for(0, tokens, grain(heads * dim), [&](int64_t from, int64_t to) {
         for (int64_t t = from; t < to; t++)
             for (int64_t h = 0; h < heads; h++) {
-                int64_t at = (slots[t] / block * heads + h) * dim * block, slot = slots[t] % block;
+                int64_t at = (slots[t] / block * heads + h) * cache.piece(), slot = slots[t] % block;
+                auto scale = [&](T* piece) { return reinterpret_cast<float*>(piece + dim * block) + slot; };
                 const float* key = keys.data + t * keys.token + h * keys.head;
                 const float* value = values.data + t * values.token + h * values.head;
-                for (int64_t d = 0; d < head_dim; d++) {
-                    narrow(key[d], k[at + d * block + slot]);
-                    narrow(value[d], v[at + slot * dim + d]);
-                }
+                store(key, head_dim, k + at + slot, block, scale(k + at));
+                store(value, head_dim, v + at + slot * dim, 1, scale(v + at));
             }
     });
 }
@@ -65,8 +84,8 @@ void write(Heads keys, Heads values, int64_t tokens, int64_t head_dim, const KVC
 }  // namespace
 
 // total = x + residual where there is one; y = total / sqrt(mean(total²) + eps) * weight.
-void add_rms_norm(const float* in, const float* rest, const float* w, float eps, int64_t rows, int64_t width, float* out,
-                  float* joined) {
+void add_rms_norm(const float* in, const float* rest, const float* w, float eps, int64_t rows, int64_t width,
+                  float* out, float* joined) {
     at::parallel_for(0, rows, grain(width), [&](int64_t from, int64_t to) {
         for (int64_t row = from; row < to; row++) {
             int64_t at = row * width;

@@ -1,5 +1,5 @@
-// What is done to each token on its own, on plain memory, for other kernels to call; formulas stand with elementwise.cpp.
-// All is contiguous but what strides are given for.
+// What is done to each token on its own, on plain memory, for other kernels to call; formulas stand with
+// elementwise.cpp. All is contiguous but what strides are given for.
 #pragma once
 
 #include <cstdint>
