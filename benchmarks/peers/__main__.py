@@ -46,7 +46,7 @@ def run(given: argparse.Namespace) -> Record:
     """Install, then measure in turns; the figures are written after each turn."""
     folder = given.folder.resolve()
     place = Place(folder, EMBEDDED, checkpoint(folder), len(os.sched_getaffinity(0)))
-    record = _empty(place)
+    record = _empty(place, given)
     ready = list(_prepared(_chosen(given.only), place, record))
     scale = given.scale or (QUICK if given.quick else 1.0)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace) -> Record:
                 try:
                     turns.take(peer, launch, round)
                 except Skipped as error:
-                    _skip(record, peer, f"round {round + 1}: {error}")
+                    _skip(record, place, peer, f"round {round + 1}: {error}")
                 save(record, given.results / "peers.json")
     return record
 
@@ -71,7 +71,7 @@ def _prepared(peers: list[Peer], place: Place, record: Record) -> Iterator[tuple
         try:
             launch = peer.prepare(place)
         except Skipped as error:
-            _skip(record, peer, str(error))
+            _skip(record, place, peer, str(error))
             continue
         record.peers[peer.key] = Entry(peer.title, peer.precision, peer.served, launch.version, launch.note)
         yield peer, launch
@@ -97,16 +97,24 @@ def _client(wanted: str, folder: Path, stack: ExitStack) -> Client:
         return ours()
 
 
-def _empty(place: Place) -> Record:
+def _empty(place: Place, given: argparse.Namespace) -> Record:
     weights = (place.model / "model.safetensors").stat().st_size
     parameters = weights // 2
     return Record(
         date=f"{datetime.now():%Y-%m-%d}",
-        command=" ".join(["python -m benchmarks.peers", *sys.argv[1:]]),
+        command=_command(given),
         machine=_machine(place.threads),
         parameters=parameters,
         bytes={"bf16": weights, "int8": parameters, "4-bit": embedded_file().stat().st_size},
     )
+
+
+def _command(given: argparse.Namespace) -> str:
+    """What was called, but for where things are on this machine."""
+    flags = [f"--{name}={value}" for name in ("rounds", "scale", "client") if (value := getattr(given, name))]
+    if given.quick:
+        flags.append("--quick")
+    return " ".join(["python -m benchmarks.peers", *flags, *(["--only", *given.only] if given.only else [])])
 
 
 def _machine(threads: int) -> str:
@@ -121,9 +129,9 @@ def _ceilings() -> dict[str, dict[str, float]]:
     return found
 
 
-def _skip(record: Record, peer: Peer, reason: str) -> None:
+def _skip(record: Record, place: Place, peer: Peer, reason: str) -> None:
     print(f"{peer.key} is left out: {reason}", flush=True)
-    record.skipped[peer.key] = reason
+    record.skipped[peer.key] = reason.replace(str(place.folder), ".peers").replace(str(ROOT), ".")
 
 
 def main() -> None:
