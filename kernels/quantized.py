@@ -17,22 +17,26 @@ _ZERO = 128  # of 8 bits around zero
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight (out, in) of 4 or 8 bits; `in` is a multiple of the group."""
+    """A weight (out, in) of 4 or 8 bits; `in` is a multiple of the group.
+
+    With an `order`, groups are of inputs that do not lie side by side: column i is that of input order[i].
+    """
 
     bits: int
     codes: Tensor  # (out, in) uint8, below 2 ** bits
     steps: Tensor  # (out, in / 32) float16
     leasts: Tensor | None  # (out, in / 32) float16
     zero: int = 0  # where there are no leasts
+    order: Tensor | None = None  # (in,) int64
 
     def dequantize(self) -> Tensor:
-        """The numbers it stands for, float32."""
+        """The numbers it stands for, float32, inputs in their own order."""
         codes = self.codes.view(*self.steps.shape, GROUP).float()
         if self.leasts is None:
             wide = (codes - self.zero) * self.steps.float()[..., None]
         else:
             wide = torch.addcmul(self.leasts.float()[..., None], codes, self.steps.float()[..., None])
-        return wide.view(self.codes.shape)
+        return in_own_order(wide.view(self.codes.shape), self.order)
 
     def rows(self, order: Tensor) -> "QuantizedWeight":
         """Its outputs in another order, or some of them."""
@@ -40,11 +44,23 @@ class QuantizedWeight(NamedTuple):
         return self._replace(codes=self.codes[order], steps=self.steps[order], leasts=leasts)
 
 
-def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight of the outputs of all `parts`. Those of different kinds get the more general one: 8 bits, and leasts.
+def in_own_order(columns: Tensor, order: Tensor | None) -> Tensor:
+    """`columns` (rows, in), of which the one at i belongs to input order[i], in the order of the inputs."""
+    if order is None:
+        return columns
+    own = torch.empty_like(columns)
+    own[:, order] = columns
+    return own
 
-    Four bits among eight are exact. So are leasts, if a zero is a power of two; others are rounded to float16.
+
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One weight of the outputs of all `parts`; None if their inputs are in different orders.
+
+    Those of different kinds get the more general one: 8 bits, and leasts. Four bits among eight are exact. So are
+    leasts, if a zero is a power of two; others are rounded to float16.
     """
+    if not all(_same(part.order, parts[0].order) for part in parts):
+        return None
     if len({part.bits for part in parts}) > 1:
         parts = [_with_eight_bits(part) for part in parts]
     if len({(part.zero, part.leasts is None) for part in parts}) > 1:
@@ -55,6 +71,10 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         steps=torch.cat([part.steps for part in parts]),
         leasts=torch.cat(leasts) if leasts else None,
     )
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _with_eight_bits(weight: QuantizedWeight) -> QuantizedWeight:

@@ -82,8 +82,8 @@ class CheckpointWeights:
         if wanted in get_args(Stored):
             tensors = [tensor for tensor, _ in self._sources[name].parts]
             parts = [self._files.get_quantized(tensor) for tensor in tensors]
-            if all(parts):
-                found = stack([part for part in parts if part is not None])
+            found = stack([part for part in parts if part is not None]) if all(parts) else None
+            if found is not None:
                 self._done(found.codes.numel() * self._precision.dtype.itemsize)
                 return found
             self.dequantised += [tensor for tensor in tensors if self._files.is_quantized(tensor)]
@@ -132,7 +132,7 @@ def load_weights(
         weights = CheckpointWeights(files, sources, precision, device, done)
         yield weights
     if wide := weights.dequantised:
-        why = "products take Q4_0, Q4_1, Q8_0, and 4 or 8 bits in groups of whole 32 inputs that lie side by side"
+        why = "products take Q4_0, Q4_1, Q8_0, and groups of 32 inputs, the same in all parts of one product"
         log.warning("%d tensors are dequantised, %s the first: %s", len(wide), wide[0], why)
 
 

@@ -84,22 +84,25 @@ class PackedWeights:
         return wide
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """The matrix in its own bits; None if groups of 32 inputs are not of one step, or it is no float16.
+        """The matrix in its own bits; None if it has no groups of 32 inputs of one step each, or that is no float16.
 
-        A zero that all of a matrix share is exact. Zeros that differ become leasts, zero * step rounded to float16: an
-        error of at most 2**-11 of that, which is a 128th of a step of 4 bits.
+        Groups of scattered inputs are put side by side. A zero that all of a matrix share is exact. Zeros that differ
+        become leasts, zero * step rounded to float16: an error of at most 2**-11 of that, which is a 128th of a step of
+        4 bits.
         """
         codes, zeros, scales, group = self._unpack(name)
-        blocks = group.view(-1, GROUP)
+        order = None if _whole(group) else group.argsort(stable=True)
+        if order is not None:
+            codes, group = codes[:, order], group[order]
         steps = scales.half()
-        if (blocks != blocks[:, :1]).any() or not torch.equal(steps.float(), scales.float()):
+        if not _whole(group) or not torch.equal(steps.float(), scales.float()):
             return None
-        places = blocks[:, 0]
-        shared = int(zeros.view(-1)[0])
-        if (zeros == shared).all():
-            return QuantizedWeight(self._how.bits, codes, steps[:, places], None, shared)
-        leasts = (zeros.float() * -scales.float()).half()
-        return QuantizedWeight(self._how.bits, codes, steps[:, places], leasts[:, places]) if finite(leasts) else None
+        places, shared, leasts = group[::GROUP], int(zeros.view(-1)[0]), None
+        if not (zeros == shared).all():
+            leasts, shared = (zeros.float() * -scales.float()).half()[:, places], 0
+            if not leasts.isfinite().all():
+                return None
+        return QuantizedWeight(self._how.bits, codes, steps[:, places], leasts, shared, order)
 
     def _unpack(self, name: str) -> _Unpacked:
         qweight, qzeros, scales, group, _ = self._matrices[name]
@@ -145,8 +148,10 @@ class PackedWeights:
         return self._tensors[name].get_tensor(name)
 
 
-def finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all())
+def _whole(group: Tensor) -> bool:
+    """Whether inputs 32 by 32 belong to one group each."""
+    blocks = group.view(-1, GROUP)
+    return bool((blocks == blocks[:, :1]).all())
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:

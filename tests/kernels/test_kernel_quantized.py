@@ -58,6 +58,21 @@ def test_numbers_beside_a_large_one_are_not_lost() -> None:
     assert (OPS.linear(x, OPS.pack_linear(w), None) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
+@pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])
+def test_groups_may_be_of_scattered_inputs(implementation: Ops) -> None:
+    w, x, ids = weight(40, 96, 4, True), torch.randn(5, 96), torch.tensor([39, 0, 5])
+    scattered = w._replace(order=torch.randperm(96))
+    packed = implementation.pack_linear(scattered)
+    out = implementation.linear(x, packed, None)
+    if implementation is OPS:
+        assert torch.equal(out, OPS.linear(x[:, scattered.order], OPS.pack_linear(w), None))
+    assert (out - x.double() @ scattered.dequantize().double().T).abs().max() < 0.02 * out.abs().max()
+    assert_near(implementation.embedding(ids, packed), scattered.dequantize()[ids], torch.float32)
+    assert torch.equal(scattered.dequantize()[:, scattered.order], w.dequantize())
+    assert stack([scattered, w]) is None
+    assert stack([scattered, w._replace(order=scattered.order.clone())]) is not None
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_zero_may_be_any_code(bits: int) -> None:
     x, w = torch.randn(3, 96), weight(40, 96, bits, False)
@@ -113,6 +128,7 @@ def test_stacking() -> None:
     for number in range(1, 5):
         for some in itertools.permutations(parts, number):
             whole = stack(some)
+            assert whole is not None
             assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in some]))
             assert (whole.bits, whole.leasts is None) == (
                 max(p.bits for p in some),
@@ -122,5 +138,7 @@ def test_stacking() -> None:
 
 def test_a_zero_that_is_no_power_of_two_is_rounded_among_others() -> None:
     odd, other = weight(9, 64, 4, False)._replace(zero=7), weight(3, 64, 4, True)
-    error = (stack([odd, other]).dequantize()[:9] - odd.dequantize()).abs().view(9, 2, 32).amax(-1)
+    whole = stack([odd, other])
+    assert whole is not None
+    error = (whole.dequantize()[:9] - odd.dequantize()).abs().view(9, 2, 32).amax(-1)
     assert 0 < (error / odd.steps.float()).max() < 7 * 2.0**-11

@@ -29,6 +29,7 @@ class Way(NamedTuple):
     layout: str = "gptq"  # checkpoint_format
     act_order: bool = False  # groups are of inputs that do not lie side by side
     scales: torch.dtype = torch.float16
+    order: int = 0  # a seed
 
     @property
     def config(self) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def quantise(weight: Tensor, way: Way) -> Quantised:
     inputs = weight.shape[1]
     size = inputs if way.group == -1 else way.group
     group = np.arange(inputs) // size
-    if way.act_order:
-        group = np.random.default_rng(inputs).permutation(group)
+    if way.act_order:  # matrices with the same inputs get the same
+        group = np.random.default_rng(way.order + inputs).permutation(group)
     most, scales, zeros = 2**way.bits - 1, [], []
     for number in range(int(group.max()) + 1):
         part = weight[:, group == number]
@@ -108,9 +109,17 @@ def pack(numbers: NDArray[np.int64], bits: int) -> Tensor:
 
 
 def save_packed(
-    model: PreTrainedModel, folder: Path, way: Way, *, plain: Callable[[str], bool] = lambda name: name == "lm_head"
+    model: PreTrainedModel,
+    folder: Path,
+    way: Way,
+    *,
+    plain: Callable[[str], bool] = lambda name: name == "lm_head",
+    other: Callable[[str], bool] = lambda name: False,
 ) -> Path:
-    """`model` quantised, but for the modules that are to be `plain`; the model gets what is left of its weights."""
+    """`model` quantised, but for the modules that are to be `plain`; the model gets what is left of its weights.
+
+    The modules that are `other` have their inputs in another order, where that is that of their activations.
+    """
     chosen = {
         name: module
         for name, module in model.named_modules()
@@ -119,7 +128,9 @@ def save_packed(
     packed: dict[str, Tensor] = {}
     for name, module in chosen.items():
         weight = module.weight.detach()
-        found = quantise(weight if isinstance(module, torch.nn.Linear) else weight.T, way)
+        found = quantise(
+            weight if isinstance(module, torch.nn.Linear) else weight.T, way._replace(order=1) if other(name) else way
+        )
         tensors = awq_tensors(found) if way.method == "awq" else gptq_tensors(found, way)
         packed |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in tensors.items()}
         whole = found.weight()

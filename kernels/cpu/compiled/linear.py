@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantized import GROUP, QuantizedWeight
+from kernels.quantized import GROUP, QuantizedWeight, in_own_order
 
 
 class PackedLinear(NamedTuple):
@@ -23,17 +23,30 @@ class PackedQuantized(NamedTuple):
     kind: tuple[int, bool, int]  # bits, whether there are leasts, zero
 
 
-def pack_linear(weight: Tensor | QuantizedWeight) -> PackedLinear | PackedQuantized:
+class PackedReordered(NamedTuple):
+    """A weight of few bits whose groups are of scattered inputs: these are put side by side first."""
+
+    weight: PackedQuantized
+    order: Tensor  # (in,) int64
+
+
+Packed = PackedLinear | PackedQuantized | PackedReordered
+
+
+def pack_linear(weight: Tensor | QuantizedWeight) -> Packed:
     """`weight` (out, in) laid out anew, in its own dtype."""
-    if isinstance(weight, QuantizedWeight):
-        bits, codes, steps, leasts, zero = weight
-        records = torch.ops.quire.pack_quantized(codes.contiguous(), steps.contiguous(), leasts, bits)
-        return PackedQuantized(records, len(codes), (bits, leasts is not None, zero))
-    return PackedLinear(torch.ops.quire.pack_linear(weight), len(weight))
+    if not isinstance(weight, QuantizedWeight):
+        return PackedLinear(torch.ops.quire.pack_linear(weight), len(weight))
+    bits, codes, steps, leasts, zero, order = weight
+    records = torch.ops.quire.pack_quantized(codes.contiguous(), steps.contiguous(), leasts, bits)
+    packed = PackedQuantized(records, len(codes), (bits, leasts is not None, zero))
+    return packed if order is None else PackedReordered(packed, order)
 
 
-def linear(x: Tensor, weight: PackedLinear | PackedQuantized, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     """As the reference, computed in float32 and fastest where `x` is."""
+    if isinstance(weight, PackedReordered):
+        return linear(x.index_select(1, weight.order), weight.weight, bias)
     wide = x.float()
     y = wide.new_empty(len(wide), weight.outputs)
     wide_bias = None if bias is None else bias.float()
@@ -44,10 +57,12 @@ def linear(x: Tensor, weight: PackedLinear | PackedQuantized, bias: Tensor | Non
     return y.to(x.dtype)
 
 
-def embedding(ids: Tensor, table: Tensor | PackedLinear | PackedQuantized) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | Packed) -> Tensor:
     """As the reference, in float32. A packed weight serves as a table too: its rows are the outputs."""
     if isinstance(table, Tensor):
         return table.index_select(0, ids).float()
+    if isinstance(table, PackedReordered):
+        return in_own_order(embedding(ids, table.weight), table.order)
     if isinstance(table, PackedQuantized):
         y = torch.empty(len(ids), table.records.shape[1] * GROUP)
         torch.ops.quire.quantized_rows(table.records, *table.kind, ids.long(), y)
