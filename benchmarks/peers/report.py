@@ -86,19 +86,8 @@ pages counted once.
 
 def page(record: Record) -> str:
     """Markdown."""
-    return (
-        "\n".join(
-            [
-                *_head(record),
-                *_targets(record),
-                *_ceilings(record),
-                *_decoding(record),
-                *_figures(record),
-                *_starts(record),
-            ]
-        )
-        + "\n"
-    )
+    parts = (_head, _targets, _ceilings, _decoding, _figures, _starts)
+    return "\n".join(line for part in parts for line in part(record)) + "\n"
 
 
 def _head(record: Record) -> Iterator[str]:
