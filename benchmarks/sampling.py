@@ -52,6 +52,8 @@ def main() -> None:
             for size in sizes
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    cells = [" → ".join(f"{penalising(one, logits[-size:], options.repeats):.2f}" for one in kernels) for size in sizes]
+    print(f"| penalties, 256 tokens | {' | '.join(cells)} |", flush=True)
     cells = [" → ".join(f"{scoring(one, logits[-size:], options.repeats):.2f}" for one in kernels) for size in sizes]
     print(f"| 5 log-probabilities | {' | '.join(cells)} |")
 
@@ -91,6 +93,15 @@ def sampling(kernels: Ops, logits: Tensor, kind: tuple[float, int, float, float]
         positions=rows,
     )
     return best(lambda: kernels.sample(logits, wanted), repeats)
+
+
+def penalising(kernels: Ops, logits: Tensor, repeats: int) -> float:
+    rows = len(logits)
+    tokens = (torch.arange(rows * 256, dtype=torch.int32) * 7919 % 30000).view(rows, 256)
+    lengths = torch.full((rows,), 256)
+    scales = (torch.full((rows,), value) for value in (1.2, 0.5, 0.5))
+    wanted = (tokens, lengths // 2, lengths, *scales)
+    return best(lambda: kernels.penalties(logits, *wanted), repeats)
 
 
 def scoring(kernels: Ops, logits: Tensor, repeats: int) -> float:

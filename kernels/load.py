@@ -104,6 +104,7 @@ _COMPILED = replace(
     pack_linear=matrix.pack_linear,
     linear=matrix.linear,
     embedding=matrix.embedding,
+    penalties=sampling.penalties,
     sample=sampling.sample,
     logprobs=sampling.logprobs,
 )

@@ -100,6 +100,8 @@ class Sampler:
             rows, ids = torch.tensor(np.array(masked), device=x.device).T
             x[rows, ids] = -torch.inf
         penalised = state.penalised[draws.slots]
+        if penalised.all():
+            return self._penalised(x, draws)
         if penalised.any():
             rows = self._tensor(np.flatnonzero(penalised))
             x[rows] = self._penalised(x[rows], draws.subset(penalised))

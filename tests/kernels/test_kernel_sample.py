@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.load import ops, reference
 from kernels.reference.logprobs import logprobs
+from kernels.reference.penalties import penalties
 from kernels.reference.sample import Choices, sample
 
 OPS = ops(torch.device("cpu"))
@@ -126,10 +127,26 @@ def test_log_probabilities_of_broken_rows_are_the_floor() -> None:
     assert (values == chosen[:, None]).all()
 
 
+def test_penalties_are_the_reference_s_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(20, 300, generator=generator) * 5
+    x[:, 7] = -INF
+    tokens = torch.randint(40, (20, 64), generator=generator, dtype=torch.int32)
+    prompts = torch.randint(1, 20, (20,), generator=generator)
+    args = (tokens, prompts, prompts + torch.arange(20) * 2, *torch.rand(3, 20, generator=generator) * 2 + 0.1)
+    got = OPS.penalties(x, *args)
+    assert torch.equal(got, penalties(x, *args))
+    assert not torch.equal(got, x)
+    assert torch.equal(OPS.penalties(x[3:4], *(arg[3:4] for arg in args)), got[3:4])
+
+
 def test_an_odd_call_is_refused() -> None:
     if OPS is reference():
         pytest.skip("the plain kernels serve")
     with pytest.raises(RuntimeError, match="no such row"):
         OPS.sample(torch.zeros(2, 5), choices(1, rows=np.array([2])))
+    one, ids = torch.ones(1), torch.tensor([[9]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="no such token"):
+        OPS.penalties(torch.zeros(1, 5), ids, one.long(), one.long(), one, one, one)
     with pytest.raises(RuntimeError, match="no such token"):
         OPS.logprobs(torch.zeros(1, 5), torch.tensor([5]), 1)

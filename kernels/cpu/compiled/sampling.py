@@ -21,6 +21,22 @@ def sample(logits: Tensor, choices: Choices) -> Tensor:
     return ids
 
 
+def penalties(
+    logits: Tensor,
+    tokens: Tensor,
+    prompt_lens: Tensor,
+    lengths: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """As the reference, to the bit."""
+    x = logits.clone(memory_format=torch.contiguous_format)
+    known = tokens.to(torch.int32).contiguous()
+    torch.ops.quire.penalties(x, known, prompt_lens, lengths, repetition, presence, frequency)
+    return x
+
+
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference."""
     rows = len(logits)

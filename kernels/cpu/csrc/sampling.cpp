@@ -53,6 +53,45 @@ void sample(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& 
     });
 }
 
+// In place: repetition for each token that is known, frequency and presence for those of the output. `seen` is zero for
+// all of the vocabulary, and is left so.
+void penalise(float* x, const int32_t* tokens, int64_t prompt, int64_t length, float repetition, float presence,
+              float frequency, std::vector<int32_t>& seen) {
+    for (int64_t i = 0; i < length; i++) seen[tokens[i]] = std::max(seen[tokens[i]], 1) + (i >= prompt);
+    for (int64_t i = 0; i < length; i++) {
+        int32_t &times = seen[tokens[i]], count = times - 1;
+        if (times == 0) continue;  // done
+        float& logit = x[tokens[i]];
+        logit = logit > 0 ? logit / repetition : logit * repetition;
+        logit = logit - frequency * float(count) - presence * float(count > 0);
+        times = 0;
+    }
+}
+
+void penalties(at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& prompts, const at::Tensor& lengths,
+               const at::Tensor& repetition, const at::Tensor& presence, const at::Tensor& frequency) {
+    check(logits);
+    int64_t count = logits.size(0), vocab = logits.size(1), width = tokens.size(1);
+    TORCH_CHECK(tokens.is_contiguous() && tokens.size(0) == count, "tokens (rows, length), contiguous");
+    for (const at::Tensor& t : {prompts, lengths, repetition, presence, frequency})
+        TORCH_CHECK(t.numel() == count && t.is_contiguous(), "one parameter a row, contiguous");
+    const int32_t* ids = tokens.const_data_ptr<int32_t>();
+    const int64_t *prompt = prompts.const_data_ptr<int64_t>(), *length = lengths.const_data_ptr<int64_t>();
+    const float *again = repetition.const_data_ptr<float>(), *present = presence.const_data_ptr<float>();
+    const float* often = frequency.const_data_ptr<float>();
+    float* x = logits.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < count; i++) {
+        TORCH_CHECK(length[i] <= width, "a row has more tokens than there are");
+        for (int64_t j = 0; j < length[i]; j++)
+            TORCH_CHECK(ids[i * width + j] >= 0 && ids[i * width + j] < vocab, "no such token");
+    }
+    at::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
+        std::vector<int32_t> seen(vocab);
+        for (int64_t i = from; i < to; i++)
+            penalise(x + i * vocab, ids + i * width, prompt[i], length[i], again[i], present[i], often[i], seen);
+    });
+}
+
 // How many come before a token, itself included.
 int64_t rank(const float* x, int64_t vocab, int64_t token) {
     int64_t count = 1;
@@ -95,6 +134,9 @@ void logprobs(const at::Tensor& logits, const at::Tensor& tokens, double floor, 
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def(
+        "penalties(Tensor(a!) logits, Tensor tokens, Tensor prompts, Tensor lengths, Tensor repetition, "
+        "Tensor presence, Tensor frequency) -> ()");
+    m.def(
         "sample(Tensor logits, Tensor rows, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
         "Tensor seeds, Tensor samples, Tensor positions, float greedy_below, Tensor(a!) ids) -> ()");
     m.def(
@@ -102,6 +144,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
         "Tensor(d!) values) -> ()");
 }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
+    m.impl("penalties", penalties);
     m.impl("sample", sample);
     m.impl("logprobs", logprobs);
 }

@@ -1,0 +1,93 @@
+"""What does a step cost the worker around the model? Forward pass and head are replaced by tensors that lie ready.
+
+    python -m benchmarks.around_the_model [--rows 1,8,32,64] [--threads 1] [--steps 300]
+
+Shown are microseconds, the best of the steps, and of each part of one.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.worker_threads import MODES, decode
+from services.worker import report
+from services.worker import runner as running
+from services.worker.config import WorkerConfig
+from services.worker.models.causal_lm import Inputs, Shape
+from services.worker.sampler import Sampler
+from services.worker.slots import Slots
+
+CONTEXT = 192
+PARTS = (
+    (Slots, "apply"),
+    (running, "build"),
+    (report, "prompt_logprobs"),
+    (running, "draws_of"),
+    (Sampler, "sample"),
+    (Slots, "put"),
+    (report, "sampled_logprobs"),
+)
+
+
+class Ready:
+    """A model that has computed everything already."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        self.shape = shape
+        self._hidden = torch.zeros(rows, 576)
+        self._logits = torch.randn(rows, shape.vocab_size)
+
+    def reach(self, length: int) -> None:
+        pass
+
+    def forward(self, inputs: Inputs, caches: object) -> Tensor:
+        return self._hidden[: len(inputs.tokens)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits[: len(hidden)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,8,32,64")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.rows.split(",")]
+    runner = running.Runner(WorkerConfig(num_threads=options.threads))
+    runner._decoder = Ready(runner._decoder.shape, max(CONTEXT, *sizes))
+    found: dict[str, list[float]] = defaultdict(list)
+    whole = {size: min(decode(runner, size, CONTEXT, options.steps, MODES["greedy"])) for size in sizes}
+    for owner, name in PARTS:
+        setattr(owner, name, timed(getattr(owner, name), found[name]))
+    parts: dict[str, list[float]] = {name: [] for _, name in PARTS}
+    for size in sizes:
+        decode(runner, size, CONTEXT, options.steps, MODES["greedy"])
+        for _, name in PARTS:
+            parts[name].append(min(found[name]))
+            found[name].clear()
+    print(f"| µs, decode rows | {' | '.join(map(str, sizes))} |\n|{'---|' * (len(sizes) + 1)}")
+    for title, seconds in {"all": list(whole.values()), **parts}.items():
+        print(f"| {title} | {' | '.join(f'{1e6 * value:.0f}' for value in seconds)} |")
+
+
+def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """`call`, which notes how long it took."""
+
+    def noting(*args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    return noting
+
+
+if __name__ == "__main__":
+    main()
