@@ -40,6 +40,7 @@ PRECISIONS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16"},
     {"dtype": "float16"},
     {"quantization": "auto"},  # the default: in the bits of a quantised checkpoint
+    {"quantization": "auto", "kv_cache_dtype": "int8"},
     {"quantization": "int8"},
     {"quantization": "int4"},
 )

@@ -51,14 +51,13 @@ template <class T>
 constexpr bool coded = std::is_same_v<T, int8_t>;
 
 // Where a tile's keys and values are, by group: keys (dim, 16), rows `key_stride` apart, and values (16, dim).
-template <class T>
+template <class T, bool SCALED = coded<T>>
 struct Tile {
     const T* key[GROUPS];
     const T* value[GROUPS];
-    const float *key_scale[GROUPS], *value_scale[GROUPS];  // of each key of a group, if T is int8_t
+    const float *key_scale[GROUPS], *value_scale[GROUPS];  // of each key of a group, if scaled
     int64_t key_stride;
     int first, keys, groups;
-    bool scaled;
 };
 
 // Calls a line to the second cache: more of them can be under way than to the first.
@@ -86,7 +85,6 @@ struct Cache {
         tile.key_stride = std::max<int64_t>(block, GROUP);
         int end = std::min(first + TILE, item.end);
         tile.first = first;
-        tile.scaled = coded<T>;
         tile.keys = end - first;
         tile.groups = (tile.keys + GROUP - 1) / GROUP;
         for (int g = 0, at = first; at < end; g++, at += GROUP) {
@@ -128,8 +126,8 @@ struct Cache {
 
 // scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys. The keys of `next` are
 // called to the cache meanwhile.
-template <int N, int G, class T, class Next>
-void score(const float* q, int dim, const Tile<T>& tile, int group, const Next& next, float* scores) {
+template <int N, int G, class T, bool SCALED, class Next>
+void score(const float* q, int dim, const Tile<T, SCALED>& tile, int group, const Next& next, float* scores) {
     F32x16 sums[N][G];
     for (auto& row : sums)
         for (auto& s : row) s = F32x16::zero();
@@ -145,14 +143,14 @@ void score(const float* q, int dim, const Tile<T>& tile, int group, const Next& 
     } while (++d < dim);
     for (int n = 0; n < N; n++)
         for (int g = 0; g < G; g++) {
-            if (tile.scaled) sums[n][g] = sums[n][g] * F32x16::load(tile.key_scale[group + g]);
+            if constexpr (SCALED) sums[n][g] = sums[n][g] * F32x16::load(tile.key_scale[group + g]);
             sums[n][g].store(scores + n * TILE + (group + g) * GROUP);
         }
 }
 
 // acc[query] = acc[query] * fade[query] + sum over `keys` keys of weight * value, for N queries and 16 L dimensions.
-template <int N, int L, class T, class Next>
-void accumulate(const float* weights, const float* fade, int dim, const Tile<T>& tile, int first, int keys,
+template <int N, int L, class T, bool SCALED, class Next>
+void accumulate(const float* weights, const float* fade, int dim, const Tile<T, SCALED>& tile, int first, int keys,
                 const Next& next, float* acc) {
     F32x16 sums[N][L];
     for (int n = 0; n < N; n++)
@@ -241,8 +239,8 @@ float hide(const Problem& p, float* scores, int from, int to) {
 }
 
 // Scores of all queries into weights; their maxima, sums and how much of what was before them stays.
-template <class T, class Of>
-void soften(const Problem& p, const Item& item, int queries, const Tile<Of>& tile, Scratch<T>& scratch) {
+template <class T, class Of, bool SCALED>
+void soften(const Problem& p, const Item& item, int queries, const Tile<Of, SCALED>& tile, Scratch<T>& scratch) {
     int shared = p.heads / p.cache.kv_heads, first = tile.first;
     float now[QUERIES];
     for (int i = 0; i < queries; i++) {
@@ -255,9 +253,10 @@ void soften(const Problem& p, const Item& item, int queries, const Tile<Of>& til
         for (int g = 0; g < GROUPS; g++) {
             float* at = scratch.scores + i * TILE + g * GROUP;
             weights[g] = exp(F32x16::load(at) - F32x16::set(base));
-            F32x16 scaled = weights[g];
-            if (tile.scaled && g < tile.groups) scaled = scaled * F32x16::load(tile.value_scale[g]);
-            scaled.store(at);
+            if constexpr (SCALED)
+                (weights[g] * F32x16::load(tile.value_scale[std::min(g, tile.groups - 1)])).store(at);
+            else
+                weights[g].store(at);
         }
         F32x16 sums = weights[0];
         for (int g = 1; g < GROUPS; g++) sums = sums + weights[g];
@@ -290,8 +289,8 @@ struct Next {
     }
 };
 
-template <class T, class N, class Of>
-void attend_tile(const Problem& p, const Item& item, int queries, const Tile<T>& tile, const N& next,
+template <class T, bool SCALED, class N, class Of>
+void attend_tile(const Problem& p, const Item& item, int queries, const Tile<T, SCALED>& tile, const N& next,
                  Scratch<Of>& scratch) {
     int dim = p.cache.dim, shared = p.heads / p.cache.kv_heads;
     // How many keys the query sees at most; those behind it too are not looked at, though others of the item see them.
@@ -317,11 +316,10 @@ void attend_tile(const Problem& p, const Item& item, int queries, const Tile<T>&
 
 // The same tile in float32, where several products will read it.
 template <class T>
-Tile<float> widened(const Tile<T>& tile, int dim, const Tile<T>& next, float* to) {
-    Tile<float> wide;
+Tile<float, coded<T>> widened(const Tile<T>& tile, int dim, const Tile<T>& next, float* to) {
+    Tile<float, coded<T>> wide;
     wide.key_stride = TILE;
     wide.first = tile.first;
-    wide.scaled = tile.scaled;
     wide.keys = tile.keys;
     wide.groups = tile.groups;
     float *k = to, *v = to + TILE * dim;

@@ -52,16 +52,21 @@ void store(const float* x, int64_t count, T* to, int64_t step, float*) {
 
 // As eight bits of which the largest is 127, and what they are to be multiplied by: NaN if x is not finite.
 void store(const float* x, int64_t count, int8_t* to, int64_t step, float* scale) {
-    float largest = 0, poison = 0;
-    for (int64_t d = 0; d < count; d++) {
-        largest = std::max(largest, std::abs(x[d]));
-        poison += x[d] * 0.0f;
-    }
-    bool tiny = largest < 1e-30f;  // its inverse would be no number
-    float inverse = tiny ? 0.0f : 127.0f / largest;
-    for (int64_t d = 0; d < count; d++)
-        to[d * step] = int8_t(std::nearbyint(std::max(-127.0f, std::min(127.0f, x[d] * inverse))));
-    *scale = (tiny ? 0.0f : largest / 127.0f) + poison;
+    F32x16 lanes = F32x16::zero(), poison = F32x16::zero(), most = F32x16::set(127.0f);
+    over_lanes(count, [&](int64_t i, int n) {
+        F32x16 value = load_some(x + i, n);
+        lanes = max(lanes, value.abs());
+        poison = fma(value, F32x16::zero(), poison);
+    });
+    float top = largest(lanes);
+    bool tiny = top < 1e-30f;  // its inverse would be no number
+    F32x16 inverse = F32x16::set(tiny ? 0.0f : 127.0f / top);
+    over_lanes(count, [&](int64_t i, int n) {
+        int8_t codes[16];
+        max(min(load_some(x + i, n) * inverse, most), F32x16::zero() - most).store(codes);
+        for (int d = 0; d < n; d++) to[(i + d) * step] = codes[d];
+    });
+    *scale = (tiny ? 0.0f : top / 127.0f) + sum(poison);
 }
 
 template <class T>
