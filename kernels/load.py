@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import extension
-from kernels.cpu.compiled import attention, elementwise, sampling
+from kernels.cpu.compiled import attention, decoder_layers, elementwise, sampling
 from kernels.cpu.compiled import linear as matrix
+from kernels.decoder_layers import LayerParts, Sizes
 from kernels.layout import KVLayout
 from kernels.quantized import QuantizedWeight
 from kernels.reference.copy_blocks import copy_blocks
@@ -54,6 +55,7 @@ class Ops:
     pack_linear: Callable[[Tensor | QuantizedWeight], Any]  # what `linear` wants as its weight
     pack_vector: Callable[[Tensor], Tensor]  # what norms and sums want as their weight or bias
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    join_layers: Callable[[Sizes, Sequence[LayerParts]], Callable[..., Tensor] | None]  # None: not in one call
     embedding: Callable[[Tensor, Any], Tensor]  # of a table, or of a packed weight's rows
     penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     sample: Callable[[Tensor, Choices], Tensor]
@@ -81,6 +83,7 @@ _REFERENCE = Ops(
     pack_linear=pack_linear,
     pack_vector=pack_vector,
     linear=linear,
+    join_layers=lambda _, __: None,
     embedding=embedding,
     penalties=penalties,
     sample=sample,
@@ -103,6 +106,7 @@ _COMPILED = replace(
     pack_vector=elementwise.pack_vector,
     pack_linear=matrix.pack_linear,
     linear=matrix.linear,
+    join_layers=decoder_layers.join_layers,
     embedding=matrix.embedding,
     penalties=sampling.penalties,
     sample=sampling.sample,

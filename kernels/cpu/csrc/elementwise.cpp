@@ -37,13 +37,6 @@ void store_some(F32x16 x, float* p, int count) {
     std::copy_n(lanes, count, p);
 }
 
-// x / (1 + e^-x), and the tanh form of gelu, v / 2 * (1 + tanh(u)) = v / (1 + e^-2u) with u = sqrt(2/pi) (v + 0.044715 v^3).
-F32x16 activated(F32x16 x, bool gelu) {
-    F32x16 slope = x;
-    if (gelu) slope = x * fma(x * x, F32x16::set(0.0713548162726f), F32x16::set(1.5957691216057f));
-    return x / (F32x16::set(1.0f) + exp(min(F32x16::zero() - slope, F32x16::set(88.0f))));
-}
-
 // x to the T at every `step`.
 template <class T>
 void store(const float* x, int64_t count, T* to, int64_t step, float*) {

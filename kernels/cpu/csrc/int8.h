@@ -17,6 +17,7 @@ namespace quire {
 struct U8x64 {
     __m512i v;
     static U8x64 load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+    void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
     U8x64 low_nibbles() const { return {_mm512_and_si512(v, _mm512_set1_epi8(15))}; }
     U8x64 high_nibbles() const { return {_mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))}; }
 };
@@ -40,6 +41,10 @@ struct U8x64 {
     static U8x64 load(const uint8_t* p) {
         return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
                 _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+    }
+    void store(uint8_t* p) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), lo);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), hi);
     }
     U8x64 low_nibbles() const {
         __m256i mask = _mm256_set1_epi8(15);

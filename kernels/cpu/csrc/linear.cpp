@@ -9,13 +9,14 @@
 #include <algorithm>
 
 #include "dtypes.h"
+#include "matrix.h"
 #include "simd.h"
 #include "tiles.h"
 
 namespace quire {
 namespace {
 
-constexpr int PANEL = 32;
+constexpr int64_t DEEP = 128;  // inputs of a panel that stay in the first cache while the rows pass by
 
 #if defined(__AVX512F__)
 constexpr int ROWS = 12;  // 24 accumulators of 32 registers
@@ -23,43 +24,50 @@ constexpr int ROWS = 12;  // 24 accumulators of 32 registers
 constexpr int ROWS = 2;
 #endif
 
-struct Rows {
-    const float* x;
-    int64_t x_stride;
-    float* y;
-    int64_t y_stride;
-};
-
-// N rows times one panel, of which `width` outputs are real.
+// sums (N, 32) += x (N, inputs) times some inputs of a panel.
 template <int N, class W>
-void multiply(const Rows& rows, const W* panel, int64_t inputs, const float* bias, int width) {
-    F32x16 sums[N][2];
-    for (auto& s : sums) s[0] = s[1] = F32x16::zero();
+void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t inputs, float* sums) {
+    F32x16 left[N], right[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) {
+        left[n] = F32x16::load(sums + n * PANEL);
+        right[n] = F32x16::load(sums + n * PANEL + 16);
+    }
     for (int64_t k = 0; k < inputs; k++) {
-        F32x16 left = F32x16::load(panel + k * PANEL), right = F32x16::load(panel + k * PANEL + 16);
+        F32x16 l = F32x16::load(panel + k * PANEL), r = F32x16::load(panel + k * PANEL + 16);
+#pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
-            F32x16 x = F32x16::set(rows.x[n * rows.x_stride + k]);
-            sums[n][0] = fma(x, left, sums[n][0]);
-            sums[n][1] = fma(x, right, sums[n][1]);
+            F32x16 value = F32x16::set(x[n * stride + k]);
+            left[n] = fma(value, l, left[n]);
+            right[n] = fma(value, r, right[n]);
         }
     }
-    for (int n = 0; n < N; n++) write_outputs(sums[n], rows.y + n * rows.y_stride, bias, width);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) {
+        left[n].store(sums + n * PANEL);
+        right[n].store(sums + n * PANEL + 16);
+    }
 }
 
 template <class W>
-void run(const at::Tensor& x, const W* packed, const float* bias, at::Tensor& y) {
-    int64_t count = x.size(0), inputs = x.size(1), outputs = y.size(1);
-    const float* from = x.const_data_ptr<float>();
-    float* to = y.mutable_data_ptr<float>();
-    over_panels(count, (outputs + PANEL - 1) / PANEL, [&](int64_t panel, int64_t first, int64_t last) {
-        const W* weights = packed + panel * inputs * PANEL;
-        const float* b = bias ? bias + panel * PANEL : nullptr;
-        int width = std::min<int64_t>(PANEL, outputs - panel * PANEL);
-        in_even_groups<ROWS>(last - first, [&](auto n, int64_t at) {
-            Rows rows{from + (first + at) * x.stride(0), x.stride(0), to + (first + at) * outputs + panel * PANEL, outputs};
-            multiply<decltype(n)::value>(rows, weights, inputs, b, width);
-        });
-    });
+void sums_of(const W* panel, int64_t inputs, const float* x, int64_t stride, int64_t rows, float* sums) {
+    std::fill_n(sums, rows * PANEL, 0.0f);
+    for (int64_t first = 0; first < inputs; first += DEEP) {
+        int64_t deep = std::min(DEEP, inputs - first);
+        const W* part = panel + first * PANEL;
+        auto go = [&](const auto* weights) {
+            in_even_groups<ROWS>(rows, [&](auto n, int64_t at) {
+                multiply_tile<n>(x + at * stride + first, stride, weights, deep, sums + at * PANEL);
+            });
+        };
+        if (std::is_same_v<W, float> || rows <= ROWS) {
+            go(part);
+            continue;
+        }
+        alignas(64) float wide[DEEP * PANEL];  // made once for all rows
+        for (int64_t i = 0; i < deep * PANEL; i += 16) F32x16::load(part + i).store(wide + i);
+        go(static_cast<const float*>(wide));
+    }
 }
 
 at::Tensor pack_linear(const at::Tensor& weight) {
@@ -74,9 +82,10 @@ at::Tensor pack_linear(const at::Tensor& weight) {
 
 void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && y.is_contiguous(), "x must be float32, y contiguous");
-    TORCH_CHECK(packed.is_contiguous() && packed.size(1) == x.size(1), "the weight is for ", packed.size(1), " inputs");
-    const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-    for_dtype(packed, [&](auto one) { run(x, data<decltype(one)>(packed), b, y); });
+    Matrix w = float_matrix(packed, y.size(1));
+    TORCH_CHECK(w.inputs == x.size(1), "the weight is for ", w.inputs, " inputs");
+    multiply(w, x.const_data_ptr<float>(), x.stride(0), x.size(0), bias ? bias->const_data_ptr<float>() : nullptr,
+             y.mutable_data_ptr<float>());
 }
 
 // y[t] = the weight's row ids[t], so that a token table that is also the output layer need not be there twice.
@@ -85,8 +94,8 @@ void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y)
     int64_t inputs = packed.size(1);
     const int64_t* id = ids.const_data_ptr<int64_t>();
     float* to = y.mutable_data_ptr<float>();
-    for_dtype(packed, [&](auto one) {
-        const auto* weights = data<decltype(one)>(packed);
+    for_dtype(packed.scalar_type(), [&](auto one) {
+        const auto* weights = static_cast<const decltype(one)*>(packed.const_data_ptr());
         at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t last) {
             for (int64_t t = from; t < last; t++)
                 for (int64_t k = 0; k < inputs; k++)
@@ -96,6 +105,19 @@ void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y)
 }
 
 }  // namespace
+
+Matrix float_matrix(const at::Tensor& packed, int64_t outputs) {
+    TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.size(2) == PANEL, "(panel, in, 32), contiguous");
+    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has other outputs");
+    return {packed.const_data_ptr(), outputs, packed.size(1), packed.scalar_type(), 0, false, 0};
+}
+
+void float_panel_sums(const Matrix& w, const float* x, int64_t stride, int64_t rows, int64_t panel, float* sums) {
+    for_dtype(w.dtype, [&](auto one) {
+        const auto* weights = static_cast<const decltype(one)*>(w.data) + panel * w.inputs * PANEL;
+        sums_of(weights, w.inputs, x, stride, rows, sums);
+    });
+}
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def("pack_linear(Tensor weight) -> Tensor");

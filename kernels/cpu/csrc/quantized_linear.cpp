@@ -1,7 +1,7 @@
 // y = x Wᵀ + b for weights of 8 or 4 bits in groups of 32 inputs, and x quantised to 8 bits on the way in.
 //
 //     w[n, k] = step[n, g] * code[n, k] + least[n, g]      code unsigned; g = k / 32
-//     x[m, k] ≈ scale[m, g] * q[m, k]                      q in -127..127, scale = max |x[m, group]| / 127; see below
+//     x[m, k] ≈ scale[m, g] * q[m, k]                      or the sum of two such terms: quantized_rows.h
 //     y[m, n] = Σ_g scale * (step * Σ_k code q  +  least * Σ_k q)
 //
 // Where `least` is a whole multiple of `step` for the entire weight, `least = -zero * step`, its term is a start value of
@@ -19,18 +19,16 @@
 #include <vector>
 
 #include "int8.h"
+#include "matrix.h"
 #include "tiles.h"
 
 namespace quire {
 namespace {
 
-constexpr int GROUP = 32, PANEL = 32;
-constexpr float OUTLIER = 4.5;  // a group's largest number over its root mean square, from which it has a second term
-
 #if defined(__AVX512VNNI__)
-constexpr int ROWS = 6;  // 12 sums of int32 and 12 of float32
+constexpr int TILE = 12;  // terms that are multiplied together: 24 sums of int32
 #else
-constexpr int ROWS = 1;
+constexpr int TILE = 2;
 #endif
 
 template <int BITS, bool LEAST>
@@ -39,60 +37,15 @@ struct Kind {
     static constexpr int record = codes + PANEL * 2 * (LEAST ? 2 : 1);
 };
 
-// A group of one row, as eight bits: x ≈ scale * q. The product needs Σ q times the scale, or times minus `zero`.
-struct Group {
-    float scale, shift;
-    int32_t start;
-};
-
-// Quantised rows. Where one number of a group is far larger than the others, eight bits say little of these: such a
-// group has a second term, what the first leaves over in steps that are 128 times finer.
-struct Activations {
-    std::vector<int8_t> q, fine_q;  // (M, K)
-    std::vector<Group> group, fine;  // (M, K / 32)
-    std::vector<uint8_t> has_fine;
-    int64_t inputs, groups;
-
-    Activations(const at::Tensor& x, int zero)
-        : q(x.numel()), fine_q(x.numel()), group(x.numel() / GROUP), fine(group.size()), has_fine(group.size()),
-          inputs(x.size(1)), groups(x.size(1) / GROUP) {
-        const float* data = x.const_data_ptr<float>();
-        int64_t stride = x.stride(0);
-        at::parallel_for(0, x.size(0), 4, [&](int64_t from, int64_t to) {
-            for (int64_t row = from; row < to; row++)
-                for (int64_t g = 0; g < groups; g++) quantize(data + row * stride + g * GROUP, row * groups + g, zero);
-        });
-    }
-
-    void quantize(const float* x, int64_t at, int zero) {
-        F32x16 part[2] = {F32x16::load(x), F32x16::load(x + 16)};
-        float most = largest(max(part[0].abs(), part[1].abs()));
-        float squares = sum(fma(part[0], part[0], part[1] * part[1]));
-        group[at] = round(part, most / 127, &q[at * GROUP], zero);
-        has_fine[at] = most * most * GROUP > OUTLIER * OUTLIER * squares;
-        if (!has_fine[at]) return;
-        F32x16 scale = F32x16::set(-group[at].scale);
-        for (int half = 0; half < 2; half++)
-            part[half] = fma(F32x16::load(&q[at * GROUP + half * 16]), scale, part[half]);
-        fine[at] = round(part, group[at].scale / 128, &fine_q[at * GROUP], zero);
-    }
-
-    static Group round(const F32x16 (&part)[2], float scale, int8_t* to, int zero) {
-        F32x16 factor = F32x16::set(scale > 0 ? 1 / scale : 0), left = (part[0] * factor).round();
-        F32x16 right = (part[1] * factor).round();
-        left.store(to);
-        right.store(to + 16);
-        float total = sum(left + right);  // of whole numbers: exact
-        return {scale, total * scale, -zero * int32_t(total)};
-    }
-};
-
-// Calls f(left, right, k) for each quad of inputs k..k+3, with the codes of the panel's halves.
+// Calls f(left, right, k) for each quad of inputs k..k+3, with the codes of the panel's halves. Unrolled by name, since
+// sums that f keeps in an array are only kept in registers when the compiler sees each of their uses.
 template <int BITS, class F>
-void over_quads(const uint8_t* codes, F&& f) {
+[[gnu::always_inline]] inline void over_quads(const uint8_t* codes, F&& f) {
     if constexpr (BITS == 8) {
+#pragma GCC unroll 8
         for (int s = 0; s < 8; s++) f(U8x64::load(codes + s * 128), U8x64::load(codes + s * 128 + 64), 4 * s);
     } else {
+#pragma GCC unroll 4
         for (int s = 0; s < 4; s++) {
             U8x64 left = U8x64::load(codes + s * 128), right = U8x64::load(codes + s * 128 + 64);
             f(left.low_nibbles(), right.low_nibbles(), 4 * s);
@@ -101,67 +54,63 @@ void over_quads(const uint8_t* codes, F&& f) {
     }
 }
 
-template <bool LEAST>
-void add(F32x16& sum, const I32x16& dot, F32x16 step, F32x16 least, const Group& group) {
-    sum = fma(dot.to_float(), step * F32x16::set(group.scale), sum);
-    if (LEAST) sum = fma(least, F32x16::set(group.shift), sum);
+void widen_codes(const uint8_t* codes, uint8_t* wide) {
+    over_quads<4>(codes, [&](U8x64 left, U8x64 right, int k) {
+        left.store(wide + k * 32);
+        right.store(wide + k * 32 + 64);
+    });
 }
 
+// sums[row] (32 outputs) += N terms times the codes of one group.
 template <int N, int BITS, bool LEAST>
-void multiply(const Activations& a, int64_t first, const uint8_t* panel, float* y, int64_t y_stride, const float* bias,
-              int width) {
-    using K = Kind<BITS, LEAST>;
-    F32x16 sums[N][2];
-    for (auto& s : sums) s[0] = s[1] = F32x16::zero();
-    for (int64_t g = 0; g < a.groups; g++, panel += K::record) {
-        const int8_t* q = &a.q[first * a.inputs + g * GROUP];
-        const int64_t at = first * a.groups + g;
-        I32x16 dots[N][2];
-        for (int n = 0; n < N; n++) dots[n][0] = dots[n][1] = I32x16::set(LEAST ? 0 : a.group[at + n * a.groups].start);
-        over_quads<BITS>(panel, [&](U8x64 left, U8x64 right, int k) {
-            for (int n = 0; n < N; n++) {
-                dots[n][0].add_dot(left, q + n * a.inputs + k);
-                dots[n][1].add_dot(right, q + n * a.inputs + k);
-            }
-        });
-        const fp16* steps = reinterpret_cast<const fp16*>(panel + K::codes);
-        F32x16 step[2], least[2];
-        for (int half = 0; half < 2; half++) {
-            step[half] = F32x16::load(steps + half * 16);
-            least[half] = LEAST ? F32x16::load(steps + PANEL + half * 16) : F32x16::zero();
-            for (int n = 0; n < N; n++)
-                add<LEAST>(sums[n][half], dots[n][half], step[half], least[half], a.group[at + n * a.groups]);
-        }
+void multiply_tile(const uint8_t* codes, const fp16* steps, int zero, const int8_t* q, const Term* term, float* sums) {
+    I32x16 left[N], right[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(LEAST ? 0 : -zero * term[n].total);
+    over_quads<BITS>(codes, [&](U8x64 l, U8x64 r, int k) __attribute__((always_inline)) {
+#pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
-            if (!a.has_fine[at + n * a.groups]) continue;
-            const Group& fine = a.fine[at + n * a.groups];
-            const int8_t* rest = &a.fine_q[(first + n) * a.inputs + g * GROUP];
-            I32x16 dot[2] = {I32x16::set(LEAST ? 0 : fine.start), I32x16::set(LEAST ? 0 : fine.start)};
-            over_quads<BITS>(panel, [&](U8x64 left, U8x64 right, int k) {
-                dot[0].add_dot(left, rest + k);
-                dot[1].add_dot(right, rest + k);
-            });
-            for (int half = 0; half < 2; half++) add<LEAST>(sums[n][half], dot[half], step[half], least[half], fine);
+            left[n].add_dot(l, q + n * GROUP + k);
+            right[n].add_dot(r, q + n * GROUP + k);
         }
+    });
+    F32x16 step[2] = {F32x16::load(steps), F32x16::load(steps + 16)}, least[2];
+    if (LEAST)
+        for (int half = 0; half < 2; half++) least[half] = F32x16::load(steps + PANEL + half * 16);
+    auto add = [&](const I32x16& dot, const Term& t, int half) __attribute__((always_inline)) {
+        float* to = sums + t.row * PANEL + half * 16;
+        F32x16 sum = fma(dot.to_float(), step[half] * F32x16::set(t.scale), F32x16::load(to));
+        if (LEAST) sum = fma(least[half], F32x16::set(t.shift), sum);
+        sum.store(to);
+    };
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) {
+        add(left[n], term[n], 0);
+        add(right[n], term[n], 1);
     }
-    for (int n = 0; n < N; n++) write_outputs(sums[n], y + n * y_stride, bias, width);
 }
 
 template <int BITS, bool LEAST>
-void run(const at::Tensor& x, const at::Tensor& packed, int64_t zero, const float* bias, at::Tensor& y) {
-    Activations a(x, zero);
-    int64_t outputs = y.size(1);
-    const uint8_t* weights = packed.const_data_ptr<uint8_t>();
-    float* to = y.mutable_data_ptr<float>();
-    over_panels(x.size(0), packed.size(0), [&](int64_t panel, int64_t first, int64_t last) {
-        const uint8_t* records = weights + panel * a.groups * Kind<BITS, LEAST>::record;
-        const float* b = bias ? bias + panel * PANEL : nullptr;
-        int width = std::min<int64_t>(PANEL, outputs - panel * PANEL);
-        in_even_groups<ROWS>(last - first, [&](auto n, int64_t at) {
-            multiply<decltype(n)::value, BITS, LEAST>(a, first + at, records, to + (first + at) * outputs + panel * PANEL,
-                                                      outputs, b, width);
+void multiply_group(const uint8_t* record, int zero, const Terms& terms, float* sums) {
+    const fp16* steps = reinterpret_cast<const fp16*>(record + Kind<BITS, LEAST>::codes);
+    auto go = [&](auto bits, const uint8_t* codes) {
+        in_even_groups<TILE>(terms.count, [&](auto n, int64_t at) {
+            multiply_tile<n, bits, LEAST>(codes, steps, zero, terms.q + at * GROUP, terms.term + at, sums);
         });
-    });
+    };
+    if (BITS == 8 || terms.count <= TILE) return go(std::integral_constant<int, BITS>{}, record);
+    alignas(64) uint8_t wide[PANEL * GROUP];  // made once for all terms
+    widen_codes(record, wide);
+    go(std::integral_constant<int, 8>{}, wide);
+}
+
+template <int BITS, bool LEAST>
+void sums_of(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* sums) {
+    constexpr int record = Kind<BITS, LEAST>::record;
+    int64_t groups = w.inputs / GROUP;
+    const uint8_t* records = static_cast<const uint8_t*>(w.data) + panel * groups * record;
+    for (int64_t g = 0; g < groups; g++)
+        multiply_group<BITS, LEAST>(records + g * record, w.zero, rows.terms(g), sums);
 }
 
 template <int BITS, bool LEAST>
@@ -208,10 +157,10 @@ at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& steps, cons
 void quantized_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, bool least, int64_t zero,
                       const std::optional<at::Tensor>& bias, at::Tensor& y) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && y.is_contiguous(), "x must be float32, y contiguous");
-    TORCH_CHECK(packed.is_contiguous() && packed.size(1) * GROUP == x.size(1), "the weight is for other inputs");
-    const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-    if (bits == 8) return least ? run<8, true>(x, packed, zero, b, y) : run<8, false>(x, packed, zero, b, y);
-    return least ? run<4, true>(x, packed, zero, b, y) : run<4, false>(x, packed, zero, b, y);
+    Matrix w = quantized_matrix(packed, y.size(1), bits, least, zero);
+    TORCH_CHECK(w.inputs == x.size(1), "the weight is for ", w.inputs, " inputs");
+    multiply(w, x.const_data_ptr<float>(), x.stride(0), x.size(0), bias ? bias->const_data_ptr<float>() : nullptr,
+             y.mutable_data_ptr<float>());
 }
 
 template <int BITS, bool LEAST>
@@ -247,6 +196,20 @@ void quantized_rows(const at::Tensor& packed, int64_t bits, bool least, int64_t 
 }
 
 }  // namespace
+
+Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool least, int64_t zero) {
+    TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.scalar_type() == at::kByte, "bytes, contiguous");
+    TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
+    TORCH_CHECK(packed.size(2) == PANEL * (GROUP * bits / 8 + (least ? 4 : 2)), "the weight is of another kind");
+    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has other outputs");
+    return {packed.const_data_ptr(), outputs, packed.size(1) * GROUP, at::kByte, int(bits), least, int(zero)};
+}
+
+void quantized_panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums) {
+    std::fill_n(sums, count * PANEL, 0.0f);
+    if (w.bits == 8) return (w.least ? sums_of<8, true> : sums_of<8, false>)(w, rows, panel, sums);
+    return (w.least ? sums_of<4, true> : sums_of<4, false>)(w, rows, panel, sums);
+}
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def("pack_quantized(Tensor codes, Tensor steps, Tensor? least, int bits) -> Tensor");

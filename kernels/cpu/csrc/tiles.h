@@ -1,4 +1,5 @@
-// How matrix products are divided: panels of outputs over threads, rows into tiles of a compile-time size.
+// How matrix products are divided: rows into blocks, panels of outputs over threads, rows of a panel into tiles of a
+// compile-time size. None of it makes a difference to the numbers.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -11,18 +12,42 @@
 
 namespace quire {
 
-constexpr int64_t ROWS_TOGETHER = 192;  // whose inputs stay in a core's cache while panels pass by
-
-// Calls f(panel, first row, last row) for all panels and rows, spread over the threads.
+// Calls f(first, count) for consecutive blocks of at most `most`, as even as they can be.
 template <class F>
-void over_panels(int64_t rows, int64_t panels, F&& f) {
-    int64_t parts = (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
-    for (int64_t part = 0; part < parts; part++) {
-        int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
-        at::parallel_for(0, panels, 1, [&](int64_t from, int64_t to) {
-            for (int64_t panel = from; panel < to; panel++) f(panel, first, last);
-        });
+void over_blocks(int64_t rows, int64_t most, F&& f) {
+    int64_t blocks = (rows + most - 1) / most;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = rows * block / blocks;
+        f(first, rows * (block + 1) / blocks - first);
     }
+}
+
+// Calls f(panel) for all panels. Each thread has its own share, which is the same each time and so may be in its cache;
+// one that is done helps the others, whose processor may be wanted by somebody else.
+template <class F>
+void over_panels(int64_t panels, F&& f) {
+    constexpr int64_t MOST = 256;
+    struct alignas(64) Share {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    int64_t threads = std::min({int64_t(at::get_num_threads()), panels, MOST});
+    if (threads <= 1 || at::in_parallel_region()) {
+        for (int64_t panel = 0; panel < panels; panel++) f(panel);
+        return;
+    }
+    Share shares[MOST];
+    for (int64_t t = 0; t < threads; t++) {
+        shares[t].next = panels * t / threads;
+        shares[t].end = panels * (t + 1) / threads;
+    }
+    at::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++)
+            for (int64_t other = 0; other < threads; other++) {
+                Share& share = shares[(t + other) % threads];
+                for (int64_t panel; (panel = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) f(panel);
+            }
+    });
 }
 
 template <int N, class F>
@@ -41,15 +66,16 @@ void in_even_groups(int64_t total, F&& f) {
     }
 }
 
-// Two vectors of outputs plus the bias, of which `width` floats are written.
-inline void write_outputs(const F32x16 (&sums)[2], float* y, const float* bias, int width) {
-    float lanes[32];
-    bool whole = width == 32;
-    float* to = whole ? y : lanes;
-    for (int half = 0; half < 2; half++) sums[half].store(to + half * 16);
-    if (!whole) std::copy_n(lanes, width, y);
-    if (bias)
-        for (int i = 0; i < width; i++) y[i] += bias[i];
+// 32 sums plus the bias, of which `width` are written.
+inline void write_outputs(const float* sums, float* y, const float* bias, int width) {
+    if (width == 32) {
+        F32x16 left = F32x16::load(sums), right = F32x16::load(sums + 16);
+        if (bias) left = left + F32x16::load(bias), right = right + F32x16::load(bias + 16);
+        left.store(y);
+        right.store(y + 16);
+        return;
+    }
+    for (int i = 0; i < width; i++) y[i] = bias ? sums[i] + bias[i] : sums[i];
 }
 
 }  // namespace quire

@@ -14,30 +14,30 @@ class Attention:
     """Queries, keys and values of all tokens; keys and values go to the cache, and are read from there."""
 
     def __init__(self, weights: Weights, prefix: str, layer: LayerSpec, spec: DecoderSpec, ops: Ops) -> None:
-        self._layer, self._spec, self._ops = layer, spec, ops
-        self._qkv = Linear(weights, f"{prefix}qkv", ops)
-        self._q_norm = Norm(weights, f"{prefix}q_norm", spec, ops) if spec.qk_norm else None
-        self._k_norm = Norm(weights, f"{prefix}k_norm", spec, ops) if spec.qk_norm else None
-        self._out = Linear(weights, f"{prefix}out", ops)
+        self.layer, self._spec, self._ops = layer, spec, ops
+        self.qkv = Linear(weights, f"{prefix}qkv", ops)
+        self.q_norm = Norm(weights, f"{prefix}q_norm", spec, ops) if spec.qk_norm else None
+        self.k_norm = Norm(weights, f"{prefix}k_norm", spec, ops) if spec.qk_norm else None
+        self.out = Linear(weights, f"{prefix}out", ops)
 
     def __call__(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
         spec, heads = self._spec, self._spec.num_heads
-        qkv = self._qkv(x).view(len(x), -1, spec.head_dim)
+        qkv = self.qkv(x).view(len(x), -1, spec.head_dim)
         qk, v = qkv[:, : heads + spec.num_kv_heads], qkv[:, heads + spec.num_kv_heads :]
-        if self._q_norm and self._k_norm:
-            qk = torch.cat((self._q_norm(qk[:, :heads]), self._k_norm(qk[:, heads:])), 1)
-        if self._layer.rope:
-            qk = self._ops.rotary(qk, *step.rotations[self._layer.rope])
+        if self.q_norm and self.k_norm:
+            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
+        if self.layer.rope:
+            qk = self._ops.rotary(qk, *step.rotations[self.layer.rope])
         self._ops.write_kv(qk[:, heads:], v, *cache, step.inputs.slots)
         out = self._ops.paged_attention(
             qk[:, :heads],
             *cache,
             step.inputs.attention,
             scale=spec.scale,
-            window=self._layer.window,
+            window=self.layer.window,
             softcap=spec.attention_softcap,
         )
-        return self._out(out.flatten(1))
+        return self.out(out.flatten(1))
 
 
 class Rotations:
@@ -47,6 +47,11 @@ class Rotations:
         self._ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._embedding = ops.embedding
+
+    @property
+    def ropes(self) -> list[Rope]:
+        """In the order in which `at` has them."""
+        return list(self._ropes)
 
     def reach(self, length: int, device: torch.device) -> None:
         """Be ready for positions below `length`."""

@@ -4,11 +4,13 @@ It knows tensors only. A row of the batch is tokens at consecutive positions who
 of the cache; how many there are makes no difference here.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.decoder_layers import LayerParts, Sizes
 from kernels.load import Ops
 from services.worker.models.attention import Attention, Rotations
 from services.worker.models.causal_lm import Inputs, Shape
@@ -44,6 +46,7 @@ class Decoder:
         self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
         self._layers = [_layer(weights, index, spec, ops) for index in range(spec.num_layers)]
         self._rotations = Rotations(spec.layers, ops)
+        self.layers_at_once = self._join()
 
     @property
     def shape(self) -> Shape:
@@ -56,6 +59,9 @@ class Decoder:
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Hidden states (T, H) of all tokens, before the last norm; their keys and values are put in `caches`."""
         step = Step(inputs, self._rotations.at(inputs.positions))
+        if self.layers_at_once:
+            rotations = list(step.rotations.values())
+            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
         return layers(self._embed(inputs), step, caches)
 
@@ -100,6 +106,48 @@ class Decoder:
             x, _ = layer.attention_norm.add(layer.attention(x, step, cache), x)
             x, _ = layer.mlp_norm.add(layer.mlp(x), x)
         return x
+
+    def _join(self) -> Callable[..., Tensor] | None:
+        """The layers as one operation, where there is one for their kind."""
+        spec, ropes = self.spec, self._rotations.ropes
+        if not spec.norm_first or spec.norm == "layer" or spec.num_layers == 0:
+            return None
+        parts = []
+        for layer in self._layers:
+            attention, mlp = layer.attention, layer.mlp
+            if isinstance(mlp, MixtureOfExperts):
+                return None
+            parts.append(
+                LayerParts(
+                    attention_norm=layer.attention_norm.weight,
+                    qkv=attention.qkv.parts,
+                    q_norm=_weight(attention.q_norm),
+                    k_norm=_weight(attention.k_norm),
+                    out=attention.out.parts,
+                    attention_post_norm=_weight(layer.attention_post_norm),
+                    mlp_norm=layer.mlp_norm.weight,
+                    up=mlp.up.parts,
+                    down=mlp.down.parts,
+                    mlp_post_norm=_weight(layer.mlp_post_norm),
+                    inner=spec.intermediate_size,
+                    window=attention.layer.window,
+                    rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
+                )
+            )
+        sizes = Sizes(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            softcap=spec.attention_softcap,
+            eps=spec.norm_eps,
+            activation=spec.activation,
+        )
+        return self._ops.join_layers(sizes, parts)
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return norm.weight if norm else None
 
 
 def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops) -> Layer:

@@ -13,12 +13,12 @@ class FeedForward:
     """down(activation(up(x))); gate and up are one product where there are both."""
 
     def __init__(self, weights: Weights, prefix: str, spec: DecoderSpec, ops: Ops) -> None:
-        self._up = Linear(weights, f"{prefix}up", ops)
-        self._down = Linear(weights, f"{prefix}down", ops)
+        self.up = Linear(weights, f"{prefix}up", ops)
+        self.down = Linear(weights, f"{prefix}down", ops)
         self._activation = activation(spec.activation, ops)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._activation(self._up(x)))
+        return self.down(self._activation(self.up(x)))
 
 
 class MixtureOfExperts:

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.decoder_layers import Projection
 from kernels.load import Ops
 from kernels.quantized import QuantizedWeight
 from services.worker.models.causal_lm import Inputs
@@ -42,6 +43,10 @@ class Linear:
         self.bias = _vector(weights, f"{name}.bias", ops)
         self._linear = ops.linear
 
+    @property
+    def parts(self) -> Projection:
+        return self.weight, self.bias
+
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight, self.bias)
 
@@ -50,27 +55,27 @@ class Norm:
     """The norm of a spec's kind, over the last dimension."""
 
     def __init__(self, weights: Weights, name: str, spec: DecoderSpec, ops: Ops) -> None:
-        self._weight = weights.take(f"{name}.weight")
+        self.weight = weights.take(f"{name}.weight")
         if spec.norm == "rms_plus_one":
-            self._weight = self._weight.float() + 1  # in a narrower type, 1 would swallow most of it
-        self._weight = ops.pack_vector(self._weight)
-        self._bias = _vector(weights, f"{name}.bias", ops)
+            self.weight = self.weight.float() + 1  # in a narrower type, 1 would swallow most of it
+        self.weight = ops.pack_vector(self.weight)
+        self.bias = _vector(weights, f"{name}.bias", ops)
         self._eps = spec.norm_eps
         self._layer = spec.norm == "layer"
         self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._layer:
-            return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
-        return self._ops.rms_norm(x, self._weight, self._eps)
+            return self._ops.layer_norm(x, self.weight, self.bias, self._eps)
+        return self._ops.rms_norm(x, self.weight, self._eps)
 
     def add(self, part: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum); without a `part`, the sum is `x`."""
         if part is None:
             return self(x), x
         if self._layer:
-            return self._ops.add_layer_norm(part, x, self._weight, self._bias, self._eps)
-        return self._ops.add_rms_norm(part, x, self._weight, self._eps)
+            return self._ops.add_layer_norm(part, x, self.weight, self.bias, self._eps)
+        return self._ops.add_rms_norm(part, x, self.weight, self._eps)
 
 
 def _vector(weights: Weights, name: str, ops: Ops) -> Tensor | None:
