@@ -27,7 +27,7 @@ def join_layers(sizes: Sizes, layers: Sequence[LayerParts]) -> Layers | None:
     It maps embeddings (T, H), the caches of each layer, the tokens' slots (T,), the batch's plan and, for each rope,
     cosines and sines (T, R), to hidden states (T, H).
     """
-    if sizes.activation not in GATED or any(layer.inner % PANEL for layer in layers):
+    if sizes.activation not in GATED or not all(_is_taken(layer) for layer in layers):
         return None
     joined = torch.classes.quire.DecoderLayers(
         sizes.heads,
@@ -62,6 +62,11 @@ def join_layers(sizes: Sizes, layers: Sequence[LayerParts]) -> Layers | None:
         return hidden
 
     return forward
+
+
+def _is_taken(layer: LayerParts) -> bool:
+    weights = [weight for weight, _ in (layer.qkv, layer.out, layer.up, layer.down)]
+    return layer.inner % PANEL == 0 and all(isinstance(weight, PackedLinear | PackedQuantized) for weight in weights)
 
 
 def _projection(weight: PackedLinear | PackedQuantized, bias: Tensor | None) -> Any:
