@@ -51,7 +51,7 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
             "the checkpoint's quantised weights are dequantised: to compute with them as they are needs %s", reason
         )
     kv = str(precision.kv_dtype).removeprefix("torch.")
-    log.info("weights are computed with in %s, keys and values kept in %s", precision.name, kv)
+    log.info("weights: %s; keys and values: %s", precision.name, kv)
     paths = files.paths if files else []
     if not way.native:
         return _through_transformers(folder, way.architecture, files, precision, device, ops)
