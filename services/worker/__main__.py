@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         check_address(config.scheduler)  # before seconds are spent on a model
         from services.worker.runner import Runner  # torch takes seconds to import
 
-        return serve(config, Runner(config))
+        return serve(config, Runner(config, alone=True))
     except QuireError as error:
         print(f"worker: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
         return EXIT_REFUSED

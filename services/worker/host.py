@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu import extension
+
 _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _GIB = 2**30
@@ -27,6 +29,20 @@ def set_threads(wanted: int | None) -> int:
     if wanted is not None:
         torch.set_num_threads(wanted)
     return torch.get_num_threads()
+
+
+def pin_threads() -> None:
+    """Give each thread that computes a CPU of its own, if there are as many as this process may use.
+
+    They wait for each other at the end of each operation, spinning. Left alone, the system at times puts two of them on
+    one CPU, as soon as another process wants the other, and then each waits for the slice of the one it waits for. To
+    be called when the process has its other threads: what the caller starts later stays on its CPU.
+    """
+    if not hasattr(os, "sched_getaffinity") or not extension.load():
+        return
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) == torch.get_num_threads() > 1:
+        torch.ops.quire.pin_threads(cpus)
 
 
 def allowed_cpus() -> int:

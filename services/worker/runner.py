@@ -18,7 +18,7 @@ from kernels.load import ops as load_ops
 from services.worker import report
 from services.worker.batch import Batch, build
 from services.worker.config import WorkerConfig
-from services.worker.host import keep_freed_memory, set_threads
+from services.worker.host import keep_freed_memory, pin_threads, set_threads
 from services.worker.kv import kv_memory
 from services.worker.model import choose_device, load_model
 from services.worker.sampler import Draws, Sampler
@@ -52,13 +52,17 @@ class _Epoch:
 
 
 class Runner:
-    """Loads the model and warms up. Raises ModelError or ConfigError if that cannot be done."""
+    """Loads the model and warms up. Raises ModelError or ConfigError if that cannot be done.
 
-    def __init__(self, config: WorkerConfig) -> None:
+    In a process that is there for it alone, it may choose where that one's threads run.
+    """
+
+    def __init__(self, config: WorkerConfig, *, alone: bool = False) -> None:
         keep_freed_memory()
         set_threads(config.num_threads)
         self.device = choose_device(config.device)
         self._ops = load_ops(self.device)
+        self._pins = alone and self.device.type == "cpu"
         folder = locate(config.model, config.revision)
         model = load_model(folder, config, self.device, self._ops)
         self._decoder, self._kv_dtype = model.decoder, model.precision.kv_dtype
@@ -92,6 +96,9 @@ class Runner:
         """Begin an epoch: empty slots, and KV memory of `num_blocks`. What was there before is gone."""
         self._epoch = None  # frees the old memory before the new is taken
         self._epoch = self._begin(message)
+        if self._pins:  # once: the sockets have their threads by now
+            self._pins = False
+            pin_threads()
         self._decoder.reach(self._epoch.state.tokens.shape[1])
 
     @torch.inference_mode()

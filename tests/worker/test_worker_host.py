@@ -1,11 +1,15 @@
 """Threads and memory: who decides how many."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from kernels.cpu import extension
 from services.worker import host
 
 
@@ -60,3 +64,28 @@ def test_the_control_group_bounds_memory(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_freed_memory_is_kept_without_harm() -> None:
     host.keep_freed_memory()
     assert torch.ones(10_000_000).sum() == 10_000_000
+
+
+PINNED = """
+import os, torch
+from kernels.cpu import extension
+from services.worker import host
+torch.set_num_threads({threads})
+torch.ones(10_000_000).sum()  # makes the pool
+host.pin_threads()
+print(sorted(sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.skipif(not extension.load() or len(os.sched_getaffinity(0)) < 2, reason="no pool to pin")
+def test_threads_are_pinned_where_each_has_its_processor() -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+
+    def places(threads: int) -> list[list[int]]:
+        code = PINNED.format(threads=threads)
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        found: list[list[int]] = json.loads(done.stdout)
+        return found
+
+    assert all([cpu] in places(len(cpus)) for cpu in cpus)
+    assert all(mask == cpus for mask in places(1))

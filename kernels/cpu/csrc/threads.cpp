@@ -1,0 +1,27 @@
+// Where the threads run that at::parallel_for spreads work over.
+#include <ATen/Parallel.h>
+#include <sched.h>
+#include <torch/library.h>
+
+namespace quire {
+namespace {
+
+// The calling thread goes to the first of `cpus`, and each other one of the pool to its own.
+void pin_threads(at::IntArrayRef cpus) {
+    TORCH_CHECK(int64_t(cpus.size()) == at::get_num_threads(), "a processor for each thread");
+    at::parallel_for(0, cpus.size(), 1, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {
+            cpu_set_t set;
+            CPU_ZERO(&set);
+            CPU_SET(cpus[i], &set);
+            TORCH_CHECK(sched_setaffinity(0, sizeof set, &set) == 0, "a thread cannot be pinned to processor ", cpus[i]);
+        }
+    });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, m) { m.def("pin_threads(int[] cpus) -> ()"); }
+TORCH_LIBRARY_IMPL(quire, CompositeExplicitAutograd, m) { m.impl("pin_threads", pin_threads); }
+
+}  // namespace quire
