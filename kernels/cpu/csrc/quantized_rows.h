@@ -15,7 +15,7 @@
 namespace quire {
 
 constexpr int GROUP = 32;
-constexpr float OUTLIER = 4.5;  // a group's largest number over its root mean square, from which it has a second term
+constexpr float OUTLIER = 5.0;  // a group's largest number over its root mean square, from which it has a second term
 
 // A group of one row. The product needs Σ q times the scale, or times minus the weight's zero.
 struct Term {
