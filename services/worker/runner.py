@@ -18,7 +18,7 @@ from kernels.load import ops as load_ops
 from services.worker import report
 from services.worker.batch import Batch, build
 from services.worker.config import WorkerConfig
-from services.worker.host import keep_freed_memory, pin_threads, set_threads
+from services.worker.host import keep_freed_memory, pin_threads, set_threads, use_huge_pages
 from services.worker.kv import kv_memory
 from services.worker.model import choose_device, load_model
 from services.worker.sampler import Draws, Sampler
@@ -65,6 +65,8 @@ class Runner:
         self._pins = alone and self.device.type == "cpu"
         folder = locate(config.model, config.revision)
         model = load_model(folder, config, self.device, self._ops)
+        if self.device.type == "cpu":
+            use_huge_pages()
         self._decoder, self._kv_dtype = model.decoder, model.precision.kv_dtype
         self._epoch: _Epoch | None = None
         speeds = warm_up(self, self._decoder.shape, self.device)

@@ -89,3 +89,10 @@ def test_threads_are_pinned_where_each_has_its_processor() -> None:
 
     assert all([cpu] in places(len(cpus)) for cpu in cpus)
     assert all(mask == cpus for mask in places(1))
+
+
+def test_huge_pages_leave_memory_as_it_was() -> None:
+    host.keep_freed_memory()
+    numbers = torch.arange(5_000_000)
+    assert host.use_huge_pages() % 2**21 == 0
+    assert torch.equal(numbers, torch.arange(5_000_000))

@@ -16,6 +16,7 @@
 namespace quire {
 namespace {
 
+constexpr int FEW = 4;         // rows
 constexpr int64_t DEEP = 128;  // inputs of a panel that stay in the first cache while the rows pass by
 
 #if defined(__AVX512F__)
@@ -34,6 +35,7 @@ void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t input
         right[n] = F32x16::load(sums + n * PANEL + 16);
     }
     for (int64_t k = 0; k < inputs; k++) {
+        if (N <= FEW) fetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
         F32x16 l = F32x16::load(panel + k * PANEL), r = F32x16::load(panel + k * PANEL + 16);
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
@@ -65,6 +67,7 @@ void sums_of(const W* panel, int64_t inputs, const float* x, int64_t stride, int
             continue;
         }
         alignas(64) float wide[DEEP * PANEL];  // made once for all rows
+        fetch_ahead(part, deep * PANEL * sizeof(W));
         for (int64_t i = 0; i < deep * PANEL; i += 16) F32x16::load(part + i).store(wide + i);
         go(static_cast<const float*>(wide));
     }

@@ -98,6 +98,7 @@ void multiply_group(const uint8_t* record, int zero, const Terms& terms, float* 
             multiply_tile<n, bits, LEAST>(codes, steps, zero, terms.q + at * GROUP, terms.term + at, sums);
         });
     };
+    fetch_ahead(record, Kind<BITS, LEAST>::record);
     if (BITS == 8 || terms.count <= TILE) return go(std::integral_constant<int, BITS>{}, record);
     alignas(64) uint8_t wide[PANEL * GROUP];  // made once for all terms
     widen_codes(record, wide);

@@ -66,6 +66,14 @@ void in_even_groups(int64_t total, F&& f) {
     }
 }
 
+// With few rows, reading the weights is all that takes time, and what a processor fetches of its own accord is too little.
+// Panels lie one behind the other, so what is ahead is what comes next.
+constexpr int AHEAD = 4096;  // bytes
+
+inline void fetch_ahead(const void* p, int bytes) {
+    for (int at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(p) + AHEAD + at, _MM_HINT_T0);
+}
+
 // 32 sums plus the bias, of which `width` are written.
 inline void write_outputs(const float* sums, float* y, const float* bias, int width) {
     if (width == 32) {
