@@ -8,8 +8,8 @@ from benchmarks.ceilings import UNITS
 from benchmarks.peers.record import Record
 from benchmarks.peers.workloads import LONG_TAIL, SHARED_PREFIX, STEADY, WORKLOADS
 
-QUANTISED = ("quire", "quire-int8")
-INSIDE = ("quire-inside", "quire-int8-inside")
+QUANTISED = ("quire", "quire-kv8", "quire-int8")
+INSIDE = ("quire-inside", "quire-kv8-inside", "quire-int8-inside")
 OPENVINO = ("openvino-gguf", "openvino-int8")
 LLAMA_CPP = ("llama.cpp-q4", "llama.cpp-q8")
 

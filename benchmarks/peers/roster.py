@@ -28,12 +28,14 @@ class Peer(NamedTuple):
 
 DEFAULT: quire.Settings = {}  # the file's own 4 bits
 INT8 = {"quantization": "int8"}
+CACHE8 = {"kv_cache_dtype": "int8"}  # as OpenVINO has by default
 BFLOAT16 = {"dtype": "bfloat16"}
 
 ROSTER = (
     Peer("quire", "Quire", "GGUF's 4-bit", True, partial(quire.served, settings=DEFAULT), STEADY),
     Peer("llama.cpp-q4", "llama.cpp server", "Q4_0", True, partial(llama_cpp.prepare, quantisation="Q4_0"), STEADY),
     Peer("quire-int8", "Quire", "int8", True, partial(quire.served, settings=INT8), STEADY),
+    Peer("quire-kv8", "Quire", "GGUF's 4-bit, 8-bit KV", True, partial(quire.served, settings=CACHE8), STEADY),
     Peer("llama.cpp-q8", "llama.cpp server", "Q8_0", True, partial(llama_cpp.prepare, quantisation="Q8_0"), STEADY),
     Peer(
         "quire-inside",
@@ -49,6 +51,14 @@ ROSTER = (
         "GGUF's 4-bit",
         False,
         partial(openvino.prepare, precision="gguf"),
+        (*STEADY, LONG_TAIL),
+    ),
+    Peer(
+        "quire-kv8-inside",
+        "Quire, in process",
+        "GGUF's 4-bit, 8-bit KV",
+        False,
+        partial(quire.in_process, settings=CACHE8),
         (*STEADY, LONG_TAIL),
     ),
     Peer(
