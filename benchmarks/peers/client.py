@@ -13,6 +13,9 @@ from benchmarks.peers.environments import ROOT, SHOWN, Skipped
 from benchmarks.peers.launch import Launch
 from benchmarks.peers.processes import driving
 
+MISCOUNTED = 0.005
+"""Of the tokens, at most: who counts by tokenizing the text again is at times one off."""
+
 
 class Client(NamedTuple):
     """One of the two."""
@@ -36,7 +39,8 @@ class Client(NamedTuple):
             )
             found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
         wanted = sum(line["output_tokens"] for line in lines)
-        if (came := found["total_output_tokens"]) != wanted:
+        if found["failed"] or abs(found["total_output_tokens"] - wanted) > MISCOUNTED * wanted:
+            came = found["total_output_tokens"]
             raise Skipped(f"{wanted} tokens were asked for, and {came} came, with {found['failed']} failed requests")
         return found
 
