@@ -5,12 +5,12 @@ from pathlib import Path
 from benchmarks.peers.record import Record
 from benchmarks.peers.workloads import STEADY
 
-SIZE = (11.0, 4.5)  # inches
+SIZE = (11.0, 5.5)  # inches
 PANELS = (
     ("16 bits", ("quire-bf16", "vllm", "transformers")),
     (
         "8 and 4 bits",
-        ("quire", "quire-int8", "quire-inside", "openvino-int8", "openvino-gguf", "llama.cpp-q8", "llama.cpp-q4"),
+        ("quire", "quire-kv8", "quire-kv8-inside", "openvino-int8", "openvino-gguf", "llama.cpp-q8", "llama.cpp-q4"),
     ),
 )
 
@@ -41,5 +41,5 @@ def draw(record: Record, path: Path) -> None:
             axes.set_xticks([], minor=True)
             axes.grid(alpha=0.3)
             if axes.get_lines():
-                axes.legend(fontsize="small")
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize="small", frameon=False)
         figure.savefig(path, metadata={"Date": None})

@@ -14,8 +14,8 @@ from benchmarks.peers.launch import Launch
 from benchmarks.peers.processes import driving
 
 MISCOUNTED = 0.03
-"""Of the tokens, at most: some servers don't say how many they gave, and a client that tokenizes their text again finds a
-few less. The rate is of those that were counted."""
+"""Of the tokens, at most: some servers don't say how many they gave, and a client that tokenizes their text again finds
+a few less. The rate is of those that were counted."""
 
 
 class Client(NamedTuple):
