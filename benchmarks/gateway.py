@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 32, 1])
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--ahead", type=int, default=2, help="steps")
+    parser.add_argument("--ahead", type=int, default=1, help="steps; from 2 on, tokens share chunks")
     parser.add_argument("--rate", type=float, default=30.0, help="steps a second")
     given = parser.parse_args()
     first, second, *_ = sorted(os.sched_getaffinity(0))

@@ -22,7 +22,8 @@ class Attempt:
         self._unfinished = set(range(n))
         self._rows: list[ProgressRow] = []
         self._error: QuireError | None = None
-        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()  # kept, since asking for it is a system call
+        self._reader: asyncio.Future[None] | None = None  # who waits for news
 
     def __repr__(self) -> str:
         return f"<Attempt {self.id} at {self.engine} lengths={self._lengths} unfinished={sorted(self._unfinished)}>"
@@ -41,12 +42,12 @@ class Attempt:
         """
         if not self._rows and not self._unfinished:
             raise RuntimeError(f"{self!r} has ended")
-        await self._news.wait()
+        if not self._rows and self._error is None:
+            self._reader = self._loop.create_future()
+            await self._reader
         if not self._rows and self._error is not None:
             raise self._error
         rows, self._rows = self._rows, []
-        if self._error is None:
-            self._news.clear()
         return rows
 
     def abort(self, sample: int) -> None:
@@ -71,10 +72,14 @@ class Attempt:
         if row.finish is not None:
             self._unfinished.discard(row.sample)
         self._rows.append(row)
-        self._news.set()
+        self._wake()
 
     def fail(self, error: QuireError) -> None:
         """Nothing more will come."""
         if not self.done:
             self._error = error
-            self._news.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
