@@ -34,7 +34,7 @@ def by_hand(x: Tensor, w: QuantizedWeight) -> Tensor:
     step = (largest / 127).clamp_min(1e-30)
     kept = (groups / step).round() * step
     finer = ((groups - kept) / (step / 128)).round() * (step / 128)
-    outlier = largest > 4.5 * groups.square().mean(-1, keepdim=True).sqrt()
+    outlier = largest > 5.0 * groups.square().mean(-1, keepdim=True).sqrt()
     return torch.where(outlier, kept + finer, kept).view(x.shape) @ w.dequantize().double().T
 
 
