@@ -11,7 +11,7 @@ from services.scheduler.core import Limits, check_wishes, fit_model_len
 from shared.errors import ConfigError
 from shared.protocol import Configure, Epoch, Register
 
-CPU_BATCHED_TOKENS = 512
+CPU_BATCHED_TOKENS = 128
 GPU_BATCHED_TOKENS = 8192
 
 
@@ -33,7 +33,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[
         Annotated[int, Meta(ge=2)] | None,
         Meta(
-            description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 512 more on a "
+            description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 128 more on a "
             "CPU, 8192 more on a GPU."
         ),
     ] = None

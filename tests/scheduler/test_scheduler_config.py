@@ -35,7 +35,7 @@ def test_the_context_is_the_least_of_wish_model_and_memory(wanted: int | None, b
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "tokens"), [("cpu", None, 128 + 512), ("cuda:0", None, 128 + 8192), ("cuda", 200, 200)]
+    ("device", "given", "tokens"), [("cpu", None, 128 + 128), ("cuda:0", None, 128 + 8192), ("cuda", 200, 200)]
 )
 def test_the_size_of_a_step_goes_by_device(device: str, given: int | None, tokens: int) -> None:
     found = limits(SchedulerConfig(max_num_batched_tokens=given), replace(REGISTER, device=device))
