@@ -24,8 +24,6 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t FEW = 4;  // rows that are not worth waking another thread for
-
 const float* data(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
 
 // A packed matrix and its bias, which it keeps alive.
@@ -89,6 +87,11 @@ struct DecoderLayers : torch::CustomClassHolder {
         TORCH_CHECK(up->matrix.inputs == hidden && up->matrix.outputs == (gated ? 2 : 1) * inner &&
                         down->matrix.outputs == hidden && inner % PANEL == 0,
                     "the feed-forward block's matrices are of other sizes");
+        normed.resize(BLOCK * hidden);
+        qkv_rows.resize(BLOCK * qkv->matrix.outputs);
+        rotated_qk.resize(BLOCK * (heads + kv_heads) * head_dim);
+        attended.resize(BLOCK * heads * head_dim);
+        inner_rows.resize(std::max<size_t>(inner_rows.size(), BLOCK * inner));
         layers.push_back({attention_norm, mlp_norm, qkv, out, up, down, q_norm, k_norm, attention_post_norm, mlp_post_norm,
                           window, rope});
     }
@@ -103,7 +106,6 @@ struct DecoderLayers : torch::CustomClassHolder {
         const int64_t *row_offsets = offsets.const_data_ptr<int64_t>(), *row_starts = starts.const_data_ptr<int64_t>();
         std::vector<Block> blocks = blocks_of(x.size(0), row_offsets, row_starts);
         Tensor stream = x.clone(), part = at::empty_like(x);
-        reserve(x.size(1));
         for (size_t l = 0; l < layers.size(); l++) {
             const Layer& layer = layers[l];
             KVCache cache = kv_cache(keys[l], values[l]);
@@ -111,7 +113,7 @@ struct DecoderLayers : torch::CustomClassHolder {
                 float* s = stream.mutable_data_ptr<float>() + block.first * x.size(1);
                 float* p = part.mutable_data_ptr<float>() + block.first * x.size(1);
                 norm(l ? p : nullptr, s, layer.attention_norm, layer.qkv->matrix, block.count);
-                project(*layer.qkv, normed.data(), block.count, qkv.data());
+                project(*layer.qkv, normed.data(), block.count, qkv_rows.data());
                 const float *c = nullptr, *n = nullptr;
                 int64_t rotated = 0;
                 if (layer.rope >= 0) {
@@ -120,7 +122,7 @@ struct DecoderLayers : torch::CustomClassHolder {
                     n = sin[layer.rope].const_data_ptr<float>() + block.first * rotated;
                 }
                 attend(layer, cache, block, c, n, rotated, slots.const_data_ptr<int64_t>() + block.first, tables);
-                quantize(layer.out->matrix, attended.data(), block.count);
+                quantize_for(layer.out->matrix, attended.data(), heads * head_dim, block.count, rows);
                 project(*layer.out, attended.data(), block.count, p);
                 post_norm(layer.attention_post_norm, p, block.count, x.size(1));
                 norm(p, s, layer.mlp_norm, layer.up->matrix, block.count);
@@ -138,17 +140,7 @@ private:
     std::vector<Layer> layers;
     // Of one block.
     QuantizedRows rows, activated_rows;
-    std::vector<float> normed, qkv, rotated_qk, attended, inner;
-
-    void reserve(int64_t hidden) {
-        int64_t most = 0;
-        for (const Layer& layer : layers) most = std::max(most, layer.down->matrix.inputs);
-        normed.resize(BLOCK * hidden);
-        qkv.resize(BLOCK * (heads + 2 * kv_heads) * head_dim);
-        rotated_qk.resize(BLOCK * (heads + kv_heads) * head_dim);
-        attended.resize(BLOCK * heads * head_dim);
-        inner.resize(BLOCK * most);
-    }
+    std::vector<float> normed, qkv_rows, rotated_qk, attended, inner_rows;
 
     // stream += part, and the sum's norm to `normed` and, if `next` wants that, to `rows`.
     void norm(const float* part, float* stream, const Tensor& weight, const Matrix& next, int64_t count) {
@@ -168,31 +160,23 @@ private:
         if (weight) add_rms_norm(x, nullptr, data(weight), eps, count, width, x, nullptr);
     }
 
-    void quantize(const Matrix& w, const float* x, int64_t count) {
-        if (!w.quantized()) return;
-        rows.reset(count, w.inputs);
-        at::parallel_for(0, count, FEW, [&](int64_t from, int64_t to) {
-            for (int64_t row = from; row < to; row++) rows.set(row, x + row * w.inputs, w.inputs);
-        });
-    }
-
     void project(const Projection& p, const float* x, int64_t count, float* y) {
         multiply(p.matrix, {x, p.matrix.inputs, count, &rows}, data(p.bias), y);
     }
 
-    // From `qkv` to `attended`.
+    // From `qkv_rows` to `attended`.
     void attend(const Layer& layer, const KVCache& cache, const Block& block, const float* cos, const float* sin,
                 int64_t rotated, const int64_t* slots, const Tensor& tables) {
         int64_t token = (heads + 2 * kv_heads) * head_dim;
         if (layer.q_norm)
             at::parallel_for(0, block.count, FEW, [&](int64_t from, int64_t to) {
                 for (int64_t t = from; t < to; t++) {
-                    float *q = &qkv[t * token], *k = q + heads * head_dim;
+                    float *q = &qkv_rows[t * token], *k = q + heads * head_dim;
                     add_rms_norm(q, nullptr, data(layer.q_norm), eps, heads, head_dim, q, nullptr);
                     add_rms_norm(k, nullptr, data(layer.k_norm), eps, kv_heads, head_dim, k, nullptr);
                 }
             });
-        Heads qk{qkv.data(), token, head_dim}, v{qkv.data() + (heads + kv_heads) * head_dim, token, head_dim};
+        Heads qk{qkv_rows.data(), token, head_dim}, v{qkv_rows.data() + (heads + kv_heads) * head_dim, token, head_dim};
         if (cos) {
             rotary(qk, cos, sin, block.count, heads + kv_heads, head_dim, rotated, rotated_qk.data());
             qk = {rotated_qk.data(), (heads + kv_heads) * head_dim, head_dim};
@@ -230,12 +214,12 @@ private:
                 if (down.quantized()) {
                     activated_rows.set(row, panel, half[0], half[1]);
                 } else {
-                    half[0].store(&inner[row * width + panel * PANEL]);
-                    half[1].store(&inner[row * width + panel * PANEL + 16]);
+                    half[0].store(&inner_rows[row * width + panel * PANEL]);
+                    half[1].store(&inner_rows[row * width + panel * PANEL + 16]);
                 }
             }
         });
-        multiply(down, {inner.data(), width, count, &activated_rows}, data(layer.down->bias), y);
+        multiply(down, {inner_rows.data(), width, count, &activated_rows}, data(layer.down->bias), y);
     }
 };
 

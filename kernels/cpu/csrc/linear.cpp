@@ -16,7 +16,7 @@
 namespace quire {
 namespace {
 
-constexpr int FEW = 4;         // rows
+constexpr int FETCHED = 4;     // rows up to which reading weights takes longer than multiplying
 constexpr int64_t DEEP = 128;  // inputs of a panel that stay in the first cache while the rows pass by
 
 #if defined(__AVX512F__)
@@ -35,7 +35,7 @@ void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t input
         right[n] = F32x16::load(sums + n * PANEL + 16);
     }
     for (int64_t k = 0; k < inputs; k++) {
-        if (N <= FEW) fetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
+        if (N <= FETCHED) fetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
         F32x16 l = F32x16::load(panel + k * PANEL), r = F32x16::load(panel + k * PANEL + 16);
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
@@ -84,11 +84,7 @@ at::Tensor pack_linear(const at::Tensor& weight) {
 }
 
 void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && y.is_contiguous(), "x must be float32, y contiguous");
-    Matrix w = float_matrix(packed, y.size(1));
-    TORCH_CHECK(w.inputs == x.size(1), "the weight is for ", w.inputs, " inputs");
-    multiply(w, x.const_data_ptr<float>(), x.stride(0), x.size(0), bias ? bias->const_data_ptr<float>() : nullptr,
-             y.mutable_data_ptr<float>());
+    multiply(float_matrix(packed, y.size(1)), x, bias, y);
 }
 
 // y[t] = the weight's row ids[t], so that a token table that is also the output layer need not be there twice.

@@ -25,18 +25,24 @@ void multiply(const Matrix& w, const Input& input, const float* bias, float* y) 
     });
 }
 
-void multiply(const Matrix& w, const float* x, int64_t stride, int64_t rows, const float* bias, float* y) {
+void quantize_for(const Matrix& w, const float* x, int64_t stride, int64_t rows, QuantizedRows& to) {
+    if (!w.quantized()) return;
+    to.reset(rows, w.inputs);
+    at::parallel_for(0, rows, FEW, [&](int64_t from, int64_t last) {
+        for (int64_t row = from; row < last; row++) to.set(row, x + row * stride, w.inputs);
+    });
+}
+
+void multiply(const Matrix& w, const at::Tensor& x, const std::optional<at::Tensor>& bias, at::Tensor& y) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && y.is_contiguous(), "x must be float32, y contiguous");
+    TORCH_CHECK(w.inputs == x.size(1), "the weight is for ", w.inputs, " inputs");
     static thread_local QuantizedRows quantized;  // keeps its memory
-    QuantizedRows& mine = quantized;
-    over_blocks(rows, BLOCK, [&](int64_t first, int64_t count) {
-        const float* block = x + first * stride;
-        if (w.quantized()) {
-            mine.reset(count, w.inputs);
-            at::parallel_for(0, count, 4, [&](int64_t from, int64_t to) {
-                for (int64_t row = from; row < to; row++) mine.set(row, block + row * stride, w.inputs);
-            });
-        }
-        multiply(w, {block, stride, count, &mine}, bias, y + first * w.outputs);
+    const float *from = x.const_data_ptr<float>(), *b = bias ? bias->const_data_ptr<float>() : nullptr;
+    float* to = y.mutable_data_ptr<float>();
+    over_blocks(x.size(0), BLOCK, [&](int64_t first, int64_t count) {
+        const float* block = from + first * x.stride(0);
+        quantize_for(w, block, x.stride(0), count, quantized);
+        multiply(w, {block, x.stride(0), count, &quantized}, b, to + first * w.outputs);
     });
 }
 

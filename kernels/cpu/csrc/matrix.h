@@ -12,6 +12,7 @@
 namespace quire {
 
 constexpr int PANEL = 32;      // outputs that lie, and are computed, together
+constexpr int64_t FEW = 4;     // rows that are not worth waking another thread for
 constexpr int64_t BLOCK = 96;  // rows at most that are multiplied together: they, and their sums, stay in a core's caches
 
 struct Matrix {
@@ -41,10 +42,13 @@ struct Input {
 // sums (rows, 32): one panel's products, without bias. Runs in the calling thread.
 void panel_sums(const Matrix& w, const Input& input, int64_t panel, float* sums);
 
-// x (rows, inputs), its rows `stride` apart, to y (rows, outputs).
-void multiply(const Matrix& w, const float* x, int64_t stride, int64_t rows, const float* bias, float* y);
+// A block's x (rows, inputs) into `to`, if `w` wants it quantised.
+void quantize_for(const Matrix& w, const float* x, int64_t stride, int64_t rows, QuantizedRows& to);
 
-// The same for one block.
+// One block to y (rows, outputs).
 void multiply(const Matrix& w, const Input& input, const float* bias, float* y);
+
+// x (rows, inputs) of any number of rows to y (rows, outputs). Raises c10::Error for tensors of another kind.
+void multiply(const Matrix& w, const at::Tensor& x, const std::optional<at::Tensor>& bias, at::Tensor& y);
 
 }  // namespace quire

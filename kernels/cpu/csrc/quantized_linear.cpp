@@ -114,6 +114,17 @@ void sums_of(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* s
         multiply_group<BITS, LEAST>(records + g * record, w.zero, rows.terms(g), sums);
 }
 
+// The byte of a record that has an output's code for input k of the group, and by how many bits it is shifted.
+struct Place {
+    int byte, shift;
+};
+
+template <int BITS>
+Place place_of(int lane, int k) {
+    int column = lane / 16 * 64 + lane % 16 * 4 + k % 4;
+    return BITS == 8 ? Place{k / 4 * 128 + column, 0} : Place{k % 16 / 4 * 128 + column, k / 16 * 4};
+}
+
 template <int BITS, bool LEAST>
 at::Tensor pack(const at::Tensor& codes, const at::Tensor& steps, const at::Tensor* least) {
     int64_t outputs = codes.size(0), inputs = codes.size(1), groups = inputs / GROUP;
@@ -128,11 +139,10 @@ at::Tensor pack(const at::Tensor& codes, const at::Tensor& steps, const at::Tens
         for (int64_t n = from; n < to; n++)
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* record = records + ((n / PANEL) * groups + g) * K::record;
-                int64_t lane = n % PANEL, half = lane / 16 * 64 + lane % 16 * 4;
+                int lane = n % PANEL;
                 for (int k = 0; k < GROUP; k++) {
-                    uint8_t c = code[n * inputs + g * GROUP + k];
-                    if (BITS == 8) record[k / 4 * 128 + half + k % 4] = c;
-                    else record[k % 16 / 4 * 128 + half + k % 4] |= k < 16 ? c : c << 4;
+                    auto [byte, shift] = place_of<BITS>(lane, k);
+                    record[byte] |= code[n * inputs + g * GROUP + k] << shift;
                 }
                 fp16* tail = reinterpret_cast<fp16*>(record + K::codes);
                 tail[lane] = step[n * groups + g];
@@ -157,11 +167,7 @@ at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& steps, cons
 
 void quantized_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, bool least, int64_t zero,
                       const std::optional<at::Tensor>& bias, at::Tensor& y) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && y.is_contiguous(), "x must be float32, y contiguous");
-    Matrix w = quantized_matrix(packed, y.size(1), bits, least, zero);
-    TORCH_CHECK(w.inputs == x.size(1), "the weight is for ", w.inputs, " inputs");
-    multiply(w, x.const_data_ptr<float>(), x.stride(0), x.size(0), bias ? bias->const_data_ptr<float>() : nullptr,
-             y.mutable_data_ptr<float>());
+    multiply(quantized_matrix(packed, y.size(1), bits, least, zero), x, bias, y);
 }
 
 template <int BITS, bool LEAST>
@@ -173,14 +179,14 @@ void rows(const at::Tensor& packed, int zero, const at::Tensor& ids, at::Tensor&
     float* to = y.mutable_data_ptr<float>();
     at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t last) {
         for (int64_t t = from; t < last; t++) {
-            int64_t lane = id[t] % PANEL, half = lane / 16 * 64 + lane % 16 * 4;
+            int lane = id[t] % PANEL;
             for (int64_t g = 0; g < groups; g++) {
                 const uint8_t* record = records + (id[t] / PANEL * groups + g) * K::record;
                 const fp16* tail = reinterpret_cast<const fp16*>(record + K::codes);
                 float step = widen(tail[lane]), least = LEAST ? widen(tail[PANEL + lane]) : 0;
                 for (int k = 0; k < GROUP; k++) {
-                    int code = BITS == 8 ? record[k / 4 * 128 + half + k % 4]
-                                         : record[k % 16 / 4 * 128 + half + k % 4] >> (k < 16 ? 0 : 4) & 15;
+                    auto [byte, shift] = place_of<BITS>(lane, k);
+                    int code = record[byte] >> shift & ((1 << BITS) - 1);
                     to[(t * groups + g) * GROUP + k] = LEAST ? std::fma(float(code), step, least) : (code - zero) * step;
                 }
             }

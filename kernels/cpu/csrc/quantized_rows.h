@@ -34,7 +34,6 @@ class QuantizedRows {
 public:
     // Forget what is there, and be ready for (rows, inputs).
     void reset(int64_t rows, int64_t inputs) {
-        rows_ = rows;
         places_ = 2 * rows + 2;  // no power of two: groups shall not share the same lines of a cache
         int64_t groups = inputs / GROUP;
         if (q_.size() < size_t(groups * places_ * GROUP)) q_.resize(groups * places_ * GROUP);
@@ -67,7 +66,7 @@ public:
     }
 
 private:
-    int64_t rows_ = 0, places_ = 0;
+    int64_t places_ = 0;  // terms of a group that there is room for
     std::vector<int8_t> q_;
     std::vector<Term> terms_;
     std::vector<int32_t> counts_;
