@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 """Bumped by every change of the wire; peers with another version are refused at the first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -111,6 +111,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     sample: Count = 0  # index of the first sample
     priority: int = 0  # lower is served first
     arrival: float = 0.0  # wall-clock time when the gateway took it in; orders the queue across gateways
+    turn: Count = 0  # samples of the same user's request before the first of these; others' may be served between
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):

@@ -16,13 +16,13 @@ SIDES = {
 }
 EXAMPLES = {f"{side}.{type(one).__name__}": one for side, (examples, _, _) in SIDES.items() for one in examples}
 
-GOLDEN_VERSION = 3
+GOLDEN_VERSION = 4
 GOLDEN = {
     "FROM_GATEWAY.Hello": ("930101ab676174657761792d312d61"),
     "FROM_GATEWAY.Submit": (
-        "990209c40c010000000200000070110100029e40cfffffffffffffffffcb3fe0000000000000cb3feccccccccccccd28cb3f"
+        "9a0209c40c010000000200000070110100029e40cfffffffffffffffffcb3fe0000000000000cb3feccccccccccccd28cb3f"
         "a999999999999acb3fd0000000000000cbbfd0000000000000cb3ff8000000000000919207cbc05900000000000002920002"
-        "01000203ffcb3ff8000000000000"
+        "01000203ffcb3ff800000000000005"
     ),
     "FROM_GATEWAY.Abort": ("93030903"),
     "FROM_GATEWAY.Ping": ("9104"),

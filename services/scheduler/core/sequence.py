@@ -71,6 +71,7 @@ class Sequence:
         "strikes",
         "tokens",
         "tried",
+        "turn",
     )
 
     def __init__(self, request: "Request", sample: int, tokens: "array[int]") -> None:
@@ -80,7 +81,9 @@ class Sequence:
         self.tokens = tokens  # prompt and output, as far as committed
         self.prompt_len = request.prompt_len
         self.sampling = sampling
-        self.key: Key = (*request.rank, sample)
+        self.turn = request.turn + sample
+        first, arrival, serial = request.rank
+        self.key: Key = (first, arrival + self.turn * request.spread, serial, sample)
         self.stops = frozenset(sampling.stop_token_ids)
         self.samples = 1 if sampling.max_tokens else 0  # tokens sampled by a row that reaches `known`
         self.limit = self.prompt_len + sampling.max_tokens  # `known` never passes it
@@ -137,18 +140,27 @@ class Sequence:
 
 
 class Request:
-    """What one `Submit` asked for: its samples share the prompt and the place in the order."""
+    """What one `Submit` asked for: its samples share the prompt, and take their places in the order by turns."""
 
-    __slots__ = ("id", "live", "priority", "prompt_len", "rank", "sampling", "unborn")
+    __slots__ = ("id", "live", "priority", "prompt_len", "rank", "sampling", "spread", "turn", "unborn")
 
     def __init__(
-        self, id: int, prompt_len: int, sampling: Sampling, rank: tuple[float, float, int], priority: int
+        self,
+        id: int,
+        prompt_len: int,
+        sampling: Sampling,
+        rank: tuple[float, float, int],
+        priority: int,
+        turn: int = 0,
+        spread: float = 0.0,
     ) -> None:
         self.id = id
         self.prompt_len = prompt_len
         self.sampling = sampling
         self.rank = rank
         self.priority = priority
+        self.turn = turn  # samples of the same user's request before sample 0 of this one
+        self.spread = spread  # seconds by which each sample's place is behind the one's before
         self.live: dict[int, Sequence] = {}  # by sample index
         self.unborn: list[int] = []  # samples that begin when the prompt has been computed once
 
