@@ -6,6 +6,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from services.gateway.backend import Backend
+from services.gateway.bounds import MIB, body_size
 from services.gateway.config import GatewayConfig
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
@@ -25,6 +26,7 @@ class Job(Struct, frozen=True):
     sampling: Sampling
     priority: int
     arrived: float  # on the monotonic clock
+    turn: int = 0  # samples of the same request that come before the first of these
     echo: str | None = None  # text that is shown before the output
 
 
@@ -57,6 +59,13 @@ class Gateway(Struct, frozen=True):
             raise Unavailable("no engine is ready yet")
         return self.backend.welcome
 
+    @property
+    def max_body_size(self) -> int:
+        """Bytes that a request's body may have: as it was set, or as the model's context asks for."""
+        if self.config.max_body_size is not None:
+            return self.config.max_body_size * MIB
+        return body_size(self.backend.welcome.max_model_len if self.backend.welcome else 0)
+
     def job(
         self,
         prompt: Prompt,
@@ -65,6 +74,7 @@ class Gateway(Struct, frozen=True):
         default_max_tokens: int | None,
         priority: int,
         arrived: float,
+        turn: int = 0,
         echo: bool = False,
     ) -> Job:
         """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
@@ -76,7 +86,8 @@ class Gateway(Struct, frozen=True):
             vocab_size=welcome.facts.vocab_size,
             eos_token_ids=self.model.tokenizer.eos_token_ids,
         )
-        return Job(prompt.tokens, params, sampling, priority, arrived, self._text(prompt, params) if echo else None)
+        text = self._text(prompt, params) if echo else None
+        return Job(prompt.tokens, params, sampling, priority, arrived, turn, text)
 
     def _text(self, prompt: Prompt, params: SamplingParams) -> str:
         if prompt.text is not None:
