@@ -87,7 +87,7 @@ def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list
     check_values(body)
     try:
         given = _GIVEN.decode(body)
-        ignored = unknown(given, frozenset(kind.__struct_fields__))
+        ignored = unknown(given, kind.__struct_fields__)
         request = _decoder(kind).decode(body)
         ignored += _unknown_inside(given, request)
     except msgspec.ValidationError as error:
@@ -102,6 +102,12 @@ def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list
     return request, ignored
 
 
+INSIDE = {
+    "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
+    "response_format": frozenset({"type"}),
+}
+"""The fields of objects in a request. Those of messages are not here: a template gets them all."""
+
 NAME = 100
 """Characters of an unknown field's name that are shown."""
 
@@ -115,13 +121,8 @@ def _decoder(kind: type[R]) -> "msgspec.json.Decoder[R]":
 
 def _unknown_inside(given: Mapping[str, Raw], request: GenerationRequest) -> list[str]:
     """Return the unknown fields of the objects in a request, by their paths."""
-    known: dict[str, frozenset[str]] = {}
-    if request.stream_options is not None:
-        known["stream_options"] = STREAM_HINTS.union(StreamOptions.__struct_fields__)
-    if request.response_format is not None:
-        known["response_format"] = frozenset({"type"})
-    inside = [(outer, name) for outer in known for name in _GIVEN.decode(given[outer])]
-    return [f"{outer}.{name}" for outer, name in inside if name not in known[outer]]
+    inside = [(outer, name) for outer in INSIDE if getattr(request, outer) for name in _GIVEN.decode(given[outer])]
+    return [f"{outer}.{name}" for outer, name in inside if name not in INSIDE[outer]]
 
 
 def _invalid(message: str) -> InvalidRequest:

@@ -5,7 +5,7 @@ the answer is taken at a value that asks for nothing, or null, since clients sen
 values are refused. A field that is in no table is unknown.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping
 from typing import Any
 
 import msgspec
@@ -72,7 +72,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def unknown(given: Mapping[str, msgspec.Raw], supported: Set[str]) -> list[str]:
+def unknown(given: Mapping[str, msgspec.Raw], supported: Container[str]) -> list[str]:
     """Return the names of fields that this server does not know; those in `supported` it does.
 
     Raises `InvalidRequest` for a field that would change the answer and is not supported.
