@@ -11,7 +11,7 @@ from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import prompt_entries
 from shared.text.sample import SampleText
 from shared.text.stops import StopMatcher
-from tests.text.vocabulary import make_tokenizer
+from tests.text.vocabulary import KINDS, make_tokenizer, make_vocabulary
 
 TOKENIZER = make_tokenizer()
 EOS = TOKENIZER.eos_token_ids[0]
@@ -62,21 +62,6 @@ def test_str06_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
 def test_str06_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
     detokenizer = Detokenizer(TOKENIZER, ids("Price: 😀")[:-2])
     assert detokenizer.flush() == ""
-
-
-def test_str09_any_bytes_give_text_and_the_flush_gives_what_waits() -> None:
-    rng = random.Random(9)
-    for _ in range(200):
-        tokens = [rng.randrange(4, 260) for _ in range(12)]
-        detokenizer = Detokenizer(TOKENIZER, [])
-        pieces = [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
-        assert "".join(pieces) == TOKENIZER.decode(tokens)
-
-
-def test_str09_a_long_run_of_bytes_that_are_no_text_is_shown_before_the_end() -> None:
-    detokenizer = Detokenizer(TOKENIZER, ids("a"))
-    broken = ids("é")[0]
-    assert "\ufffd" in "".join(detokenizer.push(broken) for _ in range(40))
 
 
 def test_ids_beyond_the_tokenizer_are_nothing() -> None:
@@ -247,6 +232,42 @@ def test_entries_come_with_their_text_and_joined_are_the_same_as_at_once() -> No
     assert joined == at_once.take_logprobs()
     assert len(joined) == len(tokens)
     assert max(entry.offset for entry in joined) <= len(streamed.text)
+
+
+def test_offsets_are_where_a_tokens_own_text_begins() -> None:
+    """TXT-05: behind bytes that are no character, and inside one that the prompt began."""
+    first, second = ids("é")
+    tokens = [first, *ids("one"), first, first, second, *ids("<|im_end|>"), *ids(" two")]
+    text = sample(SamplingParams(logprobs=0))
+    text.feed(tokens, [known(token) for token in tokens], Finish.LENGTH)
+    assert text.text == "\ufffdone\ufffdé two"
+    offsets = [entry.offset for entry in text.take_logprobs()]
+    assert offsets == [0, 1, 4, 5, 5, 6, 6]
+    behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echoed=3)
+    assert behind.feed([second, *ids(" two")], [known(second)] * 2, Finish.LENGTH) == "é two"
+    assert [entry.offset for entry in behind.take_logprobs()] == [3, 4]
+
+
+def test_an_echoed_prompt_that_ends_inside_a_character_ends_in_the_replacement_of_it() -> None:
+    """TXT-05: the text is that of all tokens, also where no more come."""
+    prompt = [*ids("one"), ids("é")[0]]
+    assert SampleText(TOKENIZER, SamplingParams(), prompt, echoed=3).feed([], None, Finish.LENGTH) == "\ufffd"
+    assert SampleText(TOKENIZER, SamplingParams(), prompt).feed([], None, Finish.LENGTH) == ""
+
+
+def test_the_entries_of_a_prompt_spell_its_text() -> None:
+    """TXT-05: special tokens and, where SentencePiece begins a text, the missing space included."""
+    for kind in KINDS:
+        vocabulary = make_vocabulary(kind)
+        tokenizer, rng = vocabulary.tokenizer, random.Random(kind)
+        whole = [id for id in vocabulary.shown_ids if not tokenizer.token_text(id).startswith("bytes:")]
+        for _ in range(50):
+            prompt = rng.choices([*whole, *vocabulary.silent_ids], k=6)
+            text = tokenizer.decode(prompt, skip_special_tokens=False)
+            entries = prompt_entries(tokenizer, prompt, [known(token) for token in prompt[1:]])
+            if kind != "pieces, stripped":  # there two spaces may go, from two tokens
+                assert "".join(entry.token for entry in entries) == text
+            assert all(text[entry.offset :].startswith(entry.token) for entry in entries[1:] if entry.offset), kind
 
 
 def test_a_prompts_first_token_has_no_logprob() -> None:
