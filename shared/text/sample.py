@@ -2,8 +2,8 @@
 
 Feeds tokens to the detokenizer and its text to the stop matcher. Rules:
 - The stop token itself is not shown, unless `include_stop_str_in_output` (and, for a special token, no skipping).
-- A stop string counts if a token behind the first `min_tokens` completes it. One that lies within the name of a
-  special token is found there even where special tokens are not shown; then what waits is shown before it.
+- A stop string counts if a token behind the first `min_tokens` completes it. It is looked for in the text that shows,
+  so a special token's name is one only where special tokens are shown.
 - There is one log-probability entry for each token taken, the stop token included. An entry is given out with the
   text behind its start, and all that are left at the end.
 """
@@ -99,10 +99,7 @@ class SampleText:
     def _take(self, token: int, hidden: bool) -> str:
         if hidden:
             return ""
-        shown = self._push(self._detokenizer.push(token))
-        if self.finish_reason is None and self._stops and self._params.skip_special_tokens:
-            shown += self._check_special(token)
-        return shown
+        return self._push(self._detokenizer.push(token))
 
     def _place(self, token: int, found: TokenLogprobs) -> "_Pending":
         offset = self._decoded + self._detokenizer.breaks(token)
@@ -115,19 +112,6 @@ class SampleText:
             if self._matcher.matched is not None:
                 self._stop_at(self._matcher.matched)
         return self._show(piece)
-
-    def _check_special(self, token: int) -> str:
-        name = self._tokenizer.special_text(token)
-        if name is None or len(self.token_ids) <= self._params.min_tokens:
-            return ""
-        stop = next((stop for stop in self._stops if stop in name), None)
-        if stop is None:
-            return ""
-        shown = self._flush()
-        if self.finish_reason is None:
-            self._stop_at(stop)
-            shown += self._show(stop if self._params.include_stop_str_in_output else "")
-        return shown
 
     def _end(self, finish: Finish) -> str:
         shown = self._flush()

@@ -110,18 +110,29 @@ def test_stp05_text_that_cannot_begin_a_stop_is_not_held() -> None:
     assert pieces == [TOKENIZER.decode([token]) for token in tokens]
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_stp07_a_special_token_is_found_as_a_stop_string(skip: bool) -> None:
-    params = SamplingParams(stop="<|im_end|>", skip_special_tokens=skip)
-    tokens = [*ids("one"), *ids("<|im_end|>"), *ids(" two")]
-    _, text = run(params, tokens)
-    assert (text.text, text.finish_reason, text.stop_reason) == ("one", "stop", "<|im_end|>")
-    assert len(text.token_ids) == 2
+@pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t"])
+def test_stp07_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None:
+    _, text = run(SamplingParams(stop=stop, skip_special_tokens=False), ids("one<|im_end|> two"))
+    assert (text.text, text.finish_reason, text.stop_reason) == (
+        ("one<|im_end|>" + " two").split(stop)[0],
+        "stop",
+        stop,
+    )
 
 
-def test_stp07_what_waits_is_shown_before_a_hidden_stop() -> None:
-    _, text = run(SamplingParams(stop=["<|im_end|>", "one six"]), [*ids("one"), *ids("<|im_end|>")])
-    assert text.text == "one"
+@pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t", "one six"])
+@pytest.mark.parametrize("include", [True, False])
+def test_stp07_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
+    """TXT-04"""
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+    _, text = run(params, ids("one<|im_end|> two"))
+    assert (text.text, text.finish_reason, text.stop_reason) == ("one two", "length", None)
+
+
+def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show() -> None:
+    """TXT-04"""
+    _, text = run(SamplingParams(stop="ne tw"), ids("one<|im_end|> two"))
+    assert (text.text, text.stop_reason) == ("o", "ne tw")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +159,16 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     params = SamplingParams(stop="two", min_tokens=2)
     _, text = run(params, ids("one two two three"))
     assert text.text == "one two "
-    _, text = run(SamplingParams(stop="<|im_end|>", min_tokens=2), [*ids("one<|im_end|> two<|im_end|>")])
-    assert text.text == "one two"
+    params = SamplingParams(stop="<|im_end|>", min_tokens=2, skip_special_tokens=False)
+    _, text = run(params, ids("one<|im_end|> two<|im_end|>"))
+    assert text.text == "one<|im_end|> two"
 
 
 def test_a_stop_string_may_be_shown() -> None:
     _, text = run(SamplingParams(stop="wo", include_stop_str_in_output=True), ids("one two three"))
     assert text.text == "one two"
-    _, text = run(SamplingParams(stop="<|im_end|>", include_stop_str_in_output=True), ids("one<|im_end|>"))
+    params = SamplingParams(stop="<|im_end|>", include_stop_str_in_output=True, skip_special_tokens=False)
+    _, text = run(params, ids("one<|im_end|>"))
     assert text.text == "one<|im_end|>"
 
 
