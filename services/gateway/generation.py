@@ -39,7 +39,7 @@ class Generation:
                 job.params,
                 job.tokens,
                 stop_token_ids=job.sampling.stop_token_ids,
-                offset=len(job.echo or ""),
+                echoed=None if job.echo is None else len(job.echo),
             )
             for _ in range(job.params.n)
         ]
@@ -69,8 +69,8 @@ class Generation:
         They are complete then, and made once: a prompt of thousands of tokens has a hundred thousand alternatives.
         """
         if self._prompt_entries is None:
-            skip = self.job.params.skip_special_tokens
-            self._prompt_entries = prompt_entries(self._tokenizer, self.job.tokens, self._prompt_logprobs, skip)
+            job = self.job
+            self._prompt_entries = prompt_entries(self._tokenizer, job.tokens, self._prompt_logprobs, job.offsets)
         return self._prompt_entries
 
     async def updates(self) -> list[Update]:

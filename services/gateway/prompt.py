@@ -28,6 +28,7 @@ class Prompt(Struct, frozen=True):
 
     tokens: "array[int]"
     text: str | None = None  # as it was given, if it was text
+    offsets: "array[int] | None" = None  # where in that text each token begins, if it is to be told
 
 
 async def completion_prompts(
@@ -37,7 +38,9 @@ async def completion_prompts(
     given = _split(request.prompt)
     texts = [part for part in given if isinstance(part, str)]
     if texts:
-        return await _from_texts(texts, tokenizer, request.add_special_tokens is not False, max_model_len, "prompt")
+        special = request.add_special_tokens is not False
+        offsets = request.echo is True and request.logprobs is not None
+        return await _from_texts(texts, tokenizer, special, max_model_len, "prompt", offsets)
     return [_from_ids(part, max_model_len, vocab_size) for part in given if not isinstance(part, str)]
 
 
@@ -91,7 +94,12 @@ def _is_short(request: ChatRequest) -> bool:
 
 
 async def _from_texts(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str
+    texts: list[str],
+    tokenizer: Tokenizer,
+    add_special_tokens: bool,
+    max_model_len: int,
+    param: str,
+    offsets: bool = False,
 ) -> list[Prompt]:
     most = tokenizer.most_characters(max_model_len)
     for text in texts:
@@ -102,18 +110,19 @@ async def _from_texts(
                 param,
             )
     if sum(map(len, texts)) <= LONG:
-        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param)
-    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param)
+        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
+    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
 
 
 def _tokenize(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str
+    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, offsets: bool
 ) -> list[Prompt]:
     prompts: list[Prompt] = []
     for group in _groups(texts):
         for text, ids in zip(group, tokenizer.encode_all(group, add_special_tokens), strict=True):
             _check_length(len(ids), max_model_len, param)
-            prompts.append(Prompt(array("i", ids), text))
+            places = array("i", tokenizer.token_offsets(text, add_special_tokens)) if offsets else None
+            prompts.append(Prompt(array("i", ids), text, places))
     return prompts
 
 

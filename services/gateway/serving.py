@@ -26,6 +26,7 @@ class Job(Struct, frozen=True):
     priority: int
     arrived: float  # on the monotonic clock
     echo: str | None = None  # text that is shown before the output
+    offsets: "array[int] | None" = None  # where in a prompt's text its tokens begin, if `Prompt` has them
 
 
 class Gateway(Struct, frozen=True):
@@ -76,12 +77,17 @@ class Gateway(Struct, frozen=True):
             vocab_size=welcome.facts.vocab_size,
             eos_token_ids=self.model.tokenizer.eos_token_ids,
         )
-        return Job(prompt.tokens, params, sampling, priority, arrived, self._text(prompt, params) if echo else None)
+        text = self._text(prompt) if echo else None
+        return Job(prompt.tokens, params, sampling, priority, arrived, text, prompt.offsets)
 
-    def _text(self, prompt: Prompt, params: SamplingParams) -> str:
+    def _text(self, prompt: Prompt) -> str:
+        """Return what an echo shows: a text as it was given, and of tokens all that they stand for.
+
+        The output may yet complete a character that the tokens end inside of, so it shows that.
+        """
         if prompt.text is not None:
             return prompt.text
-        return self.model.tokenizer.decode(prompt.tokens.tolist(), params.skip_special_tokens)
+        return self.model.tokenizer.decode(prompt.tokens, skip_special_tokens=False, final=False)
 
 
 GATEWAY = web.AppKey("gateway", Gateway)

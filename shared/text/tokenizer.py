@@ -18,7 +18,7 @@ import tokenizers
 from shared.checkpoint import cache_folder
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
-from shared.text.bytes import byte_decoder
+from shared.text.bytes import TokenBytes, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,8 @@ class Tokenizer:
         self._special_tokens = {
             id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
         }
-        self._added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
-        self._to_bytes = byte_decoder(backend)
-        self._bytes: dict[int, bytes] = {}
+        self.special_ids = frozenset(self._special_tokens)
+        self.bytes = TokenBytes(backend)
 
     @classmethod
     def load(cls, folder: Path, model: Path | None = None) -> "Tokenizer":
@@ -79,6 +78,15 @@ class Tokenizer:
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from error
         return [encoding.ids for encoding in encodings]
 
+    def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the characters of `text` before each token of `encode`; a space belongs to the token behind it."""
+        offsets: list[int] = []
+        end = 0
+        for start, stop in self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].offsets:
+            offsets.append(min(start, end) if start < stop else end)  # what was added to the text has no place in it
+            end = max(end, stop)
+        return offsets
+
     def most_characters(self, tokens: int) -> int:
         """More characters than these are taken to be more than so many tokens, without tokenizing them.
 
@@ -87,9 +95,18 @@ class Tokenizer:
         """
         return tokens * self._longest * SHRINKING
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids that the tokenizer does not have (of a padded vocabulary) are nothing."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, *, final: bool = True) -> str:
+        """Return the text of `ids`; ids that the tokenizer does not have (of a padded vocabulary) are nothing.
+
+        Bytes that are no character become U+FFFD, as Unicode recommends; unless `final`, the beginning of a character
+        at the end is left out instead. For valid text this is what the library's `decode` returns.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        shown = (id for id in ids if id not in hidden)
+        first = next((found for id in shown if (found := self.bytes.first(id)) is not None), b"")
+        text, rest = read_text(first + b"".join([self.bytes.later[id] for id in shown]))
+        text += rest.decode(errors="replace") if final else ""
+        return self.bytes.strip(text, self.bytes.most_stripped)[0]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token written as in the vocabulary."""
@@ -99,26 +116,26 @@ class Tokenizer:
         """The name of a special token; None if it is an ordinary one."""
         return self._special_tokens.get(id)
 
-    def token_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for, perhaps part of a character; a special token's are those of its name."""
-        known = self._bytes.get(id)
-        if known is None:
-            known = self._bytes[id] = self._find_bytes(id)
-        return known
+    def token_bytes(self, id: int, at_start: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text, perhaps part of a character; a special token's are its name's.
 
-    def token_text(self, id: int) -> str:
-        r"""One token for people: its text, or `bytes:\xf0\x9f` where it is no whole characters."""
-        raw = self.token_bytes(id)
+        `at_start` asks for those of a text's first token.
+        """
+        if not at_start:
+            return self.bytes.later[id]
+        first = self.bytes.first(id) or b""
+        try:
+            return self.bytes.strip(first.decode(), self.bytes.most_stripped)[0].encode()
+        except UnicodeDecodeError:
+            return first
+
+    def token_text(self, id: int, at_start: bool = False) -> str:
+        r"""Return one token for people: its text, or `bytes:\xf0\x9f` where it is no whole characters."""
+        raw = self.token_bytes(id, at_start)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def _find_bytes(self, id: int) -> bytes:
-        if id in self._added:
-            return self._added[id].encode()
-        token = self.backend.id_to_token(id)
-        return b"" if token is None else self._to_bytes(token)
 
 
 def check_there(folder: Path) -> None:

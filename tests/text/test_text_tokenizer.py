@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from shared.errors import InvalidRequest, ModelError
 from shared.text.generation import SamplingDefaults
@@ -67,6 +67,26 @@ def test_sentencepiece_pieces_become_bytes() -> None:
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = Tokenizer(backend)
     assert [tokenizer.token_bytes(id) for id in (1, 2)] == [b" Hi", b"\xf0"]
+
+
+def test_a_text_knows_where_its_tokens_begin() -> None:
+    """TXT-05: what was added to the text has no place in it, and parts of a character have the same one."""
+    tokenizer = make_tokenizer(bos=True)
+    text = "hello six<|im_end|> é\u4e00x"
+    tokens = [tokenizer.token_text(id) for id in tokenizer.encode(text)]
+    assert tokens[:4] == ["<s>", "hello", " six", "<|im_end|>"]
+    assert tokenizer.token_offsets(text) == [0, 0, 5, 9, 19, 20, 20, 21, 21, 21, 22]
+    assert tokenizer.token_offsets(text, add_special_tokens=False) == tokenizer.token_offsets(text)[1:]
+
+
+def test_a_special_tokens_normalized_name_is_hidden_too() -> None:
+    """TXT-05: the library shows those whose name its normalizer changes."""
+    vocab = {"<unk>": 0, "\u2581": 1, "a": 2, "</s>": 3}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.normalizer = normalizers.Prepend("\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=True)])
+    assert Tokenizer(backend).decode([2, 3, 2]) == "aa"
 
 
 def test_lone_surrogates_are_the_callers_fault() -> None:
