@@ -17,6 +17,11 @@ def start_logging() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
 
+def set_log_level(level: str) -> None:
+    """Leave out lines below `level`, once the settings have said which."""
+    logging.getLogger().setLevel(level.upper())
+
+
 def follow(supervisor: int) -> None:
     """If a supervisor (its process id, else 0) started this process: end with it, and leave Ctrl-C to it."""
     if not supervisor:

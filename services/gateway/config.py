@@ -4,7 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from shared.config import ModelConfig
+from shared.config import LogLevel, ModelConfig
+from shared.params import MAX_LOGPROBS
 
 Name = Annotated[str, Meta(min_length=1)]
 
@@ -17,6 +18,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     )
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any that is free.")] = 8000
+    uds: Annotated[str | None, Meta(description="Path of a Unix socket to listen on, instead of host and port.")] = None
     reuse_port: Annotated[
         bool, Meta(description="Let several gateways listen on one port; the system spreads connections over them.")
     ] = False
@@ -33,6 +35,9 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
             description="Folder or Hugging Face name to take tokenizer and chat template from, instead of the model's."
         ),
     ] = None
+    tokenizer_revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of the tokenizer that --tokenizer names.")
+    ] = None
     chat_template: Annotated[str | None, Meta(description="File of a chat template, instead of the model's own.")] = (
         None
     )
@@ -40,6 +45,9 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         Name,
         Meta(description="Folder whose generation_config.json gives sampling defaults; auto: the model's; vllm: none."),
     ] = "auto"
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=MAX_LOGPROBS, description="Log-probabilities for each token that a request may ask for.")
+    ] = MAX_LOGPROBS
     max_body_size: Annotated[int, Meta(ge=1, description="MiB of a request's body; longer ones get status 413.")] = 32
     keep_alive_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
@@ -47,6 +55,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0
+    log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0

@@ -12,7 +12,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
 from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ class ServedModel(Struct, frozen=True):
     @classmethod
     def load(cls, config: GatewayConfig) -> "ServedModel":
         """From the folder that `config` names. Raises `ModelError`."""
-        folder = locate(config.model, config.revision)
-        texts = locate_tokenizer(config.tokenizer) if config.tokenizer else folder
+        folder = locate(config.model, config.revision, config.download_dir)
+        texts = tokenizer_folder(config) or folder
         tokenizer = Tokenizer.load(texts, folder if config.tokenizer else None)
         file = Path(config.chat_template) if config.chat_template else None
         template = ChatTemplate.load(texts, tokenizer.special, file)
@@ -56,6 +56,15 @@ class ServedModel(Struct, frozen=True):
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
             raise UnknownModel(f"the model {name!r} is not served here; there is: {known}", "model")
+
+
+def tokenizer_folder(config: GatewayConfig) -> Path | None:
+    """The folder of the tokenizer that the settings name; None if that is the model's. Raises `QuireError`."""
+    if config.tokenizer:
+        return locate_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir)
+    if config.tokenizer_revision not in (None, config.revision):
+        raise ConfigError("--tokenizer-revision needs --tokenizer, since the model's own has the model's revision")
+    return None
 
 
 def sampling_defaults(source: str, folder: Path) -> SamplingDefaults:

@@ -12,7 +12,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt
 from services.gateway.sampling import with_room
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
 from shared.protocol import Sampling, Welcome
 
@@ -70,6 +70,7 @@ class Gateway(Struct, frozen=True):
     ) -> Job:
         """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
         welcome = self.welcome
+        self._check_logprobs(params)
         params = with_room(params, default_max_tokens, welcome.max_model_len - len(prompt.tokens))
         sampling = params.lower(
             prompt_len=len(prompt.tokens),
@@ -79,6 +80,13 @@ class Gateway(Struct, frozen=True):
         )
         text = self._text(prompt) if echo else None
         return Job(prompt.tokens, params, sampling, priority, arrived, text, prompt.offsets)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > most:
+                raise InvalidRequest(f"{name} must be at most {most} (--max-logprobs), got {count}", name)
 
     def _text(self, prompt: Prompt) -> str:
         """Return what an echo shows: a text as it was given, and of tokens all that they stand for.

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from services.scheduler.core import Limits, check_wishes, fit_model_len
+from shared.config import LogLevel
 from shared.errors import ConfigError
 from shared.protocol import Configure, Epoch, Register
 
@@ -76,6 +77,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     insecure: Annotated[bool, Meta(description="Allow unencrypted tcp on addresses that other hosts can reach.")] = (
         False
     )
+    log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.config import ModelConfig
+from shared.config import LogLevel, ModelConfig
 
 
 class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
@@ -71,6 +71,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "most, before the process ends itself.",
         ),
     ] = 300.0
+    log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
