@@ -11,7 +11,7 @@ from services.gateway.model import sampling_defaults
 from services.worker.models.registry import Implementation, read_supported
 from services.worker.weight_paths import Format, find_weights
 from shared.text.template import ChatTemplate
-from shared.text.tokenizer import check_there
+from shared.text.tokenizer import check_there, special_tokens
 
 
 def check_files(config: GatewayConfig) -> None:
@@ -30,13 +30,13 @@ def check_model(
     template: Path | None = None,
 ) -> None:
     """Raises `ModelError` if the model in `folder` is not supported, there are no weights or no tokenizer, or the chat
-    template does not parse.
+    template does not parse or shows no messages.
 
     The tokenizer's folder may be another one, with a template of its own; `template` is a file that replaces it.
     """
     read_supported(folder, implementation)
     texts = tokenizer or folder
     check_there(texts)
-    ChatTemplate.load(texts, {}, template)
+    ChatTemplate.load(texts, special_tokens(texts), template).try_out()
     if load_format != "dummy":
         find_weights(folder, load_format)

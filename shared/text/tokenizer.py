@@ -60,7 +60,7 @@ class Tokenizer:
         backend = _read(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _convert(folder)
         if model is not None:
             _check_fits(backend, folder, model)
-        special = _special(folder)
+        special = special_tokens(folder)
         return cls(backend, special=special, eos_token_ids=_eos_token_ids(model or folder, backend, special))
 
     @property
@@ -193,7 +193,7 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _special(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Special tokens by name, from tokenizer_config.json or else special_tokens_map.json."""
     found = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
     special: dict[str, str] = {}
