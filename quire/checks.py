@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.gateway.config import GatewayConfig
-from services.gateway.model import sampling_defaults
+from services.gateway.model import named_generation_config
 from services.worker.models.registry import Implementation, read_supported
 from services.worker.weight_paths import Format, find_weights
 from shared.text.template import ChatTemplate
@@ -16,8 +16,8 @@ from shared.text.tokenizer import check_there, special_tokens
 
 def check_files(config: GatewayConfig) -> None:
     """Raises `ModelError` if a file that a flag names cannot be used."""
-    if config.generation_config != "auto":
-        sampling_defaults(config.generation_config, Path())
+    if config.generation_config not in ("auto", "vllm"):
+        named_generation_config(config.generation_config)
     if config.chat_template:
         ChatTemplate.load(Path(), {}, Path(config.chat_template))
 

@@ -19,6 +19,7 @@ from shared.checkpoint import cache_folder
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
 from shared.text.bytes import byte_decoder
+from shared.text.numbers import whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,9 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: must be a JSON object")
@@ -212,10 +215,12 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping
         size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = [] if own is None else _inside([own], size, folder / "tokenizer.json")
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id")
-        listed = found if isinstance(found, list) else [found]
-        if named := _inside([id for id in listed if isinstance(id, int)], size, folder / name):
+    for path, read in (
+        (folder / "generation_config.json", _read_generation_config),
+        (folder / "config.json", read_json),
+    ):
+        found = read(path).get("eos_token_id")
+        if named := _inside(found if isinstance(found, list) else [found], size, path):
             return ids + named
     return ids
 
@@ -228,8 +233,19 @@ def _model_vocab_size(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _inside(ids: Sequence[int], size: int, path: Path) -> list[int]:
+def _read_generation_config(path: Path) -> dict[str, Any]:
+    """As `read_json`; nobody who serves a model wrote this file, so a broken one says nothing but ends no start."""
+    try:
+        return read_json(path)
+    except ModelError as error:
+        logger.warning("%s; no eos_token_id is taken from it", error)
+        return {}
+
+
+def _inside(given: Sequence[Any], size: int, path: Path) -> list[int]:
     """Those that the model can produce: it never ends with another, and an engine would refuse to wait for it."""
-    if outside := [id for id in ids if not 0 <= id < size]:
-        logger.warning("%s: eos_token_id %s is ignored: the model has %d tokens", path, outside, size)
-    return [id for id in ids if 0 <= id < size]
+    ids = {at: whole_number(value) for at, value in enumerate(given) if value is not None}
+    inside = {at: id for at, id in ids.items() if id is not None and 0 <= id < size}
+    if outside := [given[at] for at in ids if at not in inside]:
+        logger.warning("%s: eos_token_id %.200s is ignored: the model has %d tokens", path, outside, size)
+    return list(inside.values())

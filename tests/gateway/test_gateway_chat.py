@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.checks import check_files
 from services.gateway.config import GatewayConfig
 from services.gateway.model import ServedModel
 from shared.errors import ModelError
@@ -186,3 +187,21 @@ def test_a_template_that_shows_no_messages_ends_the_start(tmp_path: Path) -> Non
     template = write_template(tmp_path, "{% for m in messages %}{{ m.words }}{% endfor %}")
     with pytest.raises(ModelError, match=f"^{template}: the chat template shows nothing of a user's message"):
         ServedModel.load(GatewayConfig(model=str(folder), chat_template=template))
+
+
+def test_a_wrong_generation_config_ends_the_start_only_if_it_was_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LDG-28."""
+    folder = write_model_folder(tmp_path / "model", generation={"temperature": 5, "top_k": 50.0})
+    settings: dict[str, Any] = {"model": str(folder), "generation_config": str(folder)}
+    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.given() == {"top_k": 50}
+    assert caplog.text.count("temperature 5") == 1
+    check_files(GatewayConfig(**settings))
+    assert ServedModel.load(GatewayConfig(**settings)).defaults.given() == {"top_k": 50}
+    assert caplog.text.count("temperature 5") == 2, "who checks says nothing that the gateway will say"
+    (folder / "generation_config.json").write_text("[]")
+    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.given() == {}
+    for refusing in (check_files, ServedModel.load):
+        with pytest.raises(ModelError, match=r"generation_config\.json: must be a JSON object"):
+            refusing(GatewayConfig(**settings))
