@@ -14,8 +14,9 @@ from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
 from shared.errors import ModelError
 from shared.text.generation import SamplingDefaults
+from shared.text.json_file import read_json
 from shared.text.template import ChatTemplate
-from shared.text.tokenizer import Tokenizer, read_json
+from shared.text.tokenizer import Tokenizer
 
 
 class ServedModel(Struct, frozen=True):

@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from shared.errors import InvalidRequest, ModelError
 from shared.params import SamplingParams
-from shared.text.numbers import number, whole_number
-from shared.text.tokenizer import read_json
+from shared.text.json_file import number, read_json, whole_number
 
 logger = logging.getLogger(__name__)
 

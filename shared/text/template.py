@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import origin
 from shared.text.content import ContentForms, Message, find_forms
+from shared.text.json_file import read_json
 from shared.text.messages import append_text, plain_messages
-from shared.text.tokenizer import read_json
 
 TRIAL = 10.0
 """Seconds for the first messages, which take a millisecond each."""
