@@ -99,6 +99,7 @@ class LLM:
         texts = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
         self._tokenizer = Tokenizer.load(texts, folder if tokenizer else None)
         self._template = ChatTemplate.load(texts, self._tokenizer.special)
+        self._template.try_out()
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()

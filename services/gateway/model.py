@@ -14,6 +14,7 @@ from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
 from shared.errors import ConfigError, ModelError
 from shared.text.generation import SamplingDefaults
+from shared.text.json_file import read_json
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -68,12 +69,19 @@ def tokenizer_folder(config: GatewayConfig) -> Path | None:
 
 
 def sampling_defaults(source: str, folder: Path) -> SamplingDefaults:
-    """By the flag --generation-config. Raises `ModelError` for a file that is missing or wrong."""
+    """By the flag --generation-config. Raises `ModelError` for a file that is named there and cannot be read."""
     if source == "vllm":
         return SamplingDefaults()
     if source == "auto":
         return SamplingDefaults.load(folder)
-    given = Path(source).expanduser()
-    if not (given / "generation_config.json").is_file():
-        raise ModelError(f"--generation-config {source}: there is no {given / 'generation_config.json'}")
-    return SamplingDefaults.load(given)
+    path = named_generation_config(source)
+    return SamplingDefaults.read(read_json(path), path)
+
+
+def named_generation_config(folder: str) -> Path:
+    """The file that --generation-config names by its folder. Raises `ModelError` if it is missing or no JSON object."""
+    path = Path(folder).expanduser() / "generation_config.json"
+    if not path.is_file():
+        raise ModelError(f"--generation-config {folder}: there is no {path}")
+    read_json(path)
+    return path
