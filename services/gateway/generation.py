@@ -19,6 +19,8 @@ from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.sample import SampleText
 from shared.text.tokenizer import Tokenizer
 
+REFUSALS = (Overloaded, InvalidRequest, Unavailable)
+
 
 class Update(Struct, frozen=True, gc=False):
     """News of one sample that its user is to see. With the last one the sample has its `finish_reason`."""
@@ -73,6 +75,14 @@ class Generation:
             self._prompt_entries = prompt_entries(self._tokenizer, self.job.tokens, self._prompt_logprobs, skip)
         return self._prompt_entries
 
+    async def accepted(self) -> None:
+        """Return as soon as the engine has taken the prompt into its queue. Raises as `updates` does if it has not."""
+        try:
+            await self._attempt.accepted()
+        except REFUSALS:
+            self._refused = True
+            raise
+
     async def updates(self) -> list[Update]:
         """Waits for rows. One update a sample that has text to show or has ended, whatever number of rows came.
 
@@ -80,7 +90,7 @@ class Generation:
         """
         try:
             rows = await self._attempt.rows()
-        except (Overloaded, InvalidRequest, Unavailable):
+        except REFUSALS:
             self._refused = True
             raise
         now = time.monotonic()
@@ -155,5 +165,5 @@ def _reason(error: BaseException) -> str:
     """Why samples ended that their engine did not end: it failed, or their client (or a sibling's refusal) did it."""
     if isinstance(error, BaseExceptionGroup):
         return max(_reason(one) for one in error.exceptions)  # "error" before "abort"
-    left = (ConnectionError, Overloaded, InvalidRequest, Unavailable)
-    return "error" if isinstance(error, Exception) and not isinstance(error, left) else "abort"
+    left = isinstance(error, (ConnectionError, *REFUSALS))
+    return "error" if isinstance(error, Exception) and not left else "abort"
