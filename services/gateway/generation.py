@@ -50,7 +50,8 @@ class Generation:
         self._attempt = attempt
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._timings = [Timing(job.arrived) for _ in self.samples]
+        submitted = time.monotonic()
+        self._timings = [Timing(job.arrived, submitted) for _ in self.samples]
         self._unfinished = job.params.n
         self._refused = False
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -119,9 +120,13 @@ class Generation:
             if sample.finish_reason is None:
                 self._ended(at, reason, now)
         outputs = [len(sample.token_ids) for sample in self.samples]
-        self._metrics.engine(self._attempt.engine).prompt_ended(self.job.sampling.max_tokens, outputs)
+        figures = self._metrics.engine(self._attempt.engine)
+        computed = len(self.job.tokens) - self.cached_tokens if any(timing.first for timing in self._timings) else None
+        figures.prompt_ended(self.job.sampling.max_tokens, outputs, computed)
 
     def _take(self, row: ProgressRow, now: float) -> str:
+        if row.admission is not None:
+            self._timings[row.sample].admission = row.admission
         if row.finish is Finish.ERROR:
             raise EngineFailure(row.detail or "the engine ended this request")
         if row.finish is Finish.ABORT:  # and not by us: of those that we aborted no rows are taken

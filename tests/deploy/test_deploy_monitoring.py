@@ -66,6 +66,15 @@ def test_the_dashboard_shows_what_operators_ask_for() -> None:
         "num_preemptions_total",
         "http_responses_total",
         "haproxy_server_status",
+        "request_queue_time_seconds_bucket",
+        "request_prefill_time_seconds_bucket",
+        "request_inference_time_seconds_bucket",
+        "iteration_tokens_total_bucket",
+        "num_requests_waiting_by_reason",
+        "request_throughput_tok_per_second",
+        "prompt_tokens_by_source_total",
+        "request_num_preemptions_bucket",
+        "cache_config_info",
     ):
         assert name in asked
 
