@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ import zmq
 from shared.protocol import (
     VERSION,
     Abort,
+    Accepted,
     Finish,
     Hello,
     ModelFacts,
     Progress,
     ProgressRow,
+    Refusal,
+    Refused,
     Snapshot,
     Status,
     Submit,
@@ -41,12 +44,17 @@ FACTS = ModelFacts("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, 
 
 
 class Engine(threading.Thread):
-    """Answers each `Submit` with one token at once, and with its end once `go_on` is set."""
+    """Accepts each `Submit` and answers with one token at once, and with its end once `go_on` is set.
+
+    With an `answer`, it says that instead, after `delay` seconds.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
         self.aborted: queue.Queue[int] = queue.Queue()
         self.go_on = threading.Event()
+        self.answer: Callable[[int], list[bytes]] | None = None  # what is sent, by the id of the request
+        self.delay = 0.0
         self._over = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -77,7 +85,12 @@ class Engine(threading.Thread):
             case Hello():
                 self._gateways.add(gateway)
                 self._send(gateway, Welcome(VERSION, "0", "boot", FACTS, 256, 8))
+            case Submit() if self.answer is not None:
+                time.sleep(self.delay)
+                for body in self.answer(message.id):
+                    self._socket.send_multipart([gateway, body])
             case Submit():
+                self._send(gateway, Accepted([message.id]))
                 self._waiting.append((gateway, message.id))
                 self._row(gateway, ProgressRow(message.id, 0, 0, ids("one")))
             case Abort():
@@ -255,6 +268,53 @@ def test_a_drain_has_an_end(folder: Path, tmp_path: Path, engine: Engine) -> Non
         server.process.send_signal(signal.SIGTERM)
         assert "shutting down" in response.read().decode()
         assert server.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_late_refusal_has_its_status_and_the_time_to_come_back(server: Server, engine: Engine, stream: bool) -> None:
+    """HTTP-05: a scheduler that answers after 0.6 s with a full queue."""
+    engine.answer, engine.delay = lambda id: [encode(Refused(id, Refusal.QUEUE_FULL, "full", 6.5))], 0.6
+    response = server.open(STREAM | {"stream": stream}, "/v1/completions")
+    assert (response.status, response.headers["Retry-After"]) == (429, "7")
+    assert json.loads(response.read())["error"]["message"] == "full"
+
+
+def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engine: Engine) -> None:
+    """HTTP-05: as it is without a stream."""
+    submitted = threading.Event()
+
+    def note(_: int) -> list[bytes]:
+        submitted.set()
+        return []
+
+    engine.answer = note
+    stopping = threading.Thread(target=lambda: (submitted.wait(PATIENCE), engine.stop()))
+    stopping.start()
+    response = server.open(STREAM, "/v1/completions")
+    stopping.join()
+    assert response.status == 500
+    assert "the engine was lost" in json.loads(response.read())["error"]["message"]
+
+
+def test_the_headers_of_an_accepted_stream_do_not_wait_for_a_token(server: Server, engine: Engine) -> None:
+    """HTTP-05: the engine's word is enough."""
+    engine.answer = lambda id: [encode(Accepted([id]))]
+    assert server.open(STREAM, "/v1/completions").status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_says_what_is_no_message_is_given_up_and_nobody_waits_for_it(
+    server: Server, engine: Engine, stream: bool
+) -> None:
+    """PRC-26: values out of their range are no message in this direction either; what they should have said is lost."""
+    engine.answer = lambda id: [encode(Refused(id, Refusal.QUEUE_FULL, "full", float("nan")))]
+    response = server.open(STREAM | {"stream": stream}, "/v1/completions")
+    assert response.status == 500
+    assert "is not a message" in json.loads(response.read())["error"]["message"]
+    engine.answer = None
+    engine.go_on.set()
+    server.wait_until(200)
+    assert server.open({"prompt": "hi"}, "/v1/completions").status == 200
 
 
 def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engine) -> None:

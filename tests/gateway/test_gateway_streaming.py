@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
-from tests.gateway.fakes import FakeBackend, ends, error_of, ids, says, serve, texts
+from tests.gateway.fakes import FakeBackend, ends, error_of, events, ids, says, serve, texts
 
 FAMILY = "一个 😀 👨‍👩‍👧‍👦 e\u0301 é"
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -202,7 +202,105 @@ async def test_a_failure_after_the_first_token_is_an_event() -> None:
         assert (await client.refused("/v1/completions", {"prompt": "hi"}))[0] == 500
 
 
-async def test_headers_do_not_wait_for_ever_for_a_queued_request() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        (Overloaded("full", 2.3), 429),
+        (Unavailable("draining"), 503),
+        (InvalidRequest("too long", "prompt"), 400),
+        (EngineFailure("the engine was lost"), 500),
+    ],
+)
+async def test_a_late_answer_is_a_status_too(path: str, stream: bool, refusal: Exception, status: int) -> None:
+    """HTTP-05: nothing is sent before the engine has said whether it takes the request, however late it does."""
+    backend = FakeBackend()
+    backend.refusal = refusal
+    backend.answers.clear()
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.post(path, json=body(path, stream=stream)))
+        await backend.submitted.wait()
+        assert not (await asyncio.wait([asking], timeout=0.6))[0]
+        backend.answers.set()
+        async with await asking as response:
+            assert response.status == status
+            await error_of(response)
+            assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
+    assert all(attempt.left.is_set() for attempt in backend.attempts)
+
+
+async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_the_others() -> None:
+    """HTTP-05: a completion has one status, so no prompt's stream begins before all are accepted."""
+
+    class Second(FakeBackend):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            self.refusal = Overloaded("full", 4) if self.attempts else None
+            return super().submit(*args, **options)
+
+    refused = Second()
+    refused.answers.clear()
+    async with serve(refused) as client:
+        fields = {"prompt": ["a", "b"], "stream": True}
+        asking = asyncio.ensure_future(client.post("/v1/completions", json=fields))
+        await refused.submitted.wait()
+        assert not (await asyncio.wait([asking], timeout=0.4))[0]
+        refused.answers.set()
+        async with await asking as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "4")
+    assert [attempt.left.is_set() for attempt in refused.attempts] == [True, True]
+
+
+def patient_pieces(pieces: list[bytes]) -> list[str]:
+    """The events that a reader finds which strips each piece of a stream before it looks for blank lines in it.
+
+    vLLM's benchmark reads so. An event is at its end with a blank line, or if it is whole JSON by then.
+    """
+    found: list[str] = []
+    rest = ""
+    for piece in pieces:
+        *events, rest = (rest + piece.decode().strip()).split("\n\n")
+        found += events
+        if rest.startswith("data: {"):
+            found.append(rest)
+            rest = ""
+    return [event for event in found if not event.startswith(":")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_accepted_stream_is_kept_alive_and_loses_nothing_by_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP-05: comments come after the acceptance only, in silence only, and no reader takes an event for one."""
+    monkeypatch.setattr("services.gateway.stream.KEEP_ALIVE", 0.05)
+    backend = FakeBackend()
+    backend.pause_at = 0
+    backend.answers.clear()
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.post(path, json=body(path, stream=True)))
+        assert not (await asyncio.wait([asking], timeout=0.3))[0], "no byte before the acceptance"
+        backend.answers.set()
+        pieces: list[bytes] = []
+        async with await asking as response:
+            while len(pieces) < 3:
+                pieces.append(await response.content.readany())
+            assert set(pieces) <= {b": keep-alive\n\n", b": keep-alive\n\n" * 2}
+            backend.go_on.set()
+            while piece := await response.content.readany():
+                pieces.append(piece)
+        whole = b"".join(pieces).decode()
+        assert texts(events(whole)) == {0: "one two three"}
+        assert ('"one"' if path == PATHS[0] else '"assistant"') in patient_pieces(pieces)[0]
+
+
+async def test_a_stream_that_is_not_silent_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP-05: what is written counts as life, whichever prompt it is of."""
+    monkeypatch.setattr("services.gateway.stream.KEEP_ALIVE", 60.0)
+    async with serve() as client, client.post("/v1/completions", json={"prompt": "hi", "stream": True}) as response:
+        assert ":" not in [line[:1] for line in (await response.text()).splitlines()]
+
+
+async def test_headers_do_not_wait_for_the_first_token() -> None:
     backend = FakeBackend()
     backend.pause_at = 0
     fields = {"prompt": "hi", "stream": True}

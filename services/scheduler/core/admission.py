@@ -22,6 +22,10 @@ class Load(Struct, frozen=True):
     known: bool  # a request of this id is still there
     retry_after: float  # seconds
 
+    def has_too_many_requests(self, limits: Limits) -> bool:
+        """Return whether a new request would be refused for those that wait, however short they are."""
+        return self.waiting >= limits.max_queued_requests
+
 
 def judge(submit: Submit, limits: Limits, load: Load) -> "Refused | array[int]":
     """The tokens of a request that is accepted, else the refusal."""
@@ -62,7 +66,7 @@ def _fault(submit: Submit, tokens: "array[int]", limits: Limits, load: Load) -> 
 
 
 def _overload(tokens: "array[int]", limits: Limits, load: Load) -> str:
-    if load.waiting >= limits.max_queued_requests:
+    if load.has_too_many_requests(limits):
         return f"{load.waiting} requests are waiting already"
     waiting = load.waiting_tokens
     if limits.max_queued_tokens and waiting and waiting + len(tokens) > limits.max_queued_tokens:

@@ -42,7 +42,7 @@ from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.roster import Counters, Roster
 from services.scheduler.core.sequence import Request, Sequence
 from services.scheduler.core.settlement import match, settle
-from shared.protocol import Epoch, Finish, ProgressRow, Refused, Snapshot, StepPlan, StepResult, Submit
+from shared.protocol import Epoch, Finish, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
 
 RECENT = 32
 """Ends of sequences from which the rate of ends is estimated."""
@@ -118,11 +118,13 @@ class Scheduler:
         verdict = judge(request, self.limits, load)
         if isinstance(verdict, Refused):
             self._counters.refused += 1
+            if verdict.reason is Refusal.QUEUE_FULL:
+                self._counters.rejected(by_requests=load.has_too_many_requests(self.limits))
             return verdict
         place = rank(self.limits, request.priority, request.arrival or now, self._serial)
         self._serial += 1
         self._counters.accepted += 1
-        made = Request(request.id, request.prompt_len, request.sampling, place, request.priority)
+        made = Request(request.id, request.prompt_len, request.sampling, place, request.priority, now)
         roster.add(made, verdict, list(range(request.sample, request.sample + request.n)))
         return None
 
@@ -143,7 +145,7 @@ class Scheduler:
             if self._flights:  # a trial has the worker to itself
                 return None
             self._begin_trial()
-        draft = self._planner.draw()
+        draft = self._planner.draw(now)
         if not draft.rows:
             return None
         released, self._roster.released = self._roster.released, []
@@ -171,9 +173,12 @@ class Scheduler:
     def snapshot(self) -> Snapshot:
         """The state in numbers."""
         roster, memory = self._roster, self._memory
+        counters = msgspec.structs.asdict(self._counters)
+        held_back = self._epoch is None or self._quarantine.active
         return Snapshot(
             running=len(roster.running) + len(roster.draining),
             waiting=len(roster.waiting) + roster.unborn,
+            waiting_deferred=(len(roster.waiting) if held_back else 0) + roster.unborn,
             waiting_tokens=roster.waiting_tokens,
             blocks=memory.pool.num_blocks,
             blocks_free=memory.free,
@@ -181,7 +186,8 @@ class Scheduler:
             tokens_held=memory.stored,
             block_size=memory.block_size,
             in_flight=len(self._flights),
-            **msgspec.structs.asdict(self._counters),
+            prefix_caching=memory.prefix_caching,
+            **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
 
     def _end(self, request: Request, sample: int, finish: Finish, detail: str = "") -> list[ProgressRow]:
@@ -238,4 +244,5 @@ def _last_row(sequence: Sequence, finish: Finish, detail: str) -> ProgressRow:
         finish=finish,
         cached_tokens=cached,
         detail=detail,
+        admission=sequence.admission,
     )
