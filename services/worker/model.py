@@ -60,10 +60,10 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
     found = family(way.architecture)
     spec = found.spec(described)
     if files is None:
-        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops)
+        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops, kv_dtype=precision.kv_dtype)
     else:
         with load_weights(files, spec, found.names, precision, device) as checkpoint:
-            decoder = Decoder(spec, checkpoint, ops)
+            decoder = Decoder(spec, checkpoint, ops, kv_dtype=precision.kv_dtype)
         refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
     weights = weights_digest(folder, paths)
     return Model(decoder, precision, fingerprint(weights, precision, device), weights)
