@@ -12,7 +12,7 @@ from services.worker.fingerprint import fingerprint, weights_digest
 from services.worker.loader import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
-from services.worker.models.packed_format import packed_format
+from services.worker.models.packed_format import disagreement, packed_format
 from services.worker.models.registry import choose, family, read_supported
 from services.worker.models.trial import refuse_if_not_finite
 from services.worker.naming import naming
@@ -43,6 +43,8 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
     described = read_supported(folder, config.model_impl)
     way = choose(described, config.model_impl)
     files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format, packed_format(described))
+    if warning := disagreement(described, folder):
+        log.warning(warning)
     dtype = checkpoint_dtype(folder, files) if files else torch.bfloat16
     stored = Checkpoint(dtype, files.quantization if files else None, way.native)
     precision = choose_precision(config, device, stored, mixes=ops.mixes_types)
@@ -58,10 +60,10 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
     found = family(way.architecture)
     spec = found.spec(described)
     if files is None:
-        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops)
+        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops, kv_dtype=precision.kv_dtype)
     else:
         with load_weights(files, spec, found.names, precision, device) as checkpoint:
-            decoder = Decoder(spec, checkpoint, ops)
+            decoder = Decoder(spec, checkpoint, ops, kv_dtype=precision.kv_dtype)
         refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
     weights = weights_digest(folder, paths)
     return Model(decoder, precision, fingerprint(weights, precision, device), weights)

@@ -62,14 +62,67 @@ def test_shards(tmp_path: Path) -> None:
     assert_same(tmp_path, model)
 
 
-def test_only_files_of_the_index_are_read(tmp_path: Path) -> None:
+def test_only_files_of_the_index_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = llama()
     save(model, tmp_path, max_shard_size="60KB")
     others = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    for name in ("consolidated.safetensors", "model.safetensors", "model-00001-of-00001.safetensors"):
+    for name in ("consolidated.safetensors", "weights.safetensors", "model-00001-of-00001.safetensors"):
         save_file(others, tmp_path / name)
     torch.save(others, tmp_path / "pytorch_model.bin")
     assert_same(tmp_path, model)
+    assert not caplog.records
+
+
+def as_shards(folder: Path, form: str) -> None:
+    """Move a model's single file into three shards and an index."""
+    ending = {"safetensors": "safetensors", "pt": "bin"}[form]
+    single = folder / {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}[form]
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where = {name: f"{single.stem}-{number % 3}.{ending}" for number, name in enumerate(tensors)}
+    for shard in set(where.values()):
+        part = {name: tensors[name] for name in tensors if where[name] == shard}
+        save_file(part, folder / shard) if form == "safetensors" else torch.save(part, folder / shard)
+    (folder / f"{single.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.mark.parametrize("index", ["whole", "of shards that are gone", "unreadable"])
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
+def test_an_index_beside_a_single_file(form: str, index: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LDG-27: transformers takes the single file, and so do we, and a line names both."""
+    save(llama(seed=1), tmp_path)
+    as_shards(tmp_path, form)
+    model = llama()
+    save(model, tmp_path / "newer")
+    if form == "pt":
+        as_bin(tmp_path / "newer")
+    single = next(path for path in (tmp_path / "newer").iterdir() if path.suffix in (".safetensors", ".bin"))
+    single.rename(tmp_path / single.name)
+    if index == "of shards that are gone":
+        next(tmp_path.glob("*-1.*")).unlink()
+    if index == "unreadable":
+        (tmp_path / f"{single.name}.index.json").write_text('{"weight_map": 5}')
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, use_safetensors=form == "safetensors").eval()
+    assert_same(tmp_path, theirs)
+    assert_same(tmp_path, model)
+    said = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert said == {
+        f"{tmp_path}: {single.name} is served and {single.name}.index.json, which lists other files, is not: "
+        "one of the two is a leftover"
+    }
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_index_of_the_single_file_is_no_other(shards: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    where = {name: ("model", "rest")[number % shards] + ".safetensors" for number, name in enumerate(tensors)}
+    for shard in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert_same(tmp_path, model)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older than torch 1.6"])
@@ -83,12 +136,7 @@ def test_pytorch_file(tmp_path: Path, zipped: bool) -> None:
 def test_pytorch_shards(tmp_path: Path) -> None:
     model = llama()
     save(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    where = {name: f"pytorch_model-{number % 3}.bin" for number, name in enumerate(tensors)}
-    for shard in set(where.values()):
-        torch.save({name: tensors[name] for name in tensors if where[name] == shard}, tmp_path / shard)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    as_shards(tmp_path, "pt")
     assert_same(tmp_path, model)
 
 

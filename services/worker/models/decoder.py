@@ -33,7 +33,8 @@ class Layer(NamedTuple):
 class Decoder:
     """A model's weights and its forward pass."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops) -> None:
+    def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, *, kv_dtype: torch.dtype = torch.float32) -> None:
+        """`kv_dtype` is that of the caches that it will be given."""
         self.spec = spec
         self._ops = ops
         self._device = weights.device
@@ -44,8 +45,9 @@ class Decoder:
         self._project_in = Linear(weights, "project_in", ops) if projected else None
         self._project_out = Linear(weights, "project_out", ops) if projected else None
         self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
-        self._layers = [_layer(weights, index, spec, ops) for index in range(spec.num_layers)]
-        self._rotations = Rotations(spec.layers, ops)
+        self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
+        packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
+        self._rotations = Rotations(spec.layers, ops, packed=packed)
         self.layers_at_once = self._join()
 
     @property
@@ -58,10 +60,10 @@ class Decoder:
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Hidden states (T, H) of all tokens, before the last norm; their keys and values are put in `caches`."""
-        step = Step(inputs, self._rotations.at(inputs.positions))
+        step = Step(inputs, self._rotations.at(inputs.positions), self._rotations.angles)
         if self.layers_at_once:
-            rotations = list(step.rotations.values())
-            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations)
+            rotations, angles = list(step.rotations.values()), list(step.angles.values())
+            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations, angles)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
         return layers(self._embed(inputs), step, caches)
 
@@ -132,6 +134,7 @@ class Decoder:
                     inner=spec.intermediate_size,
                     window=attention.layer.window,
                     rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
+                    kv_bias=attention.kv_bias,
                 )
             )
         sizes = Sizes(
@@ -150,12 +153,12 @@ def _weight(norm: Norm | None) -> Tensor | None:
     return norm.weight if norm else None
 
 
-def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops) -> Layer:
+def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops, kv_dtype: torch.dtype) -> Layer:
     prefix, layer = f"layers.{index}.", spec.layers[index]
     experts = layer.experts
     return Layer(
         attention_norm=Norm(weights, f"{prefix}attention_norm", spec, ops),
-        attention=Attention(weights, prefix, layer, spec, ops),
+        attention=Attention(weights, prefix, layer, spec, ops, kv_dtype=kv_dtype),
         attention_post_norm=Norm(weights, f"{prefix}attention_post_norm", spec, ops) if spec.post_norms else None,
         mlp_norm=Norm(weights, f"{prefix}mlp_norm", spec, ops),
         mlp=MixtureOfExperts(weights, prefix, experts, spec, ops)

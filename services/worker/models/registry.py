@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from services.worker.models.config_json import convert, read_config
 from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
-from services.worker.models.packed_format import SUPPORTED, packed_format
+from services.worker.models.packed_format import SETTINGS_FILES, SUPPORTED, packed_format, with_settings_beside
 from shared.errors import ModelError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ ARCHITECTURES = {
 
 Implementation = Literal["auto", "quire", "transformers"]
 
-_QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_QUANTISED_FILES = ("hf_quant_config.json", *SETTINGS_FILES)
 """What tools write beside config.json, some of them instead of a field in it."""
 
 LISTED = "`quire models` lists what is served"
@@ -49,9 +49,13 @@ class Way(NamedTuple):
 
 
 def read_supported(folder: Path, implementation: Implementation = "auto") -> dict[str, Any]:
-    """The config.json of a model folder. Raises ModelError if it describes a kind of model that is not supported."""
+    """Return the config.json of a model folder, with the settings of quantised weights that stand in a file beside it.
+
+    Raises ModelError if it describes a kind of model that is not supported.
+    """
     config = read_config(folder)
     try:
+        config = with_settings_beside(config, folder)
         if packed_format(config) is None and (sign := _quantised(folder, config)):
             raise ModelError(f"{sign}, which is not supported (of quantised checkpoints these are: {SUPPORTED})")
         choose(config, implementation)
@@ -85,7 +89,7 @@ def family(architecture: str) -> "Family":
 
 
 def _quantised(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """What says that the weights are quantised, although there is no quantization_config, if anything does."""
+    """Return what says that the weights are quantised although nothing says how, or None."""
     if config.get("compression_config"):
         return "config.json has a compression_config"
     there = next((name for name in _QUANTISED_FILES if (folder / name).exists()), None)
