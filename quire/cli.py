@@ -33,11 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported: an end without a traceback
     from shared.errors import ConfigError, ModelError, QuireError
+    from shared.process import printable
 
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print(printable(f"quire: {error}"), file=sys.stderr)
         sys.exit(EXIT_WRONG if isinstance(error, (ConfigError, ModelError)) else EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -6,6 +6,8 @@ Addresses and the like, which bind the services together, are `quire serve`'s to
 import json
 import os
 from collections.abc import Callable, Mapping
+from copy import copy
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -54,7 +56,9 @@ def public_knobs() -> list[Knob]:
 
 def public_config() -> type[Struct]:
     """One struct of all public knobs, for the flag parser."""
-    fields = [(knob.name, knob.type, knob.default) for knob in public_knobs()]
+    fields = [
+        (knob.name, knob.type, msgspec.field(default_factory=partial(copy, knob.default))) for knob in public_knobs()
+    ]
     return msgspec.defstruct("Knobs", fields, kw_only=True)
 
 

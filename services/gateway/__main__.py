@@ -26,7 +26,7 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.config import load
 from shared.errors import ConfigError, QuireError
-from shared.process import EXIT_REFUSED, follow, set_log_level, start_logging
+from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
 
 logger = logging.getLogger("services.gateway")
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         follow(config.supervisor)
         uvloop.run(serve(config, ServedModel.load(config)))
     except QuireError as error:
-        print(f"gateway: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        print(printable(f"gateway: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
         return EXIT_REFUSED
     return 0
 

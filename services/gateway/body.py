@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from services.gateway.expect import go_on
 from services.gateway.faults import LateBody, UnreadableBody
 from services.gateway.openai import GenerationRequest, decode
 from shared.errors import InvalidRequest
@@ -25,6 +26,9 @@ async def read(request: web.Request, kind: type[R]) -> R:
         raise InvalidRequest(f"the body must be application/json, not {declared}")
     try:
         async with asyncio.timeout(TIMEOUT):
+            if (request.content_length or 0) > request.client_max_size:
+                raise web.HTTPRequestEntityTooLarge(request.client_max_size)
+            await go_on(request)
             body = await request.read()
     except TimeoutError as error:
         raise LateBody from error

@@ -29,6 +29,19 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     api_key: Annotated[
         list[Name], Meta(description="Key that requests must carry as a bearer token; of several, any.")
     ] = []
+    allowed_origins: Annotated[
+        list[Name],
+        Meta(description="Origins of web pages that may use the API from a browser; *: all; unset: none."),
+    ] = []
+    allowed_methods: Annotated[
+        list[Name], Meta(description="Methods that web pages of other origins may use; *: all.")
+    ] = field(default_factory=lambda: ["*"])
+    allowed_headers: Annotated[
+        list[Name], Meta(description="Headers that web pages of other origins may send; *: all.")
+    ] = field(default_factory=lambda: ["*"])
+    allow_credentials: Annotated[
+        bool, Meta(description="Let web pages of other origins send cookies and the like.")
+    ] = False
     tokenizer: Annotated[
         str | None,
         Meta(

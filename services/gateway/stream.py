@@ -93,6 +93,7 @@ class _Writer:
         self.generations: list[Generation] = []
         self._request = request
         self._choices = choices
+        self._sent: dict[int, int] = {}  # tokens whose text was sent, by choice
         self._usage = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and self._usage and bool(options.continuous_usage_stats)
         self._silent = False  # nothing was written since the last look
@@ -126,9 +127,7 @@ class _Writer:
             self._chunk(self._choices.opening(base + at, generation)) for at in range(len(generation.samples))
         )
         while True:
-            data = opening + b"".join(
-                self._chunk(self._choices.choice(base + update.sample, generation, update)) for update in updates
-            )
+            data = opening + b"".join(self._update(base + update.sample, generation, update) for update in updates)
             if data:
                 await self.response.write(self._event(data))
             if generation.done:
@@ -159,11 +158,18 @@ class _Writer:
         before, self._before, self._silent = self._before, b"", False
         return before + data
 
+    def _update(self, index: int, generation: Generation, update: Update) -> bytes:
+        if self._usage_always:
+            self._sent[index] = generation.samples[update.sample].shown_tokens
+        return self._chunk(self._choices.choice(index, generation, update))
+
     def _chunk(self, choice: bytes) -> bytes:
         if not choice:
             return b""
-        tail = b'],"usage":' + self._usage_now() + b"}\n\n" if self._usage_always else b"]}\n\n"
+        tail = b"]}\n\n"
+        if self._usage_always:
+            tail = b'],"usage":' + self._usage_now(sum(self._sent.values())) + b"}\n\n"
         return b"data: " + self._choices.head + choice + tail
 
-    def _usage_now(self) -> bytes:
-        return msgspec.json.encode(usage(self.generations))
+    def _usage_now(self, output: int | None = None) -> bytes:
+        return msgspec.json.encode(usage(self.generations, output))

@@ -8,6 +8,7 @@ Feeds tokens to the detokenizer and its text to the stop matcher. Rules:
   text behind its start, and all that are left at the end.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
@@ -46,6 +47,7 @@ class SampleText:
         echoed: int | None = None,
     ) -> None:
         self.token_ids: list[int] = []
+        self._starts: list[int] = []  # the offset at which each token's text begins
         self.finish_reason: str | None = None  # a value of `Finish`
         self.stop_reason: str | int | None = None  # a stop string, or a stop token id that the user asked for
         self._tokenizer = tokenizer
@@ -63,6 +65,11 @@ class SampleText:
         """All that was given out."""
         return "".join(self._pieces)
 
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens of which text was given out, or all once the sample is over."""
+        return len(self.token_ids) if self.finish_reason else bisect_left(self._starts, self._shown)
+
     def feed(
         self,
         tokens: Sequence[int],
@@ -74,6 +81,7 @@ class SampleText:
         for at, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return shown
+            self._starts.append(self._decoded)
             self.token_ids.append(token)
             if logprobs is not None:
                 self._pending.append(self._place(token, logprobs[at]))

@@ -235,6 +235,57 @@ def test_a_client_that_leaves_is_noticed(server: Server, engine: Engine) -> None
     assert engine.aborted.get(timeout=PATIENCE) == 0
 
 
+def posted(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a completion was asked for and the sending side was ended."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+    connection.sendall(head.encode() + data)
+    connection.shutdown(socket.SHUT_WR)
+    return connection
+
+
+@pytest.mark.parametrize("body", [STREAM, {"prompt": "hi"}])
+def test_a_client_that_only_ends_its_sending_side_is_answered(
+    server: Server, engine: Engine, body: dict[str, Any]
+) -> None:
+    """HTTP-03, on the event loop that the service runs on."""
+    engine.go_on.set()
+    for _ in range(10):
+        with posted(server, body) as connection, connection.makefile("rb") as file:
+            answer = file.read()
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b" two" in answer
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if "stream" in body else b"}")
+    assert engine.aborted.empty()
+
+
+@pytest.mark.parametrize("body", [STREAM, {"prompt": "hi"}])
+def test_a_client_that_is_gone_is_noticed_without_a_token(server: Server, engine: Engine, body: dict[str, Any]) -> None:
+    """HTTP-03: it has ended its side like one that still listens."""
+    with posted(server, body):
+        pass
+    assert engine.aborted.get(timeout=PATIENCE) == 0
+    assert server.open({"prompt": "x" * 1000}, "/v1/completions").status == 400, "the gateway goes on"
+
+
+def test_what_strangers_send_cannot_forge_log_lines(folder: Path, tmp_path: Path) -> None:
+    """HTTP-07."""
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock", "--enable-log-requests") as server:
+        server.wait_until(503)
+        paths = [b"/%0aFAKE%1b[2J", b"/%0d%0aFAKE", b"/%E2%80%A8FAKE", b"/%C2%9B2JFAKE"]
+        for data in [*(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths), b"\x1b[2J\n"]:
+            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+                connection.sendall(data)
+                assert connection.recv(1000)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.stderr is not None
+        lines = server.process.stderr.read().split("\n")
+    assert sum("FAKE" in line for line in lines) == len(paths)
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith(("FAKE", "\x1b")) for line in lines)
+
+
 def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(server: Server, engine: Engine) -> None:
     response = server.open(STREAM, "/v1/completions")
     read_event(response)

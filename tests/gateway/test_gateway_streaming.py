@@ -55,9 +55,61 @@ async def test_continuous_usage_grows_with_the_chunks(path: str) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks = await streamed(client, path, stream_options=options)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == sorted(counts)
-        assert counts[-1] == 4
-        assert len(set(counts)) > 3
+        role = [0] if path == "/v1/chat/completions" else []
+        assert counts == [*role, 1, 2, 3, 4, 4]  # the last two: the end-of-sequence token, and the whole
+
+
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def sent(chunks: list[dict[str, Any]], prompts: int, n: int) -> list[tuple[int, int]]:
+    """What each chunk says was sent, and the tokens of its texts and those before: here a token is a word."""
+    words = [0] * (prompts * n)
+    found = []
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        words[choice["index"]] += 0 if text.startswith("hello") else len(text.split())
+        words[choice["index"]] += choice["finish_reason"] == "stop"
+        found.append((chunk["usage"]["completion_tokens"], sum(words)))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("burst", [1, 2])
+@pytest.mark.parametrize("path", PATHS)
+async def test_continuous_usage_counts_what_was_sent_so_far(path: str, burst: int, n: int) -> None:
+    """HTTP-04: not what other choices' chunks, which are written after this one, will bring."""
+    backend = FakeBackend(says("one two three", " four", " five six"))
+    backend.burst = burst
+    async with serve(backend) as client:
+        chunks = await streamed(client, path, n=n, stream_options=CONTINUOUS)
+        pairs = sent(chunks, 1, n)
+        assert [usage for usage, _ in pairs] == [words for _, words in pairs]
+        assert pairs[0][0] == (0 if path == "/v1/chat/completions" else min(burst, 4))
+        total = {1: 4, 3: 9}[n]
+        assert chunks[-1]["usage"]["completion_tokens"] == pairs[-1][0] == total
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_continuous_usage_does_not_count_an_echo(prompts: int) -> None:
+    """HTTP-04."""
+    backend = FakeBackend(says(" two three", " four"))
+    async with serve(backend) as client:
+        fields = {"prompt": ["hello"] * prompts, "echo": True, "n": 2}
+        chunks = await client.stream_completion(**fields, stream_options=CONTINUOUS)
+        pairs = sent(chunks, prompts, 2)
+        assert [usage for usage, _ in pairs] == [words for _, words in pairs]
+        assert [usage for usage, _ in pairs[:2]] == [0, 0]
+        assert chunks[-1]["usage"]["completion_tokens"] == pairs[-1][0] == 5 * prompts
+
+
+async def test_continuous_usage_counts_tokens_with_their_text() -> None:
+    """HTTP-04: tokens of half a character, and of what may begin a stop string, are counted when they are shown."""
+    async with serve(FakeBackend(says("é two three"))) as client:
+        chunks = await client.stream_completion(prompt="x", stop=" three five", stream_options=CONTINUOUS)
+        shown = [(chunk["choices"][0]["text"], chunk["usage"]["completion_tokens"]) for chunk in chunks[:-1]]
+        assert shown == [("é", 2), (" two", 3), (" three", 5)]
 
 
 async def test_str04_each_choice_of_a_chat_begins_with_its_role() -> None:

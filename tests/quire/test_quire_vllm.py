@@ -36,6 +36,7 @@ def parse(line: str) -> tuple[settings.Settings, list[str]]:
         "--uvicorn-log-level info",
         "--trust-remote-code",
         "--max-logprobs 20",
+        '--allowed-origins ["*"] --allowed-methods ["GET","POST"] --allowed-headers ["*"] --allow-credentials',
         "--uds /tmp/x.sock",
         "--tensor-parallel-size 1 -pp 1 --swap-space 4 --max-model-len 32k",
         "m --dtype auto --gpu-memory-utilization 0.9 --max-num-seqs 256 --disable-log-stats --no-enable-prefix-caching",
