@@ -11,7 +11,7 @@ from services.worker.models.windows import with_window
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a MistralForCausalLM."""
-    spec = llama.read_as("MistralForCausalLM", config, max_positions=131072)
+    spec = llama.read_as("MistralForCausalLM", config, max_positions=131072, biased=False)
     return with_window(spec, nullable(config, "sliding_window", int, 4096))
 
 
