@@ -200,9 +200,11 @@ def _untied(files: WeightFiles, spec: DecoderSpec, where: TensorNames) -> Decode
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     """Whether two matrices hold the same numbers, of whatever types; a few rows at a time, since they may be large."""
+    if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
+        return False
     kind = torch.promote_types(a.dtype, b.dtype)
     pairs = zip(torch.split(a, _ROWS), torch.split(b, _ROWS), strict=True)
-    return a.shape == b.shape and all(torch.equal(left.to(kind), right.to(kind)) for left, right in pairs)
+    return all(torch.equal(left.to(kind), right.to(kind)) for left, right in pairs)
 
 
 def _parts(files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames) -> Iterator[Part]:

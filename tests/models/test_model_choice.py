@@ -91,6 +91,13 @@ def test_other_fields(make: Make, changes: dict[str, Any], tmp_path: Path, caplo
     assert_served(tmp_path, ThroughTransformers, caplog)
 
 
+def test_a_field_of_which_only_transformers_has_a_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LDG-24."""
+    save(gpt2(vocab_size=50257, n_embd=20), tmp_path)
+    set_config(tmp_path, "vocab_size")
+    assert_served(tmp_path, ThroughTransformers, caplog)
+
+
 def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path) -> None:
     """LDG-24: by families it is refused, since cached keys cannot be rotated again."""
     save(llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), tmp_path)
@@ -107,6 +114,7 @@ def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path)
         (qwen2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'.*; "),
         (gemma, {"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported$"),
         (llama, {"partial_rotary_factor": 0.4}, "partial_rotary_factor 0.4 is not supported for this architecture$"),
+        (llama, {"num_hidden_layers": None}, "num_hidden_layers is missing$"),
         (llama, {"num_key_value_heads": 4}, "num_attention_heads is 6, no multiple of num_key_value_heads, 4$"),
     ],
 )

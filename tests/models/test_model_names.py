@@ -94,6 +94,25 @@ def test_a_tied_head_of_another_shape_is_named(tmp_path: Path) -> None:
         our_logits(tmp_path, TOKENS)
 
 
+def test_a_tied_head_of_codes_is_named(tmp_path: Path) -> None:
+    """LDG-21: its numbers cannot be held against the table's."""
+    codes = torch.ones(131, 60).to(torch.float8_e4m3fn)
+    rewrite(save(llama(tie_word_embeddings=True), tmp_path), lambda tensors: tensors | {HEAD: codes})
+    with pytest.raises(ModelError, match=r"lm_head\.weight is of torch\.float8_e4m3fn"):
+        our_logits(tmp_path, TOKENS)
+
+
+def test_a_tied_head_of_a_wider_type_may_be_the_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LDG-21."""
+    table = "model.embed_tokens.weight"
+    rewrite(save(llama(tie_word_embeddings=True).bfloat16(), tmp_path), lambda t: t | {HEAD: t[table].float()})
+    our_logits(tmp_path, TOKENS)
+    assert not caplog.records
+    rewrite(tmp_path, lambda t: t | {HEAD: t[HEAD] + 1e-3})
+    our_logits(tmp_path, TOKENS)
+    assert "lm_head.weight is not model.embed_tokens.weight: both are used" in caplog.text
+
+
 def test_a_tied_model_without_either_is_refused(tmp_path: Path) -> None:
     rewrite(save(llama(tie_word_embeddings=True), tmp_path), lambda t: {n: t[n] for n in t if "embed" not in n})
     with pytest.raises(ModelError, match=r"tensor model\.embed_tokens\.weight is missing$"):

@@ -42,12 +42,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def field(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """`config[name]` as a `kind`; absent or null it is `default`, and an error if there is none."""
+    """Return `config[name]` as a `kind`; absent or null it is `default`, and an error if there is none.
+
+    An absent one is an UnsupportedByFamily: transformers' class for the model may have a default.
+    """
     value = nullable(config, name, kind, default)
     if value is None:
         value = default
     if value is None:
-        raise ModelError(f"config.json: {name} is missing")
+        unfit = ModelError if name in config else UnsupportedByFamily
+        raise unfit(f"config.json: {name} is missing")
     return value
 
 

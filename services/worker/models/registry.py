@@ -92,11 +92,12 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
     """The names of the model's class. Where there is none that says it, transformers goes by `model_type`."""
     value = config.get("architectures") or []
     names = [value] if isinstance(value, str) else convert(value, "architectures", list[str])
-    by_type = causal_by_type().get(str(config.get("model_type")))
-    if by_type and not config.get("auto_map") and all(map(_is_body_or_unknown, names)):
+    if names and (config.get("auto_map") or not all(map(_is_body_or_unknown, names))):
+        return names
+    kind = config.get("model_type")
+    if by_type := causal_by_type().get(str(kind)):
         return [by_type]
     if not names:
-        kind = config.get("model_type")
         raise ModelError(f"config.json: no architectures named, and model_type {kind!r} is no causal language model's")
     return names
 
