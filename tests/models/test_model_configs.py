@@ -166,6 +166,13 @@ def test_older_spellings_mean_the_same(name: str, older: dict[str, Any], tmp_pat
     assert spec(config | older) == spec(config)
 
 
+def test_a_mistral_of_two_kinds_of_layers(tmp_path: Path) -> None:
+    """LDG-22: transformers takes one with `layer_types` for a Ministral."""
+    save(VARIANTS["mistral"](), tmp_path)
+    set_config(tmp_path, layer_types=["full_attention", "sliding_attention", "full_attention"])
+    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen2, window above", "gemma2", "gemma3", "qwen3_moe, some dense"])
 def test_windows(name: str, tmp_path: Path) -> None:
     windows = {
