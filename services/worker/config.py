@@ -50,7 +50,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Literal["auto", "quire", "transformers"],
         Meta(
             description="Whose modelling code computes the model: a family of Quire's own, or transformers'; auto "
-            "takes the latter where there is no family."
+            "takes the latter where there is no family, or it lacks what the checkpoint asks for."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
