@@ -4,10 +4,15 @@ Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For eac
 distribution over the next token in float32 is held against that of each other precision. The embedded model's weights
 are those of a GGUF file (4 bits and a head of 8), so a row `auto` differs from float32 by its activations and cache
 alone, and one that rounds weights rounds them a second time.
+
+With `--key-biases` it counts instead in how many positions tiny random Qwen2 models whose keys have large biases keep
+the likeliest token in caches of narrower types.
 """
 
 import argparse
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,13 +50,20 @@ PRECISIONS: tuple[dict[str, str], ...] = (
     {"quantization": "int4"},
 )
 BLOCK = 16
+KEY_BIASES, POSITIONS, SEEDS = (0, 50, 100, 200, 300), 159, 4
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder or file; the embedded model if left out")
-    model = parser.parse_args().model
+    parser.add_argument("--key-biases", action="store_true", help="of tiny models whose keys have large biases")
+    asked = parser.parse_args()
+    key_biases() if asked.key_biases else precisions(asked.model)
+
+
+def precisions(model: str) -> None:
+    """Print how far each precision of `model` is from float32."""
     tokenizer = Tokenizer.load(locate(model))
     texts = [tokenizer.encode(text) for text in TEXTS]
     exact = distributions(model, texts, {"dtype": "float32"})
@@ -65,8 +77,42 @@ def main() -> None:
         print(f"| `{name}` | {divergence.mean():.1e} | {divergence.max():.1e} | {agree:.1%} |", flush=True)
 
 
+def key_biases() -> None:
+    """Print in how many positions the likeliest token is kept, a row for each size of biases."""
+    caches = ("bfloat16", "int8")
+    print(f"| biases of keys | {' | '.join(caches)} |\n|---|---|---|")
+    for size in KEY_BIASES:
+        kept: dict[str, list[int]] = {cache: [] for cache in caches}
+        for seed in range(SEEDS):
+            with tempfile.TemporaryDirectory() as folder:
+                tokens = [save_biased(Path(folder), size, seed)]
+                best = {
+                    cache: distributions(folder, tokens, {"dtype": "float32", "kv_cache_dtype": cache}).argmax(-1)
+                    for cache in ("float32", *caches)
+                }
+            for cache in caches:
+                kept[cache].append(int((best[cache] == best["float32"]).sum()))
+        print(f"| {size} | {' | '.join(f'{min(n)} to {max(n)}' for n in kept.values())} |", flush=True)
+
+
+def save_biased(folder: Path, size: float, seed: int) -> Sequence[int]:
+    """Save a tiny Qwen2 whose keys have biases of about `size`, of both signs; return tokens to ask it."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=131, max_position_embeddings=256, initializer_range=0.3, **sizes, **heads)
+    model = Qwen2ForCausalLM(config)
+    for name, bias in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            bias.data = torch.randn(bias.shape).sign() * size * (0.5 + torch.rand(bias.shape))
+    model.save_pretrained(folder)
+    return torch.randint(3, 131, (POSITIONS,)).tolist()
+
+
 @torch.inference_mode()
-def distributions(model: str, texts: list[list[int]], settings: dict[str, str]) -> Tensor:
+def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str, str]) -> Tensor:
     """(positions of all texts, V) log-probabilities."""
     device = torch.device("cpu")
     kernels = ops(device)

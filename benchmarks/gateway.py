@@ -74,6 +74,7 @@ class Engine:
                     self._say(wire.Welcome(wire.VERSION, "scripted", "0", facts, ENDLESS, 1024))
                 case wire.Submit(id=id):
                     self.running.add(id)
+                    self._say(wire.Accepted([id]))
                 case wire.Abort(id=id):
                     self.running.discard(id)
         if self._gateway and time.monotonic() - self._spoke > BEAT:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kernels.kv_bias import KVBias
+
 Projection = tuple[Any, Tensor | None]  # what `pack_linear` gave, and the bias
 
 
@@ -39,3 +41,4 @@ class LayerParts(NamedTuple):
     inner: int  # inputs of `down`
     window: int  # 0: none
     rope: int | None  # which of the model's ropes
+    kv_bias: KVBias = KVBias()

@@ -20,7 +20,7 @@ from kernels.reference.layer_norm import add_layer_norm, layer_norm
 from kernels.reference.linear import linear, pack_linear, pack_vector
 from kernels.reference.logprobs import logprobs
 from kernels.reference.mix_experts import mix_experts
-from kernels.reference.paged_attention import paged_attention, plan_attention
+from kernels.reference.paged_attention import pack_angles, paged_attention, plan_attention
 from kernels.reference.penalties import penalties
 from kernels.reference.relu import relu
 from kernels.reference.rms_norm import add_rms_norm, rms_norm
@@ -37,6 +37,7 @@ class Ops:
 
     mixes_types: bool  # activations are float32 whatever weights and cache are; weights may be of few bits
     kv_layout: Callable[..., KVLayout]  # with the fields of a layout up to its dtype
+    pack_angles: Callable[[Tensor, Tensor], Any]  # what `paged_attention` wants of a rope, cosines and sines (P, R)
     plan_attention: Callable[..., Any]  # what it gives only goes back into `paged_attention`
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -65,6 +66,7 @@ class Ops:
 _REFERENCE = Ops(
     mixes_types=False,
     kv_layout=KVLayout,
+    pack_angles=pack_angles,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
     write_kv=write_kv,
@@ -94,6 +96,7 @@ _COMPILED = replace(
     _REFERENCE,
     mixes_types=True,
     kv_layout=attention.kv_layout,
+    pack_angles=attention.pack_angles,
     plan_attention=attention.plan_attention,
     paged_attention=attention.paged_attention,
     write_kv=attention.write_kv,

@@ -15,9 +15,10 @@ QUESTION = "What is the capital of France?"
 
 def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
     """The announcement of a server that became ready after `seconds`, whose chat template is in `folder`."""
-    url = base_url(config.host, config.port)
+    url = "http://localhost" if config.uds else base_url(config.host, config.port)
+    place = f"the socket {config.uds}" if config.uds else url
     return (
-        f"Quire serves {model_name(config)} at {url} (ready in {seconds:.1f} s). Try:\n\n"
+        f"Quire serves {model_name(config)} at {place} (ready in {seconds:.1f} s). Try:\n\n"
         f"  {curl(config, url, has_chat_template(config, folder))}\n\nCtrl-C stops it.\n"
     )
 
@@ -39,7 +40,8 @@ def curl(config: GatewayConfig, url: str, chat: bool) -> str:
     body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32, "temperature": 0})
     key = f"-H {authorization(config.api_key, os.environ.get('QUIRE_API_KEY'))} " if config.api_key else ""
     path = "chat/completions" if chat else "completions"
-    return f"curl -s {url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
+    socket = f"--unix-socket {shlex.quote(config.uds)} " if config.uds else ""
+    return f"curl -s {socket}{url}/v1/{path} -H 'Content-Type: application/json' {key}-d {shlex.quote(body)}"
 
 
 def authorization(keys: Sequence[str], variable: str | None) -> str:

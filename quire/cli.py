@@ -17,7 +17,7 @@ usage: quire COMMAND ...
   pull [MODEL]            fetch a model ahead, so that serving it starts at once
   models [NAME|FOLDER]    list the architectures that are served, or say how one, or a model, would be
   bench COMMAND [flags]   measure a server, or the engine in this process; `quire bench --help` says how
-  knobs                   print all settings of `quire serve` as a Markdown table
+  knobs [--vllm]          print all settings of `quire serve`, or what becomes of vLLM's, as Markdown tables
   version                 print the version
 
 MODEL is a folder, a .gguf file or a Hugging Face name; without one, the model that comes with Quire is served.
@@ -33,11 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported: an end without a traceback
     from shared.errors import ConfigError, ModelError, QuireError
+    from shared.process import printable
 
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print(printable(f"quire: {error}"), file=sys.stderr)
         sys.exit(EXIT_WRONG if isinstance(error, (ConfigError, ModelError)) else EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -57,15 +58,16 @@ def run(argv: list[str], began: float) -> int:
             return models(*argv[1:])
         case ["bench", *rest]:
             return bench(rest)
-        case ["knobs"]:
-            return knobs()
+        case ["knobs"] | ["knobs", "--vllm"]:
+            return knobs(vllm=len(argv) > 1)
         case ["version" | "--version"]:
             return version()
         case ["help" | "--help" | "-h"]:
             print(USAGE, end="")
             return 0
         case ["knobs" | "version" | "--version" as command, *_]:
-            print(f"quire: {command} takes no arguments\n", file=sys.stderr)
+            allowed = "no arguments" if command != "knobs" else "only --vllm"
+            print(f"quire: {command} takes {allowed}\n", file=sys.stderr)
         case ["models", *_]:
             print("quire: models takes one architecture, folder or file\n", file=sys.stderr)
         case [command, *_]:
@@ -78,16 +80,17 @@ def serve(argv: list[str], began: float) -> int:
     """Serve a model until a signal."""
     import os
 
-    from quire import settings
+    from quire import settings, vllm
     from quire.serve import serve
     from shared.config import flag_parser
 
     parser = flag_parser([settings.public_config()], prog="quire serve", description="Serve a model.")
     parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")
-    flags = vars(parser.parse_args(argv))
+    vllm.add_flags(parser)
+    flags = vars(parser.parse_args(vllm.spell_out(argv)))
     name_model(flags)
     interruptible()
-    return serve(settings.read(flags, os.environ), began)
+    return serve(settings.read(flags, os.environ, note=lambda line: print(f"quire: {line}", file=sys.stderr)), began)
 
 
 def pull(argv: list[str]) -> int:
@@ -104,7 +107,7 @@ def pull(argv: list[str]) -> int:
     name_model(flags)
     interruptible()
     config = resolve(ModelConfig, flags, os.environ)
-    folder = locate(config.model, config.revision)
+    folder = locate(config.model, config.revision, config.download_dir)
     check_model(folder)
     print(folder)
     return 0
@@ -126,11 +129,14 @@ def bench(argv: list[str]) -> int:
     return bench(argv)
 
 
-def knobs() -> int:
-    """Print the table of settings that the documentation carries."""
-    from quire.settings import markdown_table
+def knobs(vllm: bool) -> int:
+    """Print the table of settings that the documentation carries, or the page on vLLM's."""
+    if vllm:
+        from quire.vllm import markdown_page as markdown
+    else:
+        from quire.settings import markdown_table as markdown
 
-    print(markdown_table(), end="")
+    print(markdown(), end="")
     return 0
 
 

@@ -1,10 +1,11 @@
 """`LLM`: a model in the caller's own process, for batches of prompts.
 
 The same scheduler core, runner and text handling as the server's, without the server. Arguments carry vLLM's names.
-What this version cannot honour is refused, never ignored: see `NEUTRAL`.
+vLLM's other arguments are taken or refused as its flags are: see `quire.vllm`.
 """
 
 import itertools
+import logging
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from quire import vllm
 from quire.engine import Engine
 from quire.outputs import RequestOutput
 from quire.pending import Pending
@@ -34,20 +36,7 @@ torch's, and a prompt for each row of one with two dimensions."""
 
 Message: TypeAlias = Mapping[str, Any]
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "enable_lora": (False,),
-    "trust_remote_code": (False,),
-    "swap_space": (0,),
-    "cpu_offload_gb": (0,),
-    "tokenizer_mode": ("auto",),
-    "skip_tokenizer_init": (False,),
-    "disable_log_stats": (True,),
-    "enforce_eager": (False, True),  # steps are executed eagerly either way: no graphs are captured in process
-}
-"""Arguments of vLLM's that are taken only with values under which they ask for nothing this version lacks."""
+log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -81,9 +70,10 @@ class LLM:
         kv_cache_dtype: str | None = None,
         model_impl: str | None = None,
         num_threads: int | None = None,
+        tokenizer_revision: str | None = None,
+        download_dir: str | None = None,
         **others: Any,
     ) -> None:
-        check_neutral(others)
         settings = {
             "model": str(model),
             "revision": revision,
@@ -102,13 +92,15 @@ class LLM:
             "kv_cache_dtype": kv_cache_dtype,
             "model_impl": model_impl,
             "num_threads": num_threads,
+            "download_dir": download_dir,
         }
-        given = {name: value for name, value in settings.items() if value is not None}
+        given = translated(settings, others)
         scheduler, worker = resolve(SchedulerConfig, given, {}), resolve(WorkerConfig, given, {})
-        folder = locate(str(model), revision)
-        texts = locate_tokenizer(str(tokenizer)) if tokenizer else folder
+        folder = locate(str(model), revision, download_dir)
+        texts = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
         self._tokenizer = Tokenizer.load(texts, folder if tokenizer else None)
         self._template = ChatTemplate.load(texts, self._tokenizer.special)
+        self._template.try_out()
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
@@ -303,10 +295,16 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], what: st
         raise InvalidRequest(f"{name} must be {what}, got {brief(value)}", name)
 
 
-def check_neutral(arguments: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless each argument is known and has a value that changes nothing."""
-    for name, value in arguments.items():
-        if name not in NEUTRAL:
+def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not None, vLLM's `others` among them in Quire's words.
+
+    Raise `ConfigError` for what cannot be honoured.
+    """
+    given = {name: value for name, value in {**settings, **others}.items() if value is not None}
+    own, notes = vllm.translate(given, python=True)
+    for line in notes:
+        log.info("%s", line)
+    for name in own:
+        if name not in settings and name not in vllm.RENAMED.values():
             raise ConfigError(f"LLM has no argument {name}")
-        if value not in NEUTRAL[name]:
-            raise ConfigError(f"{name}={value!r} cannot be honoured by this version; leave it out")
+    return own

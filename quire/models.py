@@ -1,12 +1,14 @@
 """`quire models`: which architectures are served, and which way one of them would go.
 
-It reads names only, and imports neither torch nor transformers.
+It reads names only: of architectures, of a folder's fields and tensors. Only a folder whose architecture has a family
+needs torch, since the family is asked whether it can read this one.
 """
 
 from importlib.metadata import version
 from pathlib import Path
 
 from services.worker.models.fallback.catalog import with_replaceable_attention
+from services.worker.models.packed_format import packed_format
 from services.worker.models.registry import ARCHITECTURES, Way, choose, read_supported
 from shared.checkpoint import locate
 from shared.errors import ModelError
@@ -37,7 +39,26 @@ def describe(asked: str) -> str:
         return _line(choose({"architectures": [_known(asked)]}))
     if not Path(asked).expanduser().exists():
         raise ModelError(f"there is no folder or file {asked}; of a model that is elsewhere, name the architecture")
-    return _line(choose(read_supported(locate(asked))))
+    return _line(_way(locate(asked)))
+
+
+def _way(folder: Path) -> Way:
+    """The way that serving takes. Where there are no weights, config.json alone is asked."""
+    config = read_supported(folder)
+    way = choose(config)
+    if not way.native:
+        return way
+    from services.worker.decision import decide  # torch, which takes seconds to import
+    from services.worker.weight_files import WeightFiles
+
+    try:
+        files = WeightFiles(folder, packed=packed_format(config))
+    except ModelError:
+        files = None
+    try:
+        return decide(config, "auto", files)
+    except ModelError as error:
+        raise ModelError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
 
 
 def _known(asked: str) -> str:
@@ -53,4 +74,4 @@ def _known(asked: str) -> str:
 
 def _line(way: Way) -> str:
     how = "a family of Quire's own" if way.native else "through transformers, if the model passes its trial when loaded"
-    return f"{way.architecture}: {how}\n"
+    return f"{way.architecture}: {how}{f' ({way.reason})' if way.reason else ''}\n"

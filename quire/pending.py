@@ -78,8 +78,7 @@ class Pending:
     def _prompt_logprobs(self) -> list[TokenDistribution | None] | None:
         if self.params.prompt_logprobs is None:
             return None
-        skip = self.params.skip_special_tokens
-        entries = prompt_entries(self.tokenizer, self.tokens, self.prompt_logprobs, skip)
+        entries = prompt_entries(self.tokenizer, self.tokens, self.prompt_logprobs)
         return [distribution(entry) for entry in entries]
 
     def _completion(self, index: int) -> CompletionOutput:

@@ -17,7 +17,8 @@ from quire.instance import instance_folder
 from quire.settings import Settings, service_arguments, service_environment
 from quire.supervisor import Supervisor, is_healthy
 from services.gateway.config import GatewayConfig
-from shared.checkpoint import locate, locate_tokenizer
+from services.gateway.model import tokenizer_folder
+from shared.checkpoint import locate
 from shared.errors import ConfigError
 
 
@@ -26,17 +27,19 @@ def serve(settings: Settings, began: float) -> int:
 
     Raises `QuireError` if the server cannot be started.
     """
-    port = free_port(settings.gateway)  # before minutes are spent on a model
+    port = 0 if settings.gateway.uds else free_port(settings.gateway)  # before minutes are spent on a model
     check_files(settings.gateway)
-    folder = locate(settings.worker.model, settings.worker.revision)
-    texts = locate_tokenizer(settings.gateway.tokenizer) if settings.gateway.tokenizer else folder
+    if settings.serve.hf_token:
+        os.environ["HF_TOKEN"] = settings.serve.hf_token
+    folder = locate(settings.worker.model, settings.worker.revision, settings.worker.download_dir)
+    texts = tokenizer_folder(settings.gateway) or folder
     template = Path(settings.gateway.chat_template) if settings.gateway.chat_template else None
     check_model(folder, settings.worker.load_format, settings.worker.model_impl, texts, template)
     with instance_folder() as sockets:
         bound = bind_together(settings, port, sockets)
         supervisor = Supervisor(
             children(bound, Log(sys.stderr.buffer)),
-            ready=lambda: is_healthy(reachable(bound.gateway.host), port),
+            ready=lambda: is_healthy(reachable(bound.gateway.host), port, bound.gateway.uds),
             announce=lambda: print(banner(bound.gateway, texts, time.monotonic() - began), flush=True),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,

@@ -108,11 +108,12 @@ class Supervisor:
         return 0
 
 
-async def is_healthy(host: str, port: int) -> bool:
-    """Whether `GET /health` is answered with 200."""
+async def is_healthy(host: str, port: int, uds: str | None = None) -> bool:
+    """Tell whether `GET /health` is answered with 200, at the Unix socket `uds` if there is one."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(PROBE_PATIENCE):
-            reader, writer = await asyncio.open_connection(host, port)
+            opening = asyncio.open_unix_connection(uds) if uds else asyncio.open_connection(host, port)
+            reader, writer = await opening
             try:
                 writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 return (await reader.readline()).split()[1:2] == [b"200"]

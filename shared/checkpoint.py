@@ -26,9 +26,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire"
 
 
-def locate(model: str, revision: str | None = None) -> Path:
+def locate(model: str, revision: str | None = None, cache: str | None = None) -> Path:
     """The local folder of `model`: a folder, a GGUF file, a Hugging Face name (downloaded if need be), such a name with
-    the type of the GGUF file that is meant (`owner/name:Q4_K_M`), or '' for the embedded one.
+    the type of the GGUF file that is meant (`owner/name:Q4_K_M`), or '' for the embedded one. `cache` is the folder for
+    downloads, if it is not to be Hugging Face's own.
 
     Raises `ModelError`, with what to do about it, if it cannot be had.
     """
@@ -48,21 +49,21 @@ def locate(model: str, revision: str | None = None) -> Path:
     name, _, quantisation = model.partition(":")
     if quantisation:
         choose = partial(gguf_files, quantisation=quantisation)
-        folder = download(name, revision, choose)
+        folder = download(name, revision, choose, cache)
         files = choose([str(file.relative_to(folder)) for file in folder.rglob(FILES)])
         return model_folder(folder / files[0], cache_folder() / "gguf")
-    return _checked(download(model, revision, wanted_files))
+    return _checked(download(model, revision, wanted_files, cache))
 
 
-def locate_tokenizer(name: str) -> Path:
+def locate_tokenizer(name: str, revision: str | None = None, cache: str | None = None) -> Path:
     """The local folder of a tokenizer: a model's, as `locate` has it, or one that holds nothing else."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     try:
         if is_gguf(path.name) or path.exists() or ":" in name or _looks_like_path(name):
-            return locate(name)
-        return download(name, None, partial(wanted_files, weights=False))
+            return locate(name, revision, cache)
+        return download(name, revision, partial(wanted_files, weights=False), cache)
     except ModelError as error:
         raise ModelError(f"--tokenizer: {error}") from error
 

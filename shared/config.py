@@ -5,15 +5,19 @@ knob: `--max-num-seqs`, `QUIRE_MAX_NUM_SEQS` and the file's key `max-num-seqs` a
 `--help` and the tables in the documentation. A flag wins over the environment, which wins over the file named by
 `--config` (YAML, of which JSON is a part). Whatever is unknown or out of bounds is a `ConfigError` naming it.
 
+A list may be given as one string, which is a list of one (in the environment: separated by commas), or as JSON. A
+variable that is empty is unset, and so is a null in the file.
+
 Services that share a knob inherit it: see `ModelConfig`.
 """
 
 import argparse
+import json
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,6 +29,12 @@ ENVIRONMENT_PREFIX = "QUIRE_"
 C = TypeVar("C", bound=Struct)
 
 
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"], Meta(description="Least level of lines in the log.")
+]
+"""A knob of every service."""
+
+
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, for every service that must know."""
 
@@ -32,6 +42,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str, Meta(description="Folder, .gguf file or Hugging Face name of the model; empty: the embedded one.")
     ] = ""
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a Hugging Face model.")] = None
+    download_dir: Annotated[
+        str | None, Meta(description="Folder for what is fetched from Hugging Face, instead of its own cache.")
+    ] = None
 
 
 class Knob(NamedTuple):
@@ -92,21 +105,29 @@ def flag_parser(
     return parser
 
 
-def resolve(config: type[C], flags: Mapping[str, Any], environment: Mapping[str, str]) -> C:
-    """A `config` from parsed flags (those of other configs are passed over), `environment` and the `--config` file."""
+def resolve(
+    config: type[C],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: Mapping[str, Any] | None = None,
+) -> C:
+    """A `config` from parsed flags (those of other configs are passed over), `environment` and the `--config` file.
+
+    `file` holds the file's settings, if the caller has read it already.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}  # what the user wrote each value to
-    from_file = read_file(flags["config"]) if "config" in flags else {}
+    if file is None:
+        file = read_file(flags["config"]) if "config" in flags else {}
     for knob in knobs(config):
-        if knob.name in from_file:
-            values[knob.name] = from_file[knob.name]
-            sources[knob.name] = f"--config {flags['config']}: {knob.flag[2:]}"
-        if knob.variable in environment:
-            raw = environment[knob.variable]
-            values[knob.name] = raw.split(",") if _is_list(knob.type) else raw
+        if file.get(knob.name) is not None:
+            values[knob.name] = _from_file(knob, file[knob.name])
+            sources[knob.name] = f"--config {flags.get('config', '')}: {knob.flag[2:]}"
+        if raw := environment.get(knob.variable, "").strip():
+            values[knob.name] = (_json_list(raw) or raw.split(",")) if _is_list(knob.type) else raw
             sources[knob.name] = knob.variable
         if knob.name in flags:
-            values[knob.name] = flags[knob.name]
+            values[knob.name] = _from_flag(knob, flags[knob.name])
             sources[knob.name] = knob.flag
     return _build(config, values, sources)
 
@@ -157,6 +178,36 @@ def _add_flag(parser: argparse.ArgumentParser, knob: Knob, only_flags: bool) -> 
     else:
         choices = _choices(knob.type)
         parser.add_argument(knob.flag, metavar=f"{{{','.join(choices)}}}" if choices else "VALUE", help=help_text)
+
+
+def _from_file(knob: Knob, value: Any) -> Any:
+    """Give a value of a YAML file the shape of its knob: YAML reads `api-key: 123` as a number, and no list."""
+    if _is_list(knob.type):
+        return [_plain(item) for item in (value if isinstance(value, list) else [value])]
+    return _plain(value) if _bare(knob.type) is str else value
+
+
+def _plain(value: Any) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(value) if number else value
+
+
+def _from_flag(knob: Knob, value: Any) -> Any:
+    if not _is_list(knob.type):
+        return value
+    listed = [value] if isinstance(value, str) else list(value)
+    return (_json_list(listed[0]) if len(listed) == 1 else None) or listed
+
+
+def _json_list(text: Any) -> list[str] | None:
+    """The strings of a JSON list, which is how vLLM's start lines spell lists; None if `text` is none of that."""
+    if not isinstance(text, str) or not text.lstrip().startswith("["):
+        return None
+    try:
+        items = json.loads(text)
+    except ValueError:
+        return None
+    return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else None
 
 
 def _build(config: type[C], values: Mapping[str, Any], sources: Mapping[str, str]) -> C:

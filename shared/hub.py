@@ -16,10 +16,12 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "voca
 """Configuration, tokenizer and chat template, under the names that the field uses for them."""
 
 
-def download(name: str, revision: str | None, choose: Callable[[Sequence[str]], list[str]]) -> Path:
+def download(
+    name: str, revision: str | None, choose: Callable[[Sequence[str]], list[str]], cache: str | None = None
+) -> Path:
     """The folder with the files that `choose` picks of a repository's; what was fetched earlier if there is no network.
 
-    Raises `ModelError`, with what to do about it.
+    It lies in the folder `cache`, or in Hugging Face's own. Raises `ModelError`, with what to do about it.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
@@ -27,13 +29,13 @@ def download(name: str, revision: str | None, choose: Callable[[Sequence[str]], 
     try:
         siblings = HfApi().model_info(name, revision=revision, timeout=PATIENCE).siblings or []
         files = choose([sibling.rfilename for sibling in siblings])
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, cache_dir=cache))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a Hugging Face name") from error
     except (HTTPError, OSError) as error:  # OSError: offline by the user's wish, or a full disk
         if not _is_answer(error):
             with suppress(LocalEntryNotFoundError):
-                return Path(snapshot_download(name, revision=revision, local_files_only=True))
+                return Path(snapshot_download(name, revision=revision, local_files_only=True, cache_dir=cache))
         raise ModelError(_reason(name, revision, error)) from error
 
 

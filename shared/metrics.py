@@ -7,6 +7,7 @@ two, not both, should be scraped.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -17,10 +18,16 @@ from prometheus_client import (
     CollectorRegistry,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.registry import Collector
 
-from shared.protocol import Snapshot
+from shared.protocol import STEP_TOKENS, Snapshot
 
 LABELS = ("model_name", "engine")
 
@@ -46,6 +53,12 @@ GAUGES = (
     Family("vllm:num_requests_running", "Sequences being computed.", lambda s: s.running),
     Family("vllm:num_requests_waiting", "Sequences waiting to be computed.", lambda s: s.waiting),
     Family("vllm:kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", _usage),
+    Family("vllm:gpu_cache_usage", "The same under its older name; of KV on any device.", _usage),
+    Family(
+        "vllm:request_throughput_tok_per_second",
+        "Tokens generated a second, over the last ten seconds.",
+        lambda s: s.tokens_per_second,
+    ),
     Family("quire:waiting_tokens", "Tokens of the waiting sequences.", lambda s: s.waiting_tokens),
     Family("quire:kv_blocks", "Blocks of KV memory in the pool.", lambda s: s.blocks),
     Family("quire:kv_blocks_free", "Blocks without a holder, cached ones included.", lambda s: s.blocks_free),
@@ -61,6 +74,11 @@ COUNTERS = (
     Family("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix index.", lambda s: s.prefix_queries),
     Family("vllm:prefix_cache_hits", "Prompt tokens found in the prefix index.", lambda s: s.prefix_hits),
     Family("vllm:prompt_tokens", "Prompt tokens computed or found in the prefix index.", lambda s: s.prompt_tokens),
+    Family(
+        "vllm:prompt_tokens_cached",
+        "Prompt tokens found in the prefix index instead of being computed.",
+        lambda s: s.prompt_tokens_cached,
+    ),
     Family("vllm:generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     Family("quire:steps", "Steps completed.", lambda s: s.steps),
     Family("quire:requests_accepted", "Requests taken into the queue.", lambda s: s.accepted),
@@ -68,11 +86,57 @@ COUNTERS = (
     Family("quire:worker_losses", "Times that a worker died, hung or failed.", lambda s: s.worker_losses),
 )
 
-FINISHES: tuple[tuple[str, Callable[[Snapshot], int]], ...] = (
-    ("stop", lambda s: s.finished_stop),
-    ("length", lambda s: s.finished_length),
-    ("abort", lambda s: s.finished_abort),
-    ("error", lambda s: s.finished_error),
+UNTYPED = (Family("vllm:generation_token_count", "Tokens generated, without _total.", lambda s: s.generation_tokens),)
+
+
+class Split(NamedTuple):
+    """One family with a sample for each value of a label of its own."""
+
+    name: str
+    doc: str
+    label: str
+    values: Mapping[str, Callable[[Snapshot], float]]
+
+
+SPLIT_GAUGES = (
+    Split(
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences waiting for room (capacity), or for a worker, a trial or their request's prompt (deferred).",
+        "reason",
+        {"capacity": lambda s: s.waiting - s.waiting_deferred, "deferred": lambda s: s.waiting_deferred},
+    ),
+)
+
+SPLIT_COUNTERS = (
+    Split(
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens, by where their KV came from.",
+        "source",
+        {
+            "local_compute": lambda s: s.prompt_tokens - s.prompt_tokens_cached,
+            "local_cache_hit": lambda s: s.prompt_tokens_cached,
+        },
+    ),
+    Split(
+        "vllm:admission_rejections",
+        "Requests that found the queue full, by the limit that they met.",
+        "reason",
+        {
+            "max_num_queued_reqs": lambda s: s.rejected_by_requests,
+            "max_num_queued_tokens": lambda s: s.rejected_by_tokens,
+        },
+    ),
+    Split(
+        "quire:sequences_finished",
+        "Sequences that ended.",
+        "finished_reason",
+        {
+            "stop": lambda s: s.finished_stop,
+            "length": lambda s: s.finished_length,
+            "abort": lambda s: s.finished_abort,
+            "error": lambda s: s.finished_error,
+        },
+    ),
 )
 
 
@@ -89,7 +153,14 @@ class EngineCollector(Collector):
             yield _fill(GaugeMetricFamily(family.name, family.doc, labels=LABELS), family.value, model, snapshots)
         for family in COUNTERS:
             yield _fill(CounterMetricFamily(family.name, family.doc, labels=LABELS), family.value, model, snapshots)
-        yield _finishes(model, snapshots)
+        for family in UNTYPED:
+            yield _fill(UnknownMetricFamily(family.name, family.doc, labels=LABELS), family.value, model, snapshots)
+        for split in SPLIT_GAUGES:
+            yield _split(GaugeMetricFamily, split, model, snapshots)
+        for split in SPLIT_COUNTERS:
+            yield _split(CounterMetricFamily, split, model, snapshots)
+        yield _step_tokens(model, snapshots)
+        yield _cache_config(model, snapshots)
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples: registration must not need an engine."""
@@ -113,7 +184,7 @@ def exposition(registry: CollectorRegistry) -> tuple[bytes, str]:
 
 
 def _fill(
-    family: GaugeMetricFamily | CounterMetricFamily,
+    family: GaugeMetricFamily | CounterMetricFamily | UnknownMetricFamily,
     value: Callable[[Snapshot], float],
     model: str,
     snapshots: Mapping[str, Snapshot],
@@ -123,10 +194,31 @@ def _fill(
     return family
 
 
-def _finishes(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
-    labels = (*LABELS, "finished_reason")
-    family = CounterMetricFamily("quire:sequences_finished", "Sequences that ended.", labels=labels)
+def _split(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], split: Split, model: str, snapshots: Mapping[str, Snapshot]
+) -> Metric:
+    family = kind(split.name, split.doc, labels=(*LABELS, split.label))
     for engine, snapshot in snapshots.items():
-        for reason, count in FINISHES:
-            family.add_metric((model, engine, reason), count(snapshot))
+        for value, count in split.values.items():
+            family.add_metric((model, engine, value), count(snapshot))
+    return family
+
+
+def _step_tokens(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
+    family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in a step.", labels=LABELS)
+    bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
+    for engine, snapshot in snapshots.items():
+        steps = snapshot.step_tokens or [0] * len(bounds)
+        buckets = list(zip(bounds, accumulate(steps), strict=False))
+        family.add_metric((model, engine), buckets, snapshot.step_tokens_sum)
+    return family
+
+
+def _cache_config(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
+    labels = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+    doc = "Always 1: its labels say how the KV memory is cut, on any device."
+    family = GaugeMetricFamily("vllm:cache_config_info", doc, labels=(*LABELS, *labels))
+    for engine, snapshot in snapshots.items():
+        values = (str(snapshot.block_size), str(snapshot.blocks), str(snapshot.prefix_caching))
+        family.add_metric((model, engine, *values), 1)
     return family

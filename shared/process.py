@@ -1,10 +1,15 @@
-"""What every service's process does first: log lines to stderr, and stay with the supervisor that started it."""
+"""What every service's process does first: log lines to stderr, and stay with the supervisor that started it.
+
+Log lines quote what strangers sent: paths, names, texts in errors. Nothing of that may look like a line of its own or
+speak to a terminal, so `LogFormatter` escapes it, whoever wrote the line.
+"""
 
 import ctypes
 import logging
 import os
 import signal
 import sys
+import textwrap
 
 PR_SET_PDEATHSIG = 1
 
@@ -12,9 +17,39 @@ EXIT_REFUSED = 2
 """Exit status of a service that cannot run with these settings or this model; one line on stderr says why."""
 
 
+class LogFormatter(logging.Formatter):
+    """One line a record, and tracebacks below it, which keep their lines but stand indented."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the record's line."""
+        return printable(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line and its traceback."""
+        line, *trace = super().format(record).split("\n")
+        return "\n".join([line, *(textwrap.indent(printable(part), "  ") for part in trace)])
+
+
+def printable(text: str) -> str:
+    """Return `text` with those characters escaped that end lines, steer terminals, reorder others or are not seen."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def start_logging() -> None:
     """Log lines from level INFO on, to stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def set_log_level(level: str) -> None:
+    """Leave out lines below `level`, once the settings have said which."""
+    logging.getLogger().setLevel(level.upper())
 
 
 def follow(supervisor: int) -> None:

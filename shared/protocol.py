@@ -1,7 +1,7 @@
 """Every message between Quire's processes. This file is the architecture.
 
     gateway ──Hello, Submit, Abort, Ping──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
-    gateway ◀─Welcome, Progress, Refused, Status── scheduler ◀─Register, StepResult, Fault, Beat── worker
+    gateway ◀─Welcome, Accepted, Refused, Progress, Status── scheduler ◀─Register, StepResult, Fault, Beat── worker
 
 Rules of the file:
 - One union a direction, each member tagged by a small integer; encoders and decoders are built once, below.
@@ -9,6 +9,8 @@ Rules of the file:
 - Nothing untyped travels: no pickle, no method names, no free-form mappings.
 - Token ids travel as little-endian int32 bytes (`pack_tokens`), since both ends want arrays.
 - `decode_*` raises `ProtocolError` for whatever is not a message, and nothing else.
+- Every number has a range and every string a longest length, in its type: NaN and infinity are no message, and no
+  peer can overflow an array or upset an order by a value.
 
 Times are seconds. A *position* counts tokens of a sequence from 0 at the first prompt token; an *output position*
 counts from 0 at the first token behind the prompt. A *slot* is the index, assigned by the scheduler, under which a
@@ -31,7 +33,26 @@ VERSION = 4
 MAX_FRAME = 64 * 1024 * 1024
 """No message is longer than this many bytes; sockets drop a peer that sends more."""
 
-Count = Annotated[int, Meta(ge=0)]
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets in which `Snapshot.step_tokens` counts steps; what is larger has a bucket of its own."""
+
+_INT32 = 2**31 - 1  # as the arrays of tokens, slots and blocks hold it
+_INT64 = 2**63 - 1
+
+Count = Annotated[int, Meta(ge=0, le=_INT64)]  # of events since a start; an id
+Index = Annotated[int, Meta(ge=0, le=_INT32)]  # a token id, position, slot, block or sample, or how many of these
+Size = Annotated[int, Meta(ge=1, le=_INT32)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Time = Annotated[float, Meta(ge=0, le=1e11)]  # of the wall clock
+Finite = Annotated[float, Meta(ge=-3.4e38, le=3.4e38)]  # a float32 holds it
+Name = Annotated[str, Meta(max_length=4096)]
+Detail = Annotated[str, Meta(max_length=2**20)]  # for people
+
+Wanted = Annotated[int, Meta(ge=-1, le=_INT32)]  # a number of alternatives, or a sample; -1 is said where it is used
+Share = Annotated[float, Meta(ge=0, le=1)]
+Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; far more than the API takes
+TokenIds = Annotated[list[Index], Meta(max_length=2**20)]
+LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=2**20)]
 
 
 class Finish(Enum):
@@ -55,7 +76,7 @@ class Refusal(Enum):
 class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Names one configuration of a worker group; results of another epoch are dropped."""
 
-    boot: str  # drawn anew by each scheduler process
+    boot: Name  # drawn anew by each scheduler process
     count: Count  # grows each time the group is (re)configured
 
 
@@ -65,29 +86,29 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     Text (stop strings) is not here: the gateway watches for it and aborts.
     """
 
-    max_tokens: Count  # output tokens at most; 0 only scores the prompt
+    max_tokens: Index  # output tokens at most; 0 only scores the prompt
     seed: Annotated[int, Meta(ge=0)]  # 64 bits; noise is Philox(key=seed, counter=(token, output position, sample))
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # 1 is off
-    top_k: Count = 0  # 0 is off
-    min_p: float = 0.0  # 0 is off
-    presence_penalty: float = 0.0  # over output tokens
-    frequency_penalty: float = 0.0  # over output tokens
-    repetition_penalty: float = 1.0  # over prompt and output tokens
-    logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit)
-    min_tokens: Count = 0  # stop tokens cannot be sampled before so many output tokens
-    stop_token_ids: list[int] = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
-    logprobs: int = -1  # alternatives reported for each output token; -1: not even the token's own
-    prompt_logprobs: int = -1  # the same for the tokens of the prompt; such a request takes no prefix hits
+    temperature: Annotated[float, Meta(ge=0, le=1e30)] = 1.0  # 0 is greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1 is off
+    top_k: Index = 0  # 0 is off
+    min_p: Share = 0.0  # 0 is off
+    presence_penalty: Bias = 0.0  # over output tokens
+    frequency_penalty: Bias = 0.0  # over output tokens
+    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e30)] = 1.0  # over prompt and output tokens
+    logit_bias: LogitBias = []  # (token id, added to its logit)
+    min_tokens: Index = 0  # stop tokens cannot be sampled before so many output tokens
+    stop_token_ids: TokenIds = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
+    logprobs: Wanted = -1  # alternatives reported for each output token; -1: not even the token's own
+    prompt_logprobs: Wanted = -1  # the same for the tokens of the prompt; such a request takes no prefix hits
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Log-probabilities at one position, of the model's own distribution (before bias, penalties and temperature)."""
 
-    logprob: float  # of the token that stands there
-    rank: int  # of that token, 1 being the likeliest
-    top_ids: list[int]  # the likeliest tokens, best first
-    top_logprobs: list[float]  # theirs
+    logprob: Finite  # of the token that stands there
+    rank: Index  # of that token, 1 being the likeliest
+    top_ids: list[Index]  # the likeliest tokens, best first
+    top_logprobs: list[Finite]  # theirs
 
 
 # gateway → scheduler
@@ -96,29 +117,29 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Hello(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """A gateway's first message on a new socket."""
 
-    version: int
-    gateway: str  # the socket's identity, for logs
+    version: Count
+    gateway: Name  # the socket's identity, for logs
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """Run one request. Answered by `Refused`, or by progress up to one finish for each of its samples."""
+    """Run one request. Answered at once, by `Accepted` or `Refused`; then comes progress, to one finish a sample."""
 
     id: Count  # of this attempt, never used again on the same socket
     tokens: bytes  # int32: the prompt, and behind `prompt_len` the output so far
-    prompt_len: Annotated[int, Meta(ge=1)]
+    prompt_len: Size
     sampling: Sampling
-    n: Annotated[int, Meta(ge=1)] = 1  # samples wanted; more than one only without output
-    sample: Count = 0  # index of the first sample
-    priority: int = 0  # lower is served first
-    arrival: float = 0.0  # wall-clock time when the gateway took it in; orders the queue across gateways
-    turn: Count = 0  # samples of the same user's request before the first of these; others' may be served between
+    n: Size = 1  # samples wanted; more than one only without output
+    sample: Index = 0  # index of the first sample
+    priority: Annotated[int, Meta(ge=-(2**63), le=_INT64)] = 0  # lower is served first
+    arrival: Time = 0.0  # when the gateway took it in; orders the queue across gateways
+    turn: Index = 0  # samples of the same user's request before the first of these; others' may be served between
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
     """Stop a request, or one sample of it. Idempotent; unknown ids are ignored; nothing is answered."""
 
     id: Count
-    sample: int = -1  # -1: all of them
+    sample: Wanted = -1  # -1: all of them
 
 
 class Ping(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
@@ -131,66 +152,82 @@ class Ping(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=Tr
 class ModelFacts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a worker knows of the model it loaded."""
 
-    model: str  # the folder or name it was loaded from
-    architecture: str  # as in config.json
-    dtype: str  # of the weights in memory
-    max_positions: int  # the longest context that the model was made for
-    vocab_size: int  # logits per position
-    fingerprint: str  # equal fingerprints give equal tokens
-    weights: str = ""  # of the weight files: an engine's workers must agree; empty: not known
-    text: str = ""  # of the files that tell text from tokens: a gateway's must be the same; empty: not known
+    model: Name  # the folder or name it was loaded from
+    architecture: Name  # as in config.json
+    dtype: Name  # of the weights in memory
+    max_positions: Count  # the longest context that the model was made for
+    vocab_size: Index  # logits per position
+    fingerprint: Name  # equal fingerprints give equal tokens
+    weights: Name = ""  # of the weight files: an engine's workers must agree; empty: not known
+    text: Name = ""  # of the files that tell text from tokens: a gateway's must be the same; empty: not known
 
 
 class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """State of one engine: gauges as they are, counters since the scheduler's start."""
 
-    running: int = 0  # sequences with a slot
-    waiting: int = 0  # sequences without one
-    waiting_tokens: int = 0  # their tokens
-    blocks: int = 0  # of the pool
-    blocks_free: int = 0  # with no holder, cached ones included
-    blocks_cached: int = 0  # published in the prefix index, held or not
-    tokens_held: int = 0  # positions handed out in held blocks (shared ones once); shows internal waste
-    in_flight: int = 0  # plans sent whose result is not back
-    steps: int = 0  # counter: results committed
-    preemptions: int = 0  # counter
-    prefix_queries: int = 0  # counter: tokens looked up in the prefix index
-    prefix_hits: int = 0  # counter: tokens found there
-    prompt_tokens: int = 0  # counter: prompt tokens computed or found
-    generation_tokens: int = 0  # counter
-    accepted: int = 0  # counter: requests
-    refused: int = 0  # counter: requests
-    finished_stop: int = 0  # counter: sequences
-    finished_length: int = 0  # counter: sequences
-    finished_abort: int = 0  # counter: sequences
-    finished_error: int = 0  # counter: sequences
-    worker_losses: int = 0  # counter: epochs that ended in a dead, hung or faulty worker
-    block_size: int = 0  # tokens in a block
+    running: Count = 0  # sequences with a slot
+    waiting: Count = 0  # sequences without one
+    waiting_tokens: Count = 0  # their tokens
+    blocks: Count = 0  # of the pool
+    blocks_free: Count = 0  # with no holder, cached ones included
+    blocks_cached: Count = 0  # published in the prefix index, held or not
+    tokens_held: Count = 0  # positions handed out in held blocks (shared ones once); shows internal waste
+    in_flight: Count = 0  # plans sent whose result is not back
+    steps: Count = 0  # counter: results committed
+    preemptions: Count = 0  # counter
+    prefix_queries: Count = 0  # counter: tokens looked up in the prefix index
+    prefix_hits: Count = 0  # counter: tokens found there
+    prompt_tokens: Count = 0  # counter: prompt tokens computed or found
+    generation_tokens: Count = 0  # counter
+    accepted: Count = 0  # counter: requests
+    refused: Count = 0  # counter: requests
+    finished_stop: Count = 0  # counter: sequences
+    finished_length: Count = 0  # counter: sequences
+    finished_abort: Count = 0  # counter: sequences
+    finished_error: Count = 0  # counter: sequences
+    worker_losses: Count = 0  # counter: epochs that ended in a dead, hung or faulty worker
+    block_size: Count = 0  # tokens in a block
+    waiting_deferred: Count = 0  # of `waiting`: for a worker, a trial or their request's prompt, not for room
+    prompt_tokens_cached: Count = 0  # counter: of `prompt_tokens`, those found in the prefix index
+    step_tokens: list[Count] = []  # counter: steps, by the tokens computed in them; see `STEP_TOKENS`
+    step_tokens_sum: Count = 0  # counter: tokens computed in all steps
+    tokens_per_second: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # generated, over the last seconds
+    rejected_by_requests: Count = 0  # counter: of `refused`, those that found too many requests waiting
+    rejected_by_tokens: Count = 0  # counter: of `refused`, those that found too many tokens waiting
+    prefix_caching: bool = False  # whether there is a prefix index at all
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """Answers `Hello` as soon as workers are configured, and is sent again when they are configured anew."""
 
-    version: int
-    engine: str  # name of the engine, for metrics' labels
-    boot: str  # of the scheduler process
+    version: Count
+    engine: Name  # name of the engine, for metrics' labels
+    boot: Name  # of the scheduler process
     facts: ModelFacts
-    max_model_len: int  # tokens of prompt and output together, after fitting the pool
-    max_num_seqs: int
+    max_model_len: Index  # tokens of prompt and output together, after fitting the pool
+    max_num_seqs: Index
+
+
+class Admission(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """How a sequence came to run."""
+
+    queued: Seconds  # from the acceptance of its request to its first admission, by the scheduler's clock
+    preemptions: Count  # so far
 
 
 class ProgressRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """News of one sequence."""
 
-    id: int  # of the `Submit`
-    sample: int
-    position: int  # output position of the first of `tokens`; whatever does not continue the stream is not applied
-    tokens: list[int]
+    id: Count  # of the `Submit`
+    sample: Index
+    position: Index  # output position of the first of `tokens`; whatever does not continue the stream is not applied
+    tokens: list[Index]
     logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt positions, in order, from position 1
     finish: Finish | None = None  # the last row of this sequence
-    cached_tokens: int = 0  # prompt tokens found in the prefix index when it was first admitted
-    detail: str = ""  # for people, when `finish` is ERROR
+    cached_tokens: Index = 0  # prompt tokens found in the prefix index when it was first admitted
+    detail: Detail = ""  # when `finish` is ERROR
+    admission: Admission | None = None  # when it has changed since the sequence's last row
 
 
 class Progress(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
@@ -202,10 +239,10 @@ class Progress(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
 class Refused(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
     """A `Submit` that was not accepted; nothing of it remains."""
 
-    id: int
+    id: Count
     reason: Refusal
-    detail: str  # for people
-    retry_after: float = 0.0  # seconds; a guess, when the reason passes
+    detail: Detail
+    retry_after: Seconds = 0.0  # a guess, when the reason passes
 
 
 class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
@@ -216,6 +253,12 @@ class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
     snapshot: Snapshot
 
 
+class Accepted(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+    """Each of these `Submit`s is in the queue: it will not be refused any more, however long it waits there."""
+
+    ids: list[Count]
+
+
 # scheduler → worker
 
 
@@ -223,22 +266,22 @@ class Configure(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fiel
     """Begin an epoch: drop all sequences, and have KV memory and slots of these sizes."""
 
     epoch: Epoch
-    block_size: Annotated[int, Meta(ge=1)]  # tokens
-    num_blocks: Annotated[int, Meta(ge=1)]
-    max_num_seqs: Annotated[int, Meta(ge=1)]  # slots
-    max_model_len: Annotated[int, Meta(ge=1)]
-    max_num_batched_tokens: Annotated[int, Meta(ge=1)]
+    block_size: Size  # tokens
+    num_blocks: Size
+    max_num_seqs: Size  # slots
+    max_model_len: Size
+    max_num_batched_tokens: Size
 
 
 class NewSequence(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A sequence enters a slot (new, or resumed: the two differ in numbers only)."""
 
-    slot: int
+    slot: Index
     tokens: bytes  # int32, all that are known
-    prompt_len: int
-    blocks: list[int]  # its block table so far
+    prompt_len: Index
+    blocks: list[Index]  # its block table so far
     sampling: Sampling
-    sample: int
+    sample: Index
 
 
 class Fork(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -247,16 +290,16 @@ class Fork(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     The parent has a sampling row in the same plan; each child samples from that row's logits too.
     """
 
-    parent: int  # slot
-    children: list[tuple[int, int]]  # (slot, sample)
+    parent: Index  # slot
+    children: list[tuple[Index, Index]]  # (slot, sample)
 
 
 class TableWrite(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """`table[slot][index : index + len(blocks)] = blocks`."""
 
-    slot: int
-    index: int
-    blocks: list[int]
+    slot: Index
+    index: Index
+    blocks: list[Index]
 
 
 class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -265,10 +308,10 @@ class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=F
     Their tokens are in the slot already: given with the sequence, or sampled there by an earlier step.
     """
 
-    slot: int
-    start: int
-    count: int
-    samples: int  # tokens to sample after the last of them: 0 or 1
+    slot: Index
+    start: Index
+    count: Index
+    samples: Index  # tokens to sample after the last of them: 0 or 1
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
@@ -278,13 +321,13 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
     """
 
     epoch: Epoch
-    step: int  # consecutive within an epoch, from 0
+    step: Count  # consecutive within an epoch, from 0
     rows: list[Row]
     new: list[NewSequence] = []
     forks: list[Fork] = []
     writes: list[TableWrite] = []
-    copies: list[tuple[int, int]] = []  # (source block, destination block), all layers; no block is on both sides
-    released: list[int] = []  # slots no longer in use
+    copies: list[tuple[Index, Index]] = []  # (source block, destination block), all layers; no block is on both sides
+    released: list[Index] = []  # slots no longer in use
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -297,24 +340,24 @@ class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=Tr
 class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
     """A worker rank's first message on a new socket: weights are loaded and warm."""
 
-    version: int
-    worker: str  # the socket's identity, for logs
-    rank: int
-    world: int  # ranks of the group
-    pid: int  # on the worker's host
-    device: str
+    version: Count
+    worker: Name  # the socket's identity, for logs
+    rank: Index
+    world: Index  # ranks of the group
+    pid: Index  # on the worker's host
+    device: Name
     facts: ModelFacts
-    kv_bytes_per_token: int  # all layers, keys and values
-    kv_memory: int  # bytes that may hold KV
-    step_seconds: float  # measured: a step's fixed cost
-    token_seconds: float  # measured: cost of one more token in a step
+    kv_bytes_per_token: Count  # all layers, keys and values
+    kv_memory: Count  # bytes that may hold KV
+    step_seconds: Seconds  # measured: a step's fixed cost
+    token_seconds: Seconds  # measured: cost of one more token in a step
 
 
 class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """What a slot gave in a step: a sampling row, a fork's child, or a row with prompt log-probabilities."""
 
-    slot: int
-    tokens: list[int]
+    slot: Index
+    tokens: list[Index]
     logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`, if wanted
     prompt_logprobs: list[TokenLogprobs] | None = None  # of positions start+1 .. min(start+count, prompt_len-1)
 
@@ -323,17 +366,17 @@ class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fie
     """Outcome of the plan of the same epoch and step."""
 
     epoch: Epoch
-    step: int
+    step: Count
     rows: list[SampledRow]
-    seconds: float = 0.0  # the worker spent on it
+    seconds: Seconds = 0.0  # the worker spent on it
 
 
 class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
     """A step raised; the process ends itself after this message, since its state is unknown."""
 
     epoch: Epoch
-    step: int
-    detail: str  # the traceback
+    step: Count
+    detail: Detail  # the traceback
 
 
 class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
@@ -341,15 +384,23 @@ class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=Tr
 
 
 GatewayToScheduler = Hello | Submit | Abort | Ping
-SchedulerToGateway = Welcome | Progress | Refused | Status
+SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted
 SchedulerToWorker = Configure | StepPlan | Stop
 WorkerToScheduler = Register | StepResult | Fault | Beat
+
+
+class _SubmitId(Struct, frozen=True, array_like=True, tag=2):
+    """The beginning of a `Submit`; whatever comes behind it is not looked at."""
+
+    id: Count
+
 
 _encoder = msgspec.msgpack.Encoder()
 _from_gateway = msgspec.msgpack.Decoder(GatewayToScheduler)
 _to_gateway = msgspec.msgpack.Decoder(SchedulerToGateway)
 _to_worker = msgspec.msgpack.Decoder(SchedulerToWorker)
 _from_worker = msgspec.msgpack.Decoder(WorkerToScheduler)
+_submit_id = msgspec.msgpack.Decoder(_SubmitId)
 
 M = TypeVar("M")
 
@@ -362,6 +413,14 @@ def encode(message: Struct) -> bytes:
 def decode_from_gateway(data: bytes) -> GatewayToScheduler:
     """A message that a scheduler got from a gateway."""
     return _decode(_from_gateway, data)
+
+
+def id_of_submit(data: bytes) -> int | None:
+    """Return the id of a `Submit` that is no message as a whole, so that it can be refused; None if there is none."""
+    try:
+        return _decode(_submit_id, data).id
+    except ProtocolError:
+        return None
 
 
 def decode_to_gateway(data: bytes) -> SchedulerToGateway:

@@ -3,7 +3,8 @@
     out[t, h] = Σ_j softmax_j(cap(scale * q[t, h] · K[j])) V[j],   j over positions p - window < j ≤ p
 
 for the query at absolute position p, K and V being those of its row's sequence and of head h // (Hq / Hkv); without
-a window, j starts at 0; cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32.
+a window, j starts at 0; cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32. Where the
+cache leaves biases out, K[j] is the cache's vector + the bias rotated to position j, and V[j] the cache's + the bias.
 
 A row is any number of queries at consecutive positions; nothing tells a long one from one of a single query. What
 hangs on the shape of the batch alone is worked out once a step by `plan_attention` and used by every layer: rows of
@@ -19,10 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.kv_bias import KVBias
 from kernels.layout import scales
+from kernels.reference.rotary import rotary
 
 _LONGEST = 256
 """Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
+
+
+Angles = tuple[Tensor, Tensor]
+
+
+def pack_angles(cos: Tensor, sin: Tensor) -> Angles:
+    """Return a rope's cosines and sines (P, R) float32 at all positions as `paged_attention` wants them."""
+    return cos, sin
 
 
 class Piece(NamedTuple):
@@ -88,17 +99,28 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: KVBias | None = None,
+    angles: Angles | None = None,
 ) -> Tensor:
     """`q` (T, Hq, D) of any strides, caches (block, kv_head, slot, D) contiguous, or codes with scales; gives a new
     (T, Hq, D).
 
     The keys and values of the queries themselves must be in the cache already. `window` is how many positions a
-    query sees, its own included; 0 is all.
+    query sees, its own included; 0 is all. `angles` are what `pack_angles` gave of the rope by which keys are rotated;
+    without any they are not. Dimensions that are not rotated may be left out of the keys' bias if there is no softcap:
+    they add the same to all scores of a query.
     """
+    bias = bias or KVBias()
     out = None
     for group in plan.groups:
         part = _attend(
-            q if group.queries is None else q[group.queries], key_cache, value_cache, group, scale, window, softcap
+            q if group.queries is None else q[group.queries],
+            _gather(key_cache, group, q.dtype, bias.keys, angles),
+            _gather(value_cache, group, q.dtype, bias.values),
+            group,
+            scale,
+            window,
+            softcap,
         )
         if group.queries is None:
             return part
@@ -140,15 +162,11 @@ def _group(pieces: list[Piece], tables: Tensor, block_size: int, heads: int, who
     )
 
 
-def _attend(
-    q: Tensor, key_cache: Tensor, value_cache: Tensor, group: Group, scale: float, window: int, softcap: float
-) -> Tensor:
-    """Attention of one group: `q` (N C, Hq, D)."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float, window: int, softcap: float) -> Tensor:
+    """Attention of one group: `q` (N C, Hq, D), `keys` and `values` (N, Hkv, L, D)."""
     num_heads, dim = q.shape[1:]
-    kv_heads, shared = key_cache.shape[1], num_heads // key_cache.shape[1]
-    size, length = group.size, group.length
-    keys = _gather(key_cache, group, q.dtype).view(-1, kv_heads, length, dim)
-    values = _gather(value_cache, group, q.dtype).view(-1, kv_heads, length, dim)
+    kv_heads, shared = keys.shape[1], num_heads // keys.shape[1]
+    size = group.size
     q = q.reshape(-1, size, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * size, dim)
     mask = _mask(group, window, shared, q.dtype)
     if softcap:
@@ -158,12 +176,30 @@ def _attend(
     return out.reshape(-1, kv_heads, shared, size, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
 
 
-def _gather(cache: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """The group's vectors (N Hkv L, D). What lies behind an end is zeroed: a NaN there would not mind the mask."""
+def _gather(
+    cache: Tensor, group: Group, dtype: torch.dtype, bias: Tensor | None = None, angles: Angles | None = None
+) -> Tensor:
+    """The group's vectors (N, Hkv, L, D), with `bias` (Hkv, D) added, rotated to each position if there are angles.
+
+    What lies behind an end is zeroed: a NaN there would not mind the mask.
+    """
     parts = cache.flatten(0, 1).index_select(0, group.blocks)
     if cache.dtype == torch.int8:
-        parts = (parts * scales(cache).flatten(0, 1).index_select(0, group.blocks)[..., None]).to(dtype)
-    return parts.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
+        parts = parts * scales(cache).flatten(0, 1).index_select(0, group.blocks)[..., None]
+    vectors = parts.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
+    vectors = vectors.view(-1, cache.shape[1], group.length, cache.shape[-1])
+    if bias is not None:
+        vectors = vectors + _at_positions(bias, group.length, angles)
+    return vectors.to(dtype)
+
+
+def _at_positions(bias: Tensor, length: int, angles: Angles | None) -> Tensor:
+    """(Hkv, L, D) of a bias (Hkv, D). No position beyond the angles' last is seen."""
+    everywhere = bias.float()[None].expand(length, -1, -1)
+    if angles is not None:
+        cos, sin = (F.pad(table[:length], (0, 0, 0, max(0, length - len(table)))) for table in angles)
+        everywhere = rotary(everywhere, cos, sin)
+    return everywhere.transpose(0, 1)
 
 
 def _mask(group: Group, window: int, shared: int, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,10 @@
 """One request, streamed and timed.
 
 Times are taken when bytes come out of the socket, before they are looked at: what came in one piece came at one time.
-A *piece* is a chunk of the stream with a token in it; the time to the first, and the times between, are what the
-client sees, however many tokens a server puts into one. How many tokens there were, the server's own usage says.
+A *piece* is a chunk of the stream with a token in it: one with words, be they the answer's, its reasoning's or a tool
+call's, or the one that ends the answer. A chat's other chunks hold no token; a completion's hold one whose text is
+hidden. The time to the first piece, and the times between, are what the client sees, however many tokens a server puts
+into one. How many tokens there were, the server's own usage says.
 
 Whatever goes wrong with a request is part of its outcome, and never raised.
 """
@@ -26,6 +28,9 @@ SHOWN = 500
 REFUSAL = 64 * 1024
 """Bytes that are read of a refusal."""
 
+WORDED = ("text", "thinking", "function", "name", "arguments")
+"""Fields of the objects in a delta whose strings a model has written."""
+
 PARTING = 0.25
 """Seconds to the end of the answer behind [DONE], in which the connection can be kept for the next request."""
 
@@ -43,6 +48,7 @@ class Outcome(Struct):
     latency: float = 0.0  # from start to last piece
     output_tokens: int = 0  # 0 if the server does not say
     text: str = ""
+    aside: str = ""  # words beside the text: reasoning, and calls of tools
 
 
 class Target(NamedTuple):
@@ -57,8 +63,21 @@ class Target(NamedTuple):
 
 
 class _Delta(Struct):
-    role: str | None = None
-    content: str | None = None
+    """What a chat's chunk adds. Servers differ in the names and in the shapes of all but the content."""
+
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None  # the older name
+    refusal: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+    @property
+    def aside(self) -> str:
+        """The words that are not the answer's text."""
+        reasoning = self.reasoning or self.reasoning_content  # some servers send both, with the same words
+        found = reasoning or self.refusal or self.tool_calls or self.function_call
+        return words([reasoning, self.refusal, self.tool_calls, self.function_call]) if found else ""
 
 
 class _Choice(Struct):
@@ -207,12 +226,22 @@ class Stream:
         if chunk.usage is not None:
             outcome.output_tokens = chunk.usage.completion_tokens or outcome.output_tokens
             outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
-        pieces = [choice for choice in chunk.choices or () if not opens(choice)]
-        for choice in pieces:
-            outcome.text += choice.text or (choice.delta and choice.delta.content) or ""
-            self._finished = self._finished or choice.finish_reason is not None
-        if pieces:
+        taken = [self._choose(choice) for choice in chunk.choices or ()]
+        if any(taken):
             self._piece(now)
+
+    def _choose(self, choice: _Choice) -> bool:
+        """Take one choice of a chunk; True if a token is in it."""
+        text, aside = choice.text or "", ""
+        if choice.delta is not None:
+            text += words(choice.delta.content)
+            aside = choice.delta.aside
+        self._outcome.text += text
+        if aside:
+            self._outcome.aside += aside
+        ends = bool(choice.finish_reason)  # some servers write '' while they go on
+        self._finished = self._finished or ends
+        return bool(text or aside or ends or choice.text is not None)
 
     def _piece(self, now: float) -> None:
         outcome = self._outcome
@@ -224,7 +253,13 @@ class Stream:
         outcome.latency = now - outcome.started
 
 
-def opens(choice: _Choice) -> bool:
-    """Whether it only names the role, as a chat's first chunk does: no token is in it, and it may come before any."""
-    delta = choice.delta
-    return delta is not None and delta.role is not None and not delta.content and choice.finish_reason is None
+def words(value: Any) -> str:
+    """All words in a part of a delta: a string, or objects and lists that hold strings."""
+    match value:
+        case str():
+            return value
+        case list():
+            return "".join(map(words, value))
+        case dict():
+            return "".join(words(value.get(name)) for name in WORDED)
+    return ""

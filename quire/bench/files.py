@@ -1,13 +1,40 @@
-"""Prompts out of files: ShareGPT's JSON, or JSON lines of one's own. Whatever is wrong is a `ConfigError`."""
+"""Prompts out of files: ShareGPT's JSON, or JSON lines of one's own.
 
-from collections.abc import Iterator
+A file of one's own has to be right. ShareGPT's files come from many hands: an entry that cannot be used is passed over
+and counted. A file that cannot be used at all is a `ConfigError`.
+"""
+
+import codecs
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from shared.errors import ConfigError
+
+TURNS = ("conversations", "conversation", "messages", "items")
+ROLES = ("from", "role")
+VALUES = ("value", "content", "text")
+"""Names of the same fields in files of different hands."""
+
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+}
 
 
 class Entry(NamedTuple):
@@ -18,28 +45,34 @@ class Entry(NamedTuple):
     output_tokens: int | None  # as its line says
 
 
-class _Turn(Struct):
-    value: str
-
-
-class _Conversation(Struct):
-    conversations: list[_Turn] = []
-
-
 class _Line(Struct):
     prompt: str
     output_tokens: int | None = None
 
 
-def sharegpt(path: str | None) -> Iterator[Entry]:
-    """First question and first answer of each conversation that has both."""
+class _Turn(NamedTuple):
+    speaker: str | None  # None if the file does not say
+    text: str
+
+
+def sharegpt(path: str | None) -> list[Entry]:
+    """First question that has an answer, and that answer, of each conversation. The others are counted on stderr."""
     try:
-        entries = msgspec.json.decode(_read("sharegpt", path), type=list[_Conversation])
-    except msgspec.DecodeError as error:
+        conversations = json.loads(
+            _read("sharegpt", path)
+        )  # it reads what other libraries refuse: NaN, half surrogates
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--dataset-path {path}: not ShareGPT's JSON: {error}") from error
-    for entry in entries:
-        if len(entry.conversations) >= 2:
-            yield Entry(entry.conversations[0].value, entry.conversations[1].value, None)
+    if not isinstance(conversations, list):
+        raise ConfigError(f"--dataset-path {path}: not ShareGPT's JSON: it must be a list of conversations")
+    found = [_first_exchange(conversation) for conversation in conversations]
+    entries = [entry for entry in found if entry is not None]
+    if skipped := len(found) - len(entries):
+        print(
+            f"quire: {path}: skipped {skipped} of {len(found)} entries, which hold no question with an answer",
+            file=sys.stderr,
+        )
+    return entries
 
 
 def custom(path: str | None) -> Iterator[Entry]:
@@ -54,10 +87,56 @@ def custom(path: str | None) -> Iterator[Entry]:
         yield Entry(found.prompt, None, found.output_tokens)
 
 
+def _first_exchange(conversation: Any) -> Entry | None:
+    """The first turn of a user with the assistant's next to it; None if there is none.
+
+    Where nobody is called an assistant, the names say nothing, and the first two turns are taken.
+    """
+    turns = [turn for turn in _turns(conversation) if turn is None or turn.speaker != "system"]
+    named = any(turn is not None and turn.speaker == "assistant" for turn in turns)
+    pairs = itertools.pairwise(turns) if named else [turns[:2]] if len(turns) >= 2 else []
+    for question, answer in pairs:
+        if question is None or answer is None:
+            continue
+        if not named or (question.speaker, answer.speaker) == ("user", "assistant"):
+            return Entry(question.text, answer.text, None)
+    return None
+
+
+def _turns(conversation: Any) -> list[_Turn | None]:
+    """Who says what, with None for turns that cannot be read."""
+    fields = conversation if isinstance(conversation, dict) else {}
+    lists = [turns for turns in (conversation, *map(fields.get, TURNS)) if isinstance(turns, list)]
+    return [_turn(turn) for turn in lists[0]] if lists else []
+
+
+def _turn(turn: Any) -> _Turn | None:
+    if not isinstance(turn, dict):
+        return None
+    text, role = _first(turn, VALUES), _first(turn, ROLES)
+    if text is None or not text.strip() or not _is_unicode(text):
+        return _Turn("system", "") if role is not None and SPEAKERS.get(role.lower()) == "system" else None
+    return _Turn(role and SPEAKERS.get(role.lower(), role.lower()), text)
+
+
+def _first(turn: dict[str, Any], names: Sequence[str]) -> str | None:
+    return next((turn[name] for name in names if isinstance(turn.get(name), str)), None)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which is not a character that could be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _read(dataset: str, path: str | None) -> bytes:
+    """The file without a byte order mark."""
     if path is None:
         raise ConfigError(f"--dataset-name {dataset} needs --dataset-path")
     try:
-        return Path(path).read_bytes()
+        return Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"--dataset-path {path}: {error.strerror or error}") from error

@@ -213,7 +213,8 @@ def count_tokens(load: Run, tokenizer: Tokenizer) -> None:
     """Where a server does not say how many tokens it gave, count those of its text."""
     for outcome in load.outcomes:
         if outcome.ok and not outcome.output_tokens:
-            outcome.output_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
+            written = outcome.aside + outcome.text
+            outcome.output_tokens = len(tokenizer.encode(written, add_special_tokens=False))
 
 
 def tell_errors(load: Run) -> None:

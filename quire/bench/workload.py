@@ -72,7 +72,7 @@ class Drawer:
             case "long-tail":
                 return self._long_tail()
             case "sharegpt":
-                return self._fill(self._sharegpt(list(sharegpt(self.options.dataset_path))))
+                return self._fill(self._sharegpt(sharegpt(self.options.dataset_path)))
             case "custom":
                 return self._fill(self._custom(list(custom(self.options.dataset_path))))
 

@@ -27,7 +27,7 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.config import load
 from shared.errors import ConfigError, QuireError
-from shared.process import EXIT_REFUSED, follow, start_logging
+from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
 
 logger = logging.getLogger("services.gateway")
 
@@ -39,13 +39,14 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
+        set_log_level(config.log_level)
         follow(config.supervisor)
         model = ServedModel.load(config)
         gc.collect()
         gc.freeze()  # a full collection, which stops the loop, need not look at what stays until the end
         uvloop.run(serve(config, model))
     except QuireError as error:
-        print(f"gateway: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        print(printable(f"gateway: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
         return EXIT_REFUSED
     return 0
 
@@ -87,6 +88,9 @@ def _on_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bool) 
 
 
 async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
+    if config.uds is not None:
+        await _listen_on_path(runner, config.uds)
+        return
     site = web.TCPSite(runner, config.host, config.port, reuse_port=config.reuse_port or None)
     try:
         await site.start()
@@ -95,6 +99,14 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
         raise ConfigError(f"port {config.port} of {config.host} {what}") from error
     for address in runner.addresses:
         logger.info("listening on http://%s:%d", *address[:2])
+
+
+async def _listen_on_path(runner: web.AppRunner, path: str) -> None:
+    try:
+        await web.UnixSite(runner, path).start()
+    except OSError as error:
+        raise ConfigError(f"--uds {path} cannot be listened on: {error.strerror or error}") from error
+    logger.info("listening on unix:%s", path)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
-from services.gateway import faults
+from services.gateway import cors, expect, faults
 from services.gateway.serving import GATEWAY, REQUEST_ID
 
 logger = logging.getLogger(__name__)
@@ -39,15 +39,17 @@ async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except asyncio.CancelledError:
         request.app[GATEWAY].metrics.answered(_route(request), CLIENT_LEFT)
         raise
+    except web.HTTPRedirection as redirect:
+        response = web.Response(status=redirect.status, headers={"Location": redirect.headers["Location"]})
     except Exception as error:
         response = faults.respond(faults.fault_of(error))
     gateway = request.app[GATEWAY]
     gateway.metrics.answered(_route(request), response.status)
-    if gateway.lifecycle.draining:
+    if gateway.lifecycle.draining or expect.waits(request):  # the latter may send its body now, or the next request
         response.force_close()
     if gateway.config.enable_log_requests and _route(request) not in PROBES:
-        took = time.monotonic() - started
-        logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, request.path, response.status, took)
+        took, path = time.monotonic() - started, request.rel_url.raw_path
+        logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, path, response.status, took)
     return response
 
 
@@ -61,11 +63,18 @@ async def authorize(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Writes the id on every answer, streams included."""
+    """Writes the id on every answer, streams included, and settles how its end is told."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _id("")
+    if request.version < HttpVersion11 and response.content_length is None:
+        response.force_close()  # HTTP/1.0 knows no chunks: without a length, the connection's end is the answer's
 
 
-MIDDLEWARES = (answer, authorize)
+without_slash = web.normalize_path_middleware(
+    append_slash=False, remove_slash=True, merge_slashes=False, redirect_class=web.HTTPTemporaryRedirect
+)
+"""Redirects from a path with a slash too many at its end, with the method and body kept, as vLLM does."""
+
+MIDDLEWARES = (answer, cors.preflight, authorize, without_slash)
 
 
 def _id(given: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from services.gateway import access, faults, ignored
+from services.gateway import access, cors, expect, faults, ignored
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
 from services.gateway.serving import GATEWAY, Gateway
@@ -19,17 +19,16 @@ def make_app(gateway: Gateway) -> web.Application:
     """The HTTP application of a gateway. Its backend is the caller's to start and stop."""
     app = web.Application(middlewares=access.MIDDLEWARES)
     app[GATEWAY] = gateway
-    app.on_response_prepare.append(access.sign)
-    app.on_response_prepare.append(ignored.sign)
+    app.on_response_prepare.extend([access.sign, cors.sign, ignored.sign])
     app.add_routes(
         [
-            web.post("/v1/chat/completions", chat_completions),
-            web.post("/v1/completions", completions),
+            web.post("/v1/chat/completions", chat_completions, expect_handler=expect.check),
+            web.post("/v1/completions", completions, expect_handler=expect.check),
             web.get("/v1/models", models),
-            web.get("/v1/models/{model:.+}", model),
+            web.get("/v1/models/{model:.*[^/]}", model),
             web.get("/health", health),
             web.get("/ping", health),
-            web.post("/ping", health),
+            web.post("/ping", health, expect_handler=expect.check),
             web.get("/version", show_version),
             web.get("/metrics", metrics),
         ]

@@ -20,6 +20,7 @@ class Attempt:
         self._send = send
         self._lengths = [0] * n  # output tokens that have come, by sample
         self._unfinished = set(range(n))
+        self._accepted = False
         self._rows: list[ProgressRow] = []
         self._error: QuireError | None = None
         self._loop = asyncio.get_running_loop()  # kept, since asking for it is a system call
@@ -33,6 +34,16 @@ class Attempt:
         """The engine has nothing more to say of it."""
         return not self._unfinished or self._error is not None
 
+    async def accepted(self) -> None:
+        """Return as soon as the engine has taken the request, by its own word or by a first row.
+
+        Raises what `rows` does if it never will.
+        """
+        while not (self._accepted or self._rows or self.done):
+            await self._news()
+        if self._error is not None and not self._rows:
+            raise self._error
+
     async def rows(self) -> list[ProgressRow]:
         """The rows that have come since the last call; waits if there are none.
 
@@ -42,9 +53,8 @@ class Attempt:
         """
         if not self._rows and not self._unfinished:
             raise RuntimeError(f"{self!r} has ended")
-        if not self._rows and self._error is None:
-            self._reader = self._loop.create_future()
-            await self._reader
+        while not self._rows and self._error is None:
+            await self._news()
         if not self._rows and self._error is not None:
             raise self._error
         rows, self._rows = self._rows, []
@@ -56,6 +66,11 @@ class Attempt:
             self._unfinished.discard(sample)
             self._rows = [row for row in self._rows if row.sample != sample]
             self._send(Abort(self.id, sample))
+
+    def accept(self) -> None:
+        """The engine has taken the request into its queue."""
+        self._accepted = True
+        self._wake()
 
     def take(self, row: ProgressRow) -> None:
         """Note what the engine said."""
@@ -79,6 +94,10 @@ class Attempt:
         if not self.done:
             self._error = error
             self._wake()
+
+    async def _news(self) -> None:
+        self._reader = self._loop.create_future()
+        await self._reader
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

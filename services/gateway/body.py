@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from services.gateway import ignored
 from services.gateway.bounds import SMALL
+from services.gateway.expect import go_on
 from services.gateway.faults import LateBody, UnreadableBody
 from services.gateway.offload import off_loop_if
 from services.gateway.openai import GenerationRequest, decode
@@ -42,9 +43,10 @@ async def read(request: web.Request, kind: type[R]) -> R:
 
 
 async def _receive(request: web.Request, most: int) -> bytes:
-    """Return the body's bytes, decompressed piece by piece. Raises 413 as soon as there are more than `most`."""
+    """Return the body's bytes, decompressed piece by piece. Raises 413 once more than `most` are told, or have come."""
     if (request.content_length or 0) > most:
         raise web.HTTPRequestEntityTooLarge(most)
+    await go_on(request)
     body = bytearray()
     while chunk := await request.content.readany():
         body += chunk

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from shared.config import ModelConfig
+from shared.config import LogLevel, ModelConfig
+from shared.params import MAX_LOGPROBS
 
 Name = Annotated[str, Meta(min_length=1)]
 
@@ -17,6 +18,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     )
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any that is free.")] = 8000
+    uds: Annotated[str | None, Meta(description="Path of a Unix socket to listen on, instead of host and port.")] = None
     reuse_port: Annotated[
         bool, Meta(description="Let several gateways listen on one port; the system spreads connections over them.")
     ] = False
@@ -27,11 +29,27 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     api_key: Annotated[
         list[Name], Meta(description="Key that requests must carry as a bearer token; of several, any.")
     ] = []
+    allowed_origins: Annotated[
+        list[Name],
+        Meta(description="Origins of web pages that may use the API from a browser; *: all; unset: none."),
+    ] = []
+    allowed_methods: Annotated[
+        list[Name], Meta(description="Methods that web pages of other origins may use; *: all.")
+    ] = field(default_factory=lambda: ["*"])
+    allowed_headers: Annotated[
+        list[Name], Meta(description="Headers that web pages of other origins may send; *: all.")
+    ] = field(default_factory=lambda: ["*"])
+    allow_credentials: Annotated[
+        bool, Meta(description="Let web pages of other origins send cookies and the like.")
+    ] = False
     tokenizer: Annotated[
         str | None,
         Meta(
             description="Folder or Hugging Face name to take tokenizer and chat template from, instead of the model's."
         ),
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of the tokenizer that --tokenizer names.")
     ] = None
     chat_template: Annotated[str | None, Meta(description="File of a chat template, instead of the model's own.")] = (
         None
@@ -40,6 +58,9 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         Name,
         Meta(description="Folder whose generation_config.json gives sampling defaults; auto: the model's; vllm: none."),
     ] = "auto"
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=MAX_LOGPROBS, description="Log-probabilities for each token that a request may ask for.")
+    ] = MAX_LOGPROBS
     max_body_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -56,6 +77,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
     ] = 30.0
+    log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0

@@ -19,6 +19,8 @@ from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.sample import SampleText
 from shared.text.tokenizer import Tokenizer
 
+REFUSALS = (Overloaded, InvalidRequest, Unavailable)
+
 
 class Update(Struct, frozen=True, gc=False):
     """News of one sample that its user is to see. With the last one the sample has its `finish_reason`."""
@@ -39,7 +41,7 @@ class Generation:
                 job.params,
                 job.tokens,
                 stop_token_ids=job.sampling.stop_token_ids,
-                offset=len(job.echo or ""),
+                echoed=None if job.echo is None else len(job.echo),
             )
             for _ in range(job.params.n)
         ]
@@ -48,7 +50,8 @@ class Generation:
         self._attempt = attempt
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._timings = [Timing(job.arrived) for _ in self.samples]
+        submitted = time.monotonic()
+        self._timings = [Timing(job.arrived, submitted) for _ in self.samples]
         self._unfinished = job.params.n
         self._refused = False
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -69,9 +72,17 @@ class Generation:
         They are complete then, and made once: a prompt of thousands of tokens has a hundred thousand alternatives.
         """
         if self._prompt_entries is None:
-            skip = self.job.params.skip_special_tokens
-            self._prompt_entries = prompt_entries(self._tokenizer, self.job.tokens, self._prompt_logprobs, skip)
+            job = self.job
+            self._prompt_entries = prompt_entries(self._tokenizer, job.tokens, self._prompt_logprobs, job.offsets)
         return self._prompt_entries
+
+    async def accepted(self) -> None:
+        """Return as soon as the engine has taken the prompt into its queue. Raises as `updates` does if it has not."""
+        try:
+            await self._attempt.accepted()
+        except REFUSALS:
+            self._refused = True
+            raise
 
     async def updates(self) -> list[Update]:
         """Waits for rows. One update a sample that has text to show or has ended, whatever number of rows came.
@@ -80,7 +91,7 @@ class Generation:
         """
         try:
             rows = await self._attempt.rows()
-        except (Overloaded, InvalidRequest, Unavailable):
+        except REFUSALS:
             self._refused = True
             raise
         now = time.monotonic()
@@ -109,9 +120,13 @@ class Generation:
             if sample.finish_reason is None:
                 self._ended(at, reason, now)
         outputs = [len(sample.token_ids) for sample in self.samples]
-        self._metrics.engine(self._attempt.engine).prompt_ended(self.job.sampling.max_tokens, outputs)
+        figures = self._metrics.engine(self._attempt.engine)
+        computed = len(self.job.tokens) - self.cached_tokens if any(timing.first for timing in self._timings) else None
+        figures.prompt_ended(self.job.sampling.max_tokens, outputs, computed)
 
     def _take(self, row: ProgressRow, now: float) -> str:
+        if row.admission is not None:
+            self._timings[row.sample].admission = row.admission
         if row.finish is Finish.ERROR:
             raise EngineFailure(row.detail or "the engine ended this request")
         if row.finish is Finish.ABORT:  # and not by us: of those that we aborted no rows are taken
@@ -155,5 +170,5 @@ def _reason(error: BaseException) -> str:
     """Why samples ended that their engine did not end: it failed, or their client (or a sibling's refusal) did it."""
     if isinstance(error, BaseExceptionGroup):
         return max(_reason(one) for one in error.exceptions)  # "error" before "abort"
-    left = (ConnectionError, Overloaded, InvalidRequest, Unavailable)
-    return "error" if isinstance(error, Exception) and not isinstance(error, left) else "abort"
+    left = isinstance(error, (ConnectionError, *REFUSALS))
+    return "error" if isinstance(error, Exception) and not left else "abort"

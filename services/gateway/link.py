@@ -22,6 +22,7 @@ from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolErr
 from shared.protocol import (
     VERSION,
     Abort,
+    Accepted,
     Hello,
     Ping,
     Progress,
@@ -72,6 +73,7 @@ class Link:
         self._attempts: dict[int, Attempt] = {}
         self._socket: zmq.asyncio.Socket | None = None
         self._stuck = False
+        self._garbled = False
 
     @property
     def ready(self) -> bool:
@@ -134,7 +136,7 @@ class Link:
         """One connection from its beginning to its end; says why it ended."""
         name = identity("gateway")
         with dial(self._context, self.address, name) as (socket, monitor):
-            self._socket, self._stuck, self._heard = socket, False, time.monotonic()
+            self._socket, self._stuck, self._garbled, self._heard = socket, False, False, time.monotonic()
             try:
                 self._send(Hello(VERSION, show(name)))
                 return await self._pump(socket, monitor)
@@ -164,6 +166,8 @@ class Link:
             elif now - pinged >= PING:
                 pinged = now
                 self._send(Ping())
+            if self._garbled:
+                return "it sent something that is not a message"
             if self._stuck:
                 return "it does not read"
 
@@ -179,14 +183,19 @@ class Link:
                 self._take(decode_to_gateway(b"".join(frames)))
             except ProtocolError as error:
                 log.error("engine at %s: %s", self.address, error)
+                self._garbled = True  # what it was meant to say is lost, and somebody would wait for it
         return True
 
-    def _take(self, message: Welcome | Progress | Refused | Status) -> None:
+    def _take(self, message: Welcome | Accepted | Refused | Progress | Status) -> None:
         match message:
             case Progress():
                 for row in message.rows:
                     if (attempt := self._attempts.get(row.id)) is not None:
                         attempt.take(row)
+            case Accepted():
+                for id in message.ids:
+                    if (attempt := self._attempts.get(id)) is not None:
+                        attempt.accept()
             case Refused():
                 if (attempt := self._attempts.get(message.id)) is not None:
                     attempt.fail(_error(message))

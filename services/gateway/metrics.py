@@ -2,7 +2,8 @@
 
 Names and buckets are vLLM's where vLLM has the figure. Everything is counted once for each sample of each prompt,
 when it ends, under one reason; so for any set of requests the counts agree with each other, whoever cut them off.
-Refused requests are in none of them, only in quire:http_responses.
+Refused requests are in none of them, only in quire:http_responses; those that left the queue before the engine had
+told of their admission are not in the figures that begin with one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from msgspec import Struct
 from prometheus_client import Counter, Histogram
 
 from shared.metrics import EngineCollector, exposition, registry
-from shared.protocol import Snapshot
+from shared.protocol import Admission, Snapshot
 
 LABELS = ("model_name", "engine")
 TO_FIRST = (
@@ -21,12 +22,15 @@ BETWEEN = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 1
 WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)  # fmt: skip
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 SAMPLES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
 
 class Timing(Struct):
     """When things happened to one sample, in seconds of a monotonic clock; None: not yet."""
 
     arrived: float
+    submitted: float = 0.0  # sent to the engine
+    admission: Admission | None = None  # the engine's last word on how it came to run
     first: float | None = None
     last: float | None = None
 
@@ -41,7 +45,12 @@ class EngineFigures:
         self.to_first, self.between, self.per_token, self.whole, self.decode, self.prompt, self.output = (
             histogram.labels(*labels) for histogram in families.of_a_sample
         )
-        self.max_tokens, self.n, self.longest = (histogram.labels(*labels) for histogram in families.of_a_request)
+        self.queue, self.prefill, self.inference, self.preemptions = (
+            histogram.labels(*labels) for histogram in families.of_an_admission
+        )
+        self.max_tokens, self.n, self.longest, self.computed = (
+            histogram.labels(*labels) for histogram in families.of_a_request
+        )
 
     def tokens(self, timing: Timing, count: int, now: float) -> None:
         """`count` tokens of a sample have come; those that come together are taken as evenly spaced."""
@@ -65,9 +74,22 @@ class EngineFigures:
             self.decode.observe(timing.last - timing.first)
             if output > 1:
                 self.per_token.observe((timing.last - timing.first) / (output - 1))
+        if timing.admission is not None:
+            self._admitted_sample_ended(timing, timing.admission, now)
 
-    def prompt_ended(self, max_tokens: int, outputs: Sequence[int]) -> None:
-        """All samples of a prompt ended, with so many tokens each."""
+    def _admitted_sample_ended(self, timing: Timing, admission: Admission, now: float) -> None:
+        """Split the sample's time where the engine admitted it, `queued` seconds after it was submitted."""
+        admitted = timing.submitted + admission.queued
+        self.queue.observe(admission.queued)
+        self.preemptions.observe(admission.preemptions)
+        self.inference.observe(max((timing.last or now) - admitted, 0.0))
+        if timing.first is not None:
+            self.prefill.observe(max(timing.first - admitted, 0.0))
+
+    def prompt_ended(self, max_tokens: int, outputs: Sequence[int], computed: int | None) -> None:
+        """All samples of a prompt ended, with so many tokens each. `computed`: of the prompt's own, None if cut off."""
+        if computed is not None:
+            self.computed.observe(computed)
         self.max_tokens.observe(max_tokens)
         self.n.observe(len(outputs))
         self.longest.observe(max(outputs))
@@ -115,15 +137,22 @@ class _Families:
             _histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", TOKENS),
             _histogram("vllm:request_generation_tokens", "Tokens of the output.", TOKENS),
         )
+        self.of_an_admission = (
+            _histogram("vllm:request_queue_time_seconds", "From the engine's acceptance to the admission.", WHOLE),
+            _histogram("vllm:request_prefill_time_seconds", "From the admission to the first token.", WHOLE),
+            _histogram("vllm:request_inference_time_seconds", "From the admission to the last token.", WHOLE),
+            _histogram("vllm:request_num_preemptions", "Times that a sample gave up its KV blocks.", PREEMPTIONS),
+        )
         self.of_a_request = (
             _histogram("vllm:request_params_max_tokens", "max_tokens of a prompt, default included.", TOKENS),
             _histogram("vllm:request_params_n", "Samples of a prompt.", SAMPLES),
             _histogram("vllm:request_max_num_generation_tokens", "Tokens of a prompt's longest sample.", TOKENS),
+            _histogram("vllm:request_prefill_kv_computed_tokens", "Tokens of a prompt not found in the cache.", TOKENS),
         )
 
     @property
     def all(self) -> tuple[Counter | Histogram, ...]:
-        return (self.finished, self.responses, *self.of_a_sample, *self.of_a_request)
+        return (self.finished, self.responses, *self.of_a_sample, *self.of_an_admission, *self.of_a_request)
 
 
 def _histogram(name: str, doc: str, buckets: Sequence[float]) -> Histogram:

@@ -12,8 +12,9 @@ from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
 from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
-from shared.errors import ModelError, brief
+from shared.errors import ConfigError, ModelError, brief
 from shared.text.generation import SamplingDefaults
+from shared.text.json_file import read_json
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -31,8 +32,8 @@ class ServedModel(Struct, frozen=True):
     @classmethod
     def load(cls, config: GatewayConfig) -> "ServedModel":
         """From the folder that `config` names. Raises `ModelError`."""
-        folder = locate(config.model, config.revision)
-        texts = locate_tokenizer(config.tokenizer) if config.tokenizer else folder
+        folder = locate(config.model, config.revision, config.download_dir)
+        texts = tokenizer_folder(config) or folder
         tokenizer = Tokenizer.load(texts, folder if config.tokenizer else None)
         file = Path(config.chat_template) if config.chat_template else None
         template = ChatTemplate.load(texts, tokenizer.special, file)
@@ -58,13 +59,29 @@ class ServedModel(Struct, frozen=True):
             raise UnknownModel(f"the model {brief(name)} is not served here; there is: {known}", "model")
 
 
+def tokenizer_folder(config: GatewayConfig) -> Path | None:
+    """The folder of the tokenizer that the settings name; None if that is the model's. Raises `QuireError`."""
+    if config.tokenizer:
+        return locate_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir)
+    if config.tokenizer_revision not in (None, config.revision):
+        raise ConfigError("--tokenizer-revision needs --tokenizer, since the model's own has the model's revision")
+    return None
+
+
 def sampling_defaults(source: str, folder: Path) -> SamplingDefaults:
-    """By the flag --generation-config. Raises `ModelError` for a file that is missing or wrong."""
+    """By the flag --generation-config. Raises `ModelError` for a file that is named there and cannot be read."""
     if source == "vllm":
         return SamplingDefaults()
     if source == "auto":
         return SamplingDefaults.load(folder)
-    given = Path(source).expanduser()
-    if not (given / "generation_config.json").is_file():
-        raise ModelError(f"--generation-config {source}: there is no {given / 'generation_config.json'}")
-    return SamplingDefaults.load(given)
+    path = named_generation_config(source)
+    return SamplingDefaults.read(read_json(path), path)
+
+
+def named_generation_config(folder: str) -> Path:
+    """The file that --generation-config names by its folder. Raises `ModelError` if it is missing or no JSON object."""
+    path = Path(folder).expanduser() / "generation_config.json"
+    if not path.is_file():
+        raise ModelError(f"--generation-config {folder}: there is no {path}")
+    read_json(path)
+    return path

@@ -29,6 +29,7 @@ class Prompt(Struct, frozen=True):
 
     tokens: "array[int]"
     text: str | None = None  # as it was given, if it was text
+    offsets: "array[int] | None" = None  # where in that text each token begins, if it is to be told
 
 
 async def completion_prompts(
@@ -38,7 +39,9 @@ async def completion_prompts(
     given = _split(request.prompt, max_model_len)
     texts = [part for part in given if isinstance(part, str)]
     if texts:
-        return await _from_texts(texts, tokenizer, request.add_special_tokens is not False, max_model_len, "prompt")
+        special = request.add_special_tokens is not False
+        offsets = request.echo is True and request.logprobs is not None
+        return await _from_texts(texts, tokenizer, special, max_model_len, "prompt", offsets)
     ids = [part for part in given if not isinstance(part, str)]
     return await off_loop_if(sum(map(len, ids)) > LONG, _from_all_ids, ids, max_model_len, vocab_size)
 
@@ -94,7 +97,12 @@ def _is_short(request: ChatRequest) -> bool:
 
 
 async def _from_texts(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str
+    texts: list[str],
+    tokenizer: Tokenizer,
+    add_special_tokens: bool,
+    max_model_len: int,
+    param: str,
+    offsets: bool = False,
 ) -> list[Prompt]:
     most = tokenizer.most_characters(max_model_len)
     for text in texts:
@@ -105,18 +113,19 @@ async def _from_texts(
                 param,
             )
     if sum(map(len, texts)) <= LONG:
-        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param)
-    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param)
+        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
+    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
 
 
 def _tokenize(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str
+    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, offsets: bool
 ) -> list[Prompt]:
     prompts: list[Prompt] = []
     for group in _groups(texts):
         for text, ids in zip(group, tokenizer.encode_all(group, add_special_tokens), strict=True):
             _check_length(len(ids), max_model_len, param)
-            prompts.append(Prompt(array("i", ids), text))
+            places = array("i", tokenizer.token_offsets(text, add_special_tokens)) if offsets else None
+            prompts.append(Prompt(array("i", ids), text, places))
     return prompts
 
 

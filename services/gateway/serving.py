@@ -13,7 +13,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel
 from services.gateway.prompt import Prompt
 from services.gateway.sampling import with_room
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
 from shared.protocol import Sampling, Welcome
 
@@ -28,6 +28,7 @@ class Job(Struct, frozen=True):
     arrived: float  # on the monotonic clock
     turn: int = 0  # samples of the same request that come before the first of these
     echo: str | None = None  # text that is shown before the output
+    offsets: "array[int] | None" = None  # where in a prompt's text its tokens begin, if `Prompt` has them
 
 
 class Gateway(Struct, frozen=True):
@@ -79,6 +80,7 @@ class Gateway(Struct, frozen=True):
     ) -> Job:
         """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
         welcome = self.welcome
+        self._check_logprobs(params)
         params = with_room(params, default_max_tokens, welcome.max_model_len - len(prompt.tokens))
         sampling = params.lower(
             prompt_len=len(prompt.tokens),
@@ -86,13 +88,24 @@ class Gateway(Struct, frozen=True):
             vocab_size=welcome.facts.vocab_size,
             eos_token_ids=self.model.tokenizer.eos_token_ids,
         )
-        text = self._text(prompt, params) if echo else None
-        return Job(prompt.tokens, params, sampling, priority, arrived, turn, text)
+        text = self._text(prompt) if echo else None
+        return Job(prompt.tokens, params, sampling, priority, arrived, turn, text, prompt.offsets)
 
-    def _text(self, prompt: Prompt, params: SamplingParams) -> str:
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most = self.config.max_logprobs
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > most:
+                raise InvalidRequest(f"{name} must be at most {most} (--max-logprobs), got {count}", name)
+
+    def _text(self, prompt: Prompt) -> str:
+        """Return what an echo shows: a text as it was given, and of tokens all that they stand for.
+
+        The output may yet complete a character that the tokens end inside of, so it shows that.
+        """
         if prompt.text is not None:
             return prompt.text
-        return self.model.tokenizer.decode(prompt.tokens.tolist(), params.skip_special_tokens)
+        return self.model.tokenizer.decode(prompt.tokens, skip_special_tokens=False, final=False)
 
 
 GATEWAY = web.AppKey("gateway", Gateway)

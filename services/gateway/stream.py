@@ -1,8 +1,13 @@
 """Answers to requests: streamed as server-sent events, or collected and sent as one object.
 
-The status is decided before the first byte: the headers of a stream wait until every prompt's first rows are there,
-or for a short grace if they wait in the engine's queue. A refusal comes at once, so it has its own status even in a
-stream. What goes wrong later is sent as one event holding the error, and `[DONE]`.
+The status is the engine's word: the headers of a stream wait until every prompt has been accepted, however late that
+is, so a refusal has its own status and Retry-After even in a stream. What goes wrong later is sent as one event holding
+the error, and `[DONE]`.
+
+An accepted request may wait in the queue for long. While nothing is written a comment is sent now and then, lest a
+proxy take the silence for an end. It is rare, for a client may not expect it: vLLM's benchmark strips the blank line
+behind a comment that comes alone, and would take what follows for the same line. So the next event gets a blank
+line before it, which ends the comment for such a reader, and is nothing to any other.
 
 All rows that wait for one prompt are written together, one chunk a sample.
 """
@@ -21,7 +26,11 @@ from services.gateway.openai import StreamOptions
 from services.gateway.serving import Gateway, Job
 from services.gateway.usage import usage
 
-GRACE = 0.25  # seconds
+KEEP_ALIVE = 15.0
+"""Seconds without a byte after which, and before twice as many, a comment is written."""
+
+COMMENT = b": keep-alive\n\n"
+AFTER_COMMENT = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -70,10 +79,11 @@ async def stream(
     try:
         async with gateway.lifecycle.running(), AsyncExitStack() as stack:
             writer.generations = await _submit_all(stack, gateway, jobs)
+            await writer.open()
             async with asyncio.TaskGroup() as tasks:
-                for position in range(len(jobs)):
-                    tasks.create_task(writer.pump(position))
-                await writer.open()
+                comments = tasks.create_task(writer.keep_alive())
+                await asyncio.wait([tasks.create_task(writer.pump(position)) for position in range(len(jobs))])
+                comments.cancel()
             await writer.end()
     except Exception as error:
         await writer.fail(error)
@@ -95,22 +105,27 @@ class _Writer:
         self.generations: list[Generation] = []
         self._request = request
         self._choices = choices
+        self._sent: dict[int, int] = {}  # tokens whose text was sent, by choice
         self._usage = options is not None and bool(options.include_usage)
         self._usage_always = options is not None and self._usage and bool(options.continuous_usage_stats)
-        self._first = 0  # prompts whose first rows are there
-        self._all_first = asyncio.Event()
-        self._opened = asyncio.Event()
+        self._silent = False  # nothing was written since the last look
+        self._before = b""  # what comes before the next event
 
     async def open(self) -> None:
-        """Sends the headers once every prompt has rows, or after the grace.
-
-        Nothing comes with them: a comment, which would be allowed, makes vLLM's benchmark miss what follows.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await self._all_first.wait()
+        """Send the headers once every prompt has been accepted. Raises a group of what those raise that were not."""
+        async with asyncio.TaskGroup() as tasks:
+            for generation in self.generations:
+                tasks.create_task(generation.accepted())
         await self.response.prepare(self._request)
-        self._opened.set()
+
+    async def keep_alive(self) -> None:
+        """Write a comment whenever nothing else was written for a while, until cancelled."""
+        while True:
+            self._silent = True
+            await asyncio.sleep(KEEP_ALIVE)
+            if self._silent:
+                self._before = AFTER_COMMENT
+                await self.response.write(COMMENT)
 
     async def pump(self, position: int) -> None:
         """One prompt's updates, as they come, to its end.
@@ -120,20 +135,14 @@ class _Writer:
         generation = self.generations[position]
         base = position * len(generation.samples)
         updates = await generation.updates()
-        self._first += 1
-        if self._first == len(self.generations):
-            self._all_first.set()
         await self._choices.prepare(position, generation)
-        await self._opened.wait()
         opening = b"".join(
             self._chunk(self._choices.opening(base + at, generation)) for at in range(len(generation.samples))
         )
         while True:
-            data = opening + b"".join(
-                self._chunk(self._choices.choice(base + update.sample, generation, update)) for update in updates
-            )
+            data = opening + b"".join(self._update(base + update.sample, generation, update) for update in updates)
             if data:
-                await self.response.write(data)
+                await self.response.write(self._event(data))
             if generation.done:
                 return
             updates, opening = await generation.updates(), b""
@@ -143,7 +152,7 @@ class _Writer:
         last = b""
         if self._usage:
             last = b"data: " + self._choices.head + b'],"usage":' + self._usage_now() + b"}\n\n"
-        await self.response.write(last + DONE)
+        await self.response.write(self._event(last + DONE))
         await self.response.write_eof()
 
     async def fail(self, error: Exception) -> None:
@@ -153,14 +162,27 @@ class _Writer:
         if not self.response.prepared:
             raise error
         with suppress(ConnectionError):
-            await self.response.write(b"data: " + faults.body(faults.fault_of(error)) + b"\n\n" + DONE)
+            failure = b"data: " + faults.body(faults.fault_of(error)) + b"\n\n"
+            await self.response.write(self._event(failure + DONE))
             await self.response.write_eof()
+
+    def _event(self, data: bytes) -> bytes:
+        """Return what to write for whole events."""
+        before, self._before, self._silent = self._before, b"", False
+        return before + data
+
+    def _update(self, index: int, generation: Generation, update: Update) -> bytes:
+        if self._usage_always:
+            self._sent[index] = generation.samples[update.sample].shown_tokens
+        return self._chunk(self._choices.choice(index, generation, update))
 
     def _chunk(self, choice: bytes) -> bytes:
         if not choice:
             return b""
-        tail = b'],"usage":' + self._usage_now() + b"}\n\n" if self._usage_always else b"]}\n\n"
+        tail = b"]}\n\n"
+        if self._usage_always:
+            tail = b'],"usage":' + self._usage_now(sum(self._sent.values())) + b"}\n\n"
         return b"data: " + self._choices.head + choice + tail
 
-    def _usage_now(self) -> bytes:
-        return msgspec.json.encode(usage(self.generations))
+    def _usage_now(self, output: int | None = None) -> bytes:
+        return msgspec.json.encode(usage(self.generations, output))

@@ -14,7 +14,7 @@ from services.scheduler.service import Service
 from shared.config import load
 from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
-from shared.process import EXIT_REFUSED, follow, start_logging
+from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
 from shared.transport import listen
 
 LINGER_MS = 1_000
@@ -26,10 +26,11 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(SchedulerConfig, argv, os.environ, prog="python -m services.scheduler")
+        set_log_level(config.log_level)
         follow(config.supervisor)
         run(config)
     except QuireError as error:
-        print(f"scheduler: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        print(printable(f"scheduler: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
         return EXIT_REFUSED
     return 0
 

@@ -8,8 +8,13 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from services.scheduler.core import Limits, check_wishes, fit_model_len
+from shared.config import LogLevel
 from shared.errors import ConfigError
 from shared.protocol import Configure, Epoch, Register
+
+MAX_BLOCKS = 2**21
+"""Blocks of a pool, whatever memory there is: this process keeps some 100 bytes for each, and 33 million tokens of
+context are more than the sequences that run at a time make use of."""
 
 CPU_BATCHED_TOKENS = 128
 GPU_BATCHED_TOKENS = 8192
@@ -31,7 +36,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at the same time.")] = 128
     max_num_batched_tokens: Annotated[
-        Annotated[int, Meta(ge=2)] | None,
+        Annotated[int, Meta(ge=2, le=2**31 - 1)] | None,
         Meta(
             description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 128 more on a "
             "CPU, 8192 more on a GPU."
@@ -39,7 +44,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     ] = None
     block_size: Annotated[Literal[8, 16, 32, 64, 128, 256], Meta(description="Tokens in a block of KV memory.")] = 16
     num_gpu_blocks_override: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] | None,
         Meta(description="Blocks of KV memory, on any device, instead of what its memory allows."),
     ] = None
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of prompts with a common beginning.")] = True
@@ -48,7 +53,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     ] = "fcfs"
     priority_ageing: Annotated[
         float,
-        Meta(ge=0, description="Seconds of waiting that one unit of priority is worth; 0: priority is strict."),
+        Meta(ge=0, le=1e9, description="Seconds of waiting that one unit of priority is worth; 0: priority is strict."),
     ] = 0.0
     max_num_queued_reqs: Annotated[
         int, Meta(ge=1, description="Samples waiting before new requests get status 429.")
@@ -76,6 +81,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     insecure: Annotated[bool, Meta(description="Allow unencrypted tcp on addresses that other hosts can reach.")] = (
         False
     )
+    log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
@@ -106,11 +112,21 @@ def limits(config: SchedulerConfig, worker: Register) -> Limits:
 
 def count_blocks(config: SchedulerConfig, worker: Register) -> int:
     """Blocks of the pool; ConfigError if the worker's memory holds none."""
-    block_bytes = worker.kv_bytes_per_token * config.block_size
-    num_blocks = config.num_gpu_blocks_override or worker.kv_memory // block_bytes
+    num_blocks = _blocks(config, worker)
     if num_blocks < 1:
+        block_bytes = worker.kv_bytes_per_token * config.block_size
         raise ConfigError(f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}")
     return num_blocks
+
+
+def pool_tokens(config: SchedulerConfig, worker: Register) -> int:
+    """Return how many tokens the worker's pool holds; 0 if its memory holds no block."""
+    return _blocks(config, worker) * config.block_size
+
+
+def _blocks(config: SchedulerConfig, worker: Register) -> int:
+    fitting = worker.kv_memory // (worker.kv_bytes_per_token * config.block_size)
+    return config.num_gpu_blocks_override or min(fitting, MAX_BLOCKS)
 
 
 def configuration(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:

@@ -8,7 +8,7 @@ import secrets
 
 import msgspec
 
-from services.scheduler.config import SchedulerConfig, configuration, count_blocks, limits
+from services.scheduler.config import SchedulerConfig, configuration, count_blocks, limits, pool_tokens
 from services.scheduler.core import Scheduler
 from services.scheduler.validity import fault
 from shared.protocol import (
@@ -54,13 +54,22 @@ class Engine:
     def snapshot(self) -> Snapshot:
         return Snapshot() if self._core is None else self._core.snapshot()
 
-    def strange(self, worker: Register) -> bool:
-        """Whether a worker has loaded something else than what this engine serves."""
-        if self._facts is None:
-            return False
-        if self._facts.fingerprint != worker.facts.fingerprint:
+    def unsuitable(self, worker: Register) -> str:
+        """Return why a worker cannot go on with what this engine serves; empty if it can. The first one always can."""
+        if self._facts is None or self._core is None:
+            return ""
+        if self._differs(worker, self._facts):
+            return "it has loaded another model than this engine serves"
+        tokens, promised = pool_tokens(self._config, worker), self._core.limits.max_model_len
+        if tokens < promised:
+            return f"its memory holds {tokens} tokens, but requests of {promised} were promised to be served"
+        return ""
+
+    @staticmethod
+    def _differs(worker: Register, facts: ModelFacts) -> bool:
+        if facts.fingerprint != worker.facts.fingerprint:
             log.warning("a new worker computes differently from the former: continued outputs may differ")
-        return msgspec.structs.replace(worker.facts, fingerprint=self._facts.fingerprint) != self._facts
+        return msgspec.structs.replace(worker.facts, fingerprint=facts.fingerprint) != facts
 
     def configure(self, worker: Register) -> Configure:
         """Begin an epoch with this worker. Raises `ConfigError` if its memory is too small."""

@@ -22,6 +22,7 @@ from shared.errors import ProtocolError
 from shared.protocol import (
     VERSION,
     Abort,
+    Accepted,
     Hello,
     Ping,
     Progress,
@@ -33,6 +34,7 @@ from shared.protocol import (
     Welcome,
     decode_from_gateway,
     encode,
+    id_of_submit,
 )
 from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 
@@ -40,6 +42,10 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 10.0
 """Seconds after which a gateway that sends nothing, or takes nothing, is given up."""
+
+SKEW = 10.0
+"""Seconds by which a request may be said to have arrived before it came here: a gateway's clock must not put its
+requests before all others', or behind them."""
 
 ROWS = 4096
 """Rows in one message at most: far below the limit of a frame, whatever log-probabilities they carry."""
@@ -55,7 +61,23 @@ class Gateway:
         self.stuck_since: float | None = None
         self.ids: dict[int, int] = {}  # its ids to the core's
         self.outbox: deque[bytes] = deque()
-        self.rows: list[ProgressRow] = []  # to be sent behind the outbox
+        self.accepted: list[int] = []  # its ids, to be sent behind the outbox
+        self.rows: list[ProgressRow] = []  # to be sent behind those
+
+    @property
+    def unsent(self) -> bool:
+        """Something waits to be sent."""
+        return bool(self.outbox or self.accepted or self.rows)
+
+    def next_message(self) -> bytes:
+        """Return what is to be sent next, which stays the first of the outbox; call it only if there is something."""
+        if not self.outbox and self.accepted:
+            self.outbox.append(encode(Accepted(self.accepted)))
+            self.accepted = []
+        elif not self.outbox:
+            self.outbox.append(encode(Progress(self.rows[:ROWS])))
+            del self.rows[:ROWS]
+        return self.outbox[0]
 
     def __repr__(self) -> str:
         return f"{show(self.name)} with {len(self.ids)} requests"
@@ -88,7 +110,7 @@ class Gateways:
     @property
     def flushed(self) -> bool:
         """Nothing waits to be sent."""
-        return not any(gateway.outbox or gateway.rows for gateway in self._peers.values())
+        return not any(gateway.unsent for gateway in self._peers.values())
 
     def receive(self, most: int, now: float) -> list[Submit | Abort]:
         """What gateways want of the core, under the core's ids; at most so many messages are read."""
@@ -107,6 +129,12 @@ class Gateways:
         """Aborts of what belonged to gateways that were given up since the last call."""
         orphans, self._orphans = self._orphans, []
         return orphans
+
+    def accept(self, id: int) -> None:
+        """Have the gateway told, with the next `flush`, that the core has taken a request."""
+        owner = self._owners.get(id)
+        if owner is not None:
+            owner.gateway.accepted.append(owner.id)
 
     def refuse(self, refused: Refused) -> None:
         """Pass a refusal of the core on."""
@@ -143,7 +171,7 @@ class Gateways:
     def flush(self, now: float) -> None:
         """Send what gateways can take."""
         for gateway in list(self._peers.values()):
-            if gateway.rows or gateway.outbox:
+            if gateway.unsent:
                 self._flush(gateway, now)
 
     def expire(self, now: float) -> None:
@@ -168,7 +196,7 @@ class Gateways:
         except ProtocolError as error:
             log.warning("gateway %s: %s", show(message.peer), error)
             if gateway is not None:
-                self._give_up(gateway, "it sent something that is not a message")
+                self._refuse_nonsense(gateway, message.body, error)
             return None
         if isinstance(content, Hello):
             self._greet(message, content, now)
@@ -185,6 +213,14 @@ class Gateways:
                 return None if id is None else Abort(id, content.sample)
             case Ping():
                 return None
+
+    def _refuse_nonsense(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
+        """A `Submit` with a value out of its range costs its sender that request, anything else its connection."""
+        id = id_of_submit(body)
+        if id is None:
+            self._give_up(gateway, "it sent something that is not a message")
+        else:
+            gateway.outbox.append(encode(Refused(id, Refusal.INVALID, str(error))))
 
     def _greet(self, message: Message, hello: Hello, now: float) -> None:
         self._notice_gone()  # from here on, a descriptor that is used again means the newcomer
@@ -217,15 +253,12 @@ class Gateways:
         id = next(self._next_id)
         gateway.ids[submit.id] = id
         self._owners[id] = Owner(gateway, submit.id, submit.n)
-        return msgspec.structs.replace(submit, id=id, arrival=submit.arrival or time.time())
+        return msgspec.structs.replace(submit, id=id, arrival=_arrival(submit.arrival, time.time()))
 
     def _flush(self, gateway: Gateway, now: float) -> None:
-        while gateway.outbox or gateway.rows:
-            if not gateway.outbox:
-                gateway.outbox.append(encode(Progress(gateway.rows[:ROWS])))
-                del gateway.rows[:ROWS]
+        while gateway.unsent:
             try:
-                self._listener.send(gateway.name, gateway.outbox[0])
+                self._listener.send(gateway.name, gateway.next_message())
             except PeerSlow:
                 gateway.stuck_since = gateway.stuck_since or now
                 return
@@ -246,3 +279,8 @@ class Gateways:
         for id in gateway.ids.values():
             del self._owners[id]
             self._orphans.append(Abort(id))
+
+
+def _arrival(said: float, now: float) -> float:
+    """When a request arrived, by its gateway's word as far as that can be; 0 is none."""
+    return min(max(said, now - SKEW), now) if said else now

@@ -9,6 +9,12 @@ from shared.transport import Message, show
 
 USER_TIME, SYSTEM_TIME = 11, 12  # of the fields behind the name in /proc/PID/stat
 
+MAX_MEMORY = 2**50
+"""Bytes, for KV or for one token's: no machine has so much."""
+
+MAX_STEP = 600.0
+"""Seconds, for a step of one token or for one more token: such a worker would serve nobody."""
+
 
 class Registration:
     """One worker, from its `Register` to the end of its connection."""
@@ -59,8 +65,12 @@ def unfit(register: Register) -> str:
         return f"it speaks version {register.version} of the protocol, this scheduler version {VERSION}"
     if register.rank != 0 or register.world != 1:
         return f"it is rank {register.rank} of {register.world}, but an engine has one worker"
-    if register.kv_bytes_per_token < 1 or register.facts.max_positions < 1 or register.facts.vocab_size < 1:
+    if register.kv_bytes_per_token < 1 or register.facts.max_positions < 2 or register.facts.vocab_size < 1:
         return "what it says of its model cannot be"
+    if max(register.kv_bytes_per_token, register.kv_memory) > MAX_MEMORY:
+        return f"it says to have {register.kv_memory} bytes for KV, {register.kv_bytes_per_token} for a token"
+    if max(register.step_seconds, register.token_seconds) > MAX_STEP:
+        return f"it says to need {register.step_seconds:g} s for a step, {register.token_seconds:g} s for a token"
     return ""
 
 

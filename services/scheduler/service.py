@@ -11,11 +11,13 @@ clock.
 import logging
 import time
 
+import msgspec
 import zmq
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
 from services.scheduler.gateways import Gateways
+from services.scheduler.throughput import Throughput
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
@@ -49,13 +51,14 @@ class Service:
         self._stops = 0  # how often `stop` was called
         self._drained_at: float | None = None  # when waiting for running requests ends
         self.turned = self._ticked = time.monotonic()  # when the loop did so last; other threads may read it
+        self._throughput = Throughput(self.turned)
 
     def stop(self) -> None:
         """Begin to drain; the second time, abort what is left. Meant for signal handlers: `run` does the work."""
         self._stops += 1
 
     def run(self) -> None:
-        """Serve until stopped. Raises `ConfigError` if a worker's memory is too small for what was asked."""
+        """Serve until stopped. Raises `ConfigError` if the first worker's memory is too small for what was asked."""
         while not self._over(time.monotonic()):
             self._poller.poll(int(TICK * 1000))
             self._turn(time.monotonic())
@@ -95,6 +98,8 @@ class Service:
             self._gateways.deliver(self.engine.abort(request.id, request.sample))
         elif (refused := self.engine.submit(request, now)) is not None:
             self._gateways.refuse(refused)
+        else:
+            self._gateways.accept(request.id)
 
     def _plan(self, now: float) -> None:
         while self._workers.ready and (plan := self.engine.plan(now)) is not None:
@@ -103,8 +108,8 @@ class Service:
     def _configure(self, now: float) -> None:
         """Begin an epoch if the engine has no worker and one waits."""
         while (candidate := self._workers.candidate) is not None:
-            if self.engine.strange(candidate):
-                self._workers.dismiss("it has loaded another model than this engine serves")
+            if reason := self.engine.unsuitable(candidate):
+                self._workers.dismiss(reason)
             else:
                 self._workers.configure(self.engine.configure(candidate), now)
 
@@ -119,7 +124,9 @@ class Service:
     def _tick(self, now: float) -> None:
         self._ticked = now
         self._gateways.expire(now)
-        self.snapshot = self.engine.snapshot
+        found = self.engine.snapshot
+        rate = self._throughput.rate(found.generation_tokens, now)
+        self.snapshot = msgspec.structs.replace(found, tokens_per_second=rate)
         self._gateways.status(Status(self._workers.ready, self._stops > 0, self.snapshot))
 
     def _forgive(self, seconds: float) -> None:

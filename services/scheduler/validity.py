@@ -1,18 +1,14 @@
 """What no worker must be handed, whoever sent it: gateways check their clients' wishes, and this checks the gateways.
 
-An index out of range or a number without bounds would end a worker's process, or this one. Lengths, which depend on the
-engine's limits, are the core's to judge.
+An index out of range would end a worker's process, or this one. Ranges that depend on nothing are in the messages'
+types; lengths, which depend on the engine's limits, are the core's to judge.
 """
 
-import math
 from collections.abc import Iterable
 
 from shared.errors import ProtocolError
 from shared.params import MAX_LOGPROBS, MAX_N
-from shared.protocol import Sampling, Submit, unpack_tokens
-
-MAX_COUNT = 2**31 - 1
-"""Workers keep counts in signed integers."""
+from shared.protocol import Submit, unpack_tokens
 
 
 def fault(submit: Submit, vocab_size: int) -> str:
@@ -22,18 +18,8 @@ def fault(submit: Submit, vocab_size: int) -> str:
         return f"a request has at most {MAX_N} samples"
     if max(sampling.logprobs, sampling.prompt_logprobs) > MAX_LOGPROBS:
         return f"at most {MAX_LOGPROBS} log-probabilities are reported for a token"
-    if max(sampling.top_k, sampling.min_tokens, sampling.max_tokens) > MAX_COUNT:
-        return f"top_k, min_tokens and max_tokens are at most {MAX_COUNT}"
-    if not all(math.isfinite(number) for number in _numbers(sampling)):
-        return "sampling parameters must be finite"
     token = _stranger(submit, vocab_size)
     return "" if token is None else f"the model has no token {token}"
-
-
-def _numbers(sampling: Sampling) -> Iterable[float]:
-    yield from (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
-    yield from (sampling.presence_penalty, sampling.frequency_penalty)
-    yield from (bias for _, bias in sampling.logit_bias)
 
 
 def _stranger(submit: Submit, vocab_size: int) -> int | None:

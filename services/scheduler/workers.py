@@ -142,6 +142,8 @@ class Workers:
             log.error("worker %s: %s", show(message.peer), error)
             if worker is not None:
                 self._end(worker, "it sent something that is not a message")
+            else:
+                self._tell(message.peer, Stop())  # a `Register` whose figures cannot be, perhaps: it must not wait
             return
         if isinstance(content, Register):
             self._admit(message, content)
@@ -203,7 +205,10 @@ class Workers:
             self._news.append(Lost())
 
     def _send(self, worker: Registration, content: Configure | StepPlan | Stop) -> None:
+        self._tell(worker.name, content)
+
+    def _tell(self, peer: bytes, content: Configure | StepPlan | Stop) -> None:
         try:
-            self._listener.send(worker.name, encode(content))
+            self._listener.send(peer, encode(content))
         except (PeerGone, PeerSlow):  # seen by the monitor, or by being late
-            log.debug("worker %r cannot be reached", worker)
+            log.debug("worker %s cannot be reached", show(peer))

@@ -8,7 +8,7 @@ from services.worker.config import WorkerConfig
 from services.worker.service import serve
 from shared.config import load
 from shared.errors import QuireError
-from shared.process import EXIT_REFUSED, follow, start_logging
+from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
 from shared.transport import check_address
 
 
@@ -17,13 +17,14 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
+        set_log_level(config.log_level)
         follow(config.supervisor)
         check_address(config.scheduler)  # before seconds are spent on a model
         from services.worker.runner import Runner  # torch takes seconds to import
 
         return serve(config, Runner(config, alone=True))
     except QuireError as error:
-        print(f"worker: {error}", file=sys.stderr)  # noqa: T201  (the line for people)
+        print(printable(f"worker: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
         return EXIT_REFUSED
 
 

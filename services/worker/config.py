@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.config import ModelConfig
+from shared.config import LogLevel, ModelConfig
 
 
 class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Literal["auto", "quire", "transformers"],
         Meta(
             description="Whose modelling code computes the model: a family of Quire's own, or transformers'; auto "
-            "takes the latter where there is no family."
+            "takes the latter where there is no family, or it lacks what the checkpoint asks for."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
@@ -71,6 +71,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "most, before the process ends itself.",
         ),
     ] = 300.0
+    log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels.cpu import extension
+from services.worker.models.packed_format import SETTINGS_FILES
 from services.worker.precision import Precision
 
 _SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
@@ -37,6 +38,9 @@ def weights_digest(folder: Path, weights: Sequence[Path]) -> str:
     Nothing of the folder's place or the files' dates goes into them.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in SETTINGS_FILES:  # they may change what the weights mean
+        if (folder / name).exists():
+            digest.update((folder / name).read_bytes())
     for path in weights:
         _add_file(digest, path)
     return digest.hexdigest()[:16]

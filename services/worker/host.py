@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from kernels.cpu import extension
+from services.worker import cgroup
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux's mman.h
 _HUGE = 2**21
@@ -48,12 +49,10 @@ def pin_threads() -> None:
 
 
 def allowed_cpus() -> int:
-    """CPUs of the mask, or of the control group's quota if that is less."""
+    """Return the number of CPUs of the mask, or of a control group's quota if that is less."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _numbers(_CGROUP / "cpu.max")  # "quota period", or "max period"
-    if len(quota) == 2 and quota[1] > 0:
-        cpus = min(cpus, max(1, quota[0] // quota[1]))
-    return cpus
+    quotas = map(cgroup.cpus_left, cgroup.folders(_CGROUP, _PROC, "cpu"))
+    return min([cpus, *(quota for quota in quotas if quota is not None)])
 
 
 def keep_freed_memory() -> None:
@@ -92,21 +91,11 @@ def use_huge_pages() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that could be taken without swapping, within the control group's limit."""
+    """Return the bytes that could be taken without swapping, within the limits of all control groups."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    limit, used = _numbers(_CGROUP / "memory.max"), _numbers(_CGROUP / "memory.current")
-    if limit and used:
-        available = min(available, max(0, limit[0] - used[0]))
-    return available
-
-
-def _numbers(path: Path) -> list[int]:
-    """The integers in a control group's file; nothing if it is not there or says "max"."""
-    try:
-        return [int(word) for word in path.read_text().split()]
-    except (OSError, ValueError):
-        return []
+    rooms = map(cgroup.memory_left, cgroup.folders(_CGROUP, _PROC, "memory"))
+    return min([available, *(room for room in rooms if room is not None)])

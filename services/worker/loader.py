@@ -10,38 +10,32 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import get_args
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kernels.quantized import GROUP, QuantizedWeight, quantize, stack
+from services.worker.models.config_json import UnsupportedByFamily
 from services.worker.models.layers import Weights
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
 from services.worker.precision import Precision, Quantization, Stored
+from services.worker.tensor_names import TensorNames
 from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
+from services.worker.weight_sources import Part, Source, list_sources
 from shared.errors import ModelError
 from shared.progress import progress
 
 log = logging.getLogger(__name__)
 
 _LARGE = 2**16  # bytes
+_ROWS = 256  # that are compared at once
 _COUNTED = 1000  # missing tensors; a wrong number of layers or experts may make it millions
-
-Part = tuple[str, tuple[int, ...]]  # (tensor of the checkpoint, its shape as our parameters have it)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a parameter comes from: tensors that are stacked along the first dimension."""
-
-    parts: list[Part]
-    transposed: bool = False  # the checkpoint has them the other way round
 
 
 class CheckpointWeights:
@@ -66,11 +60,13 @@ class CheckpointWeights:
     def take(self, name: str) -> Tensor:
         """Raises ModelError naming a tensor that cannot be read."""
         source = self._sources[name]
-        rows = sum(shape[0] for _, shape in source.parts)
-        whole = _allocate((rows, *source.parts[0][1][1:]), self._precision.dtype, self.device)
+        rows = sum(part.shape[0] for part in source.parts)
+        whole = _allocate((rows, *source.parts[0].shape[1:]), self._precision.dtype, self.device)
         row = 0
-        for tensor, shape in source.parts:
+        for tensor, shape, expert, _ in source.parts:
             stored = self._files.get(tensor)
+            if expert is not None:
+                stored = stored[expert]
             whole[row : row + shape[0]].copy_(stored.T if source.transposed else stored)
             row += shape[0]
         self._done(whole.nbytes)
@@ -80,7 +76,7 @@ class CheckpointWeights:
         """As `take`, in few bits if that is wanted: the checkpoint's own, or rounded."""
         wanted = self._precision.quantization
         if wanted in get_args(Stored):
-            tensors = [tensor for tensor, _ in self._sources[name].parts]
+            tensors = [part.tensor for part in self._sources[name].parts]
             parts = [self._files.get_quantized(tensor) for tensor in tensors]
             found = stack([part for part in parts if part is not None]) if all(parts) else None
             if found is not None:
@@ -118,16 +114,17 @@ class RandomWeights:
 def load_weights(
     files: WeightFiles, spec: DecoderSpec, names: WeightNames, precision: Precision, device: torch.device
 ) -> Iterator[Weights]:
-    """All of `parameters(spec)`, to be taken within the block.
+    """All of `parameters(spec)`, to be taken within the block; a head too, where there is one that is not the table.
 
     Raises ModelError naming a tensor that is missing, or has the wrong shape or type, before memory is taken for any.
     """
-    _refuse_missing(files, _sources(files, spec, names))
-    sources = dict(_sources(files, spec, names))
+    refuse_missing(files, spec, names)
+    where = TensorNames(files.names, names, tied=spec.tied)
+    sources = dict(list_sources(files, _untied(files, spec, where), names, where))
     for source in sources.values():
         _check(files, source)
-    _warn_of_others(files, sources, names)
-    elements = sum(math.prod(shape) for source in sources.values() for _, shape in source.parts)
+    _warn_of_others(sources, where)
+    elements = sum(math.prod(part.shape) for source in sources.values() for part in source.parts)
     with progress("loading weights", elements * precision.dtype.itemsize) as done:
         weights = CheckpointWeights(files, sources, precision, device, done)
         yield weights
@@ -143,20 +140,42 @@ def rounded(weight: Tensor, quantization: Quantization | None) -> Tensor | Quant
     return quantize(weight, 8 if quantization == "int8" else 4)
 
 
-def _refuse_missing(files: WeightFiles, sources: Iterable[tuple[str, Source]]) -> None:
-    absent = (name for _, source in sources for name, _ in source.parts if name not in files)
-    missing = list(itertools.islice(absent, _COUNTED + 1))
-    if missing:
-        others = "many" if len(missing) > _COUNTED else len(missing) - 1
-        raise ModelError(f"tensor {missing[0]} is missing" + (f" (and {others} more)" if others else ""))
+def refuse_missing(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> None:
+    """Raise ModelError naming the first tensor that the model needs and the checkpoint lacks.
+
+    It is an UnsupportedByFamily if the checkpoint has as many numbers for which the family knows no place: they may be
+    the same weights under names that it does not know. No tensor is read.
+    """
+    where = TensorNames(files.names, names, tied=spec.tied)
+    absent = (part for part in _parts(files, spec, names, where) if part.tensor not in files)
+    found = [part.tensor for part in itertools.islice(absent, _COUNTED + 1)]
+    if missing := list(dict.fromkeys(found)):  # one may hold all experts
+        others = "many" if len(found) > _COUNTED else len(missing) - 1
+        kind = UnsupportedByFamily if _may_be_renamed(files, spec, names, where) else ModelError
+        raise kind(f"tensor {missing[0]} is missing" + (f" (and {others} more)" if others else ""))
+
+
+def _may_be_renamed(files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames) -> bool:
+    """Whether what has no place in the model has as many elements as what is missing."""
+    total = sum(math.prod(files.shape(name)) for name in files.names)
+    used: set[str] = set()
+    needed = 0
+    for part in _parts(files, spec, names, where):
+        if part.tensor in files:
+            used.add(part.tensor)
+        else:
+            needed += math.prod(part.shape)
+        if needed > total:  # a wrong number of layers would have us count for long
+            return False
+    return needed <= sum(math.prod(files.shape(name)) for name in where.others(used))
 
 
 def _check(files: WeightFiles, source: Source) -> None:
-    for name, shape in source.parts:
-        expected, stored = shape[::-1] if source.transposed else shape, files.shape(name)
+    for part in source.parts:
+        expected, stored = source.stored_shape(part), files.shape(part.tensor)
         if stored != expected:
-            raise ModelError(f"tensor {name} has shape {list(stored)}, and config.json says {list(expected)}")
-        refuse_codes(name, files.dtype(name))
+            raise ModelError(f"tensor {part.tensor} has shape {list(stored)}, and config.json says {list(expected)}")
+        refuse_codes(part.tensor, files.dtype(part.tensor))
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -170,41 +189,31 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.frombuffer(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=dtype).view(shape)
 
 
-def _sources(files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> Iterator[tuple[str, Source]]:
-    """Each parameter, and the tensors that make it."""
-    anchor = names.modules["embedding"] + ".weight"
-    prefix = next((prefix for prefix in names.prefixes if prefix + anchor in files), names.prefixes[0])
-    for parameter, shapes in parameters(spec):
-        module, kind = parameter.rsplit(".", 1)
-        modules, transposed = _modules(module, names, prefix)
-        if len(modules) == 1:  # on disk they are stacked already
-            shapes = [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
-        parts = [(f"{name}.{kind}", shape) for name, shape in zip(modules, shapes, strict=True)]
-        transposed = transposed and kind == "weight" and not files.outputs_first(parts[0][0])
-        yield parameter, Source(parts, transposed)
+def _untied(files: WeightFiles, spec: DecoderSpec, where: TensorNames) -> DecoderSpec:
+    """Return the spec, not tied if the checkpoint has a head that is not the table, as transformers loads it."""
+    head, table = where.find(where.head), where.find(where.embedding)
+    if not spec.tied or where.head not in where or head == table or _equal(files.get(head), files.get(table)):
+        return spec
+    log.warning("config.json says that the embeddings are tied, but %s is not %s: both are used", head, table)
+    return replace(spec, tied=False)
 
 
-def _modules(module: str, names: WeightNames, prefix: str) -> tuple[tuple[str, ...], bool]:
-    """The checkpoint's modules of one of ours, and whether their weights are transposed."""
-    match module.split("."):
-        case ["head"]:
-            return (names.head,), False
-        case ["layers", layer, *path]:
-            number = path[1] if len(path) == 3 else ""  # experts, which one, what of it
-            part = ".".join(step for step in path if not step.isdecimal())
-            start = prefix + names.layer.format(layer)
-            return tuple(start + name.format(number) for name in names.layer_modules[part]), part in names.transposed
-        case _:
-            return (prefix + names.modules[module],), False
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two matrices hold the same numbers, of whatever types; a few rows at a time, since they may be large."""
+    if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
+        return False
+    kind = torch.promote_types(a.dtype, b.dtype)
+    pairs = zip(torch.split(a, _ROWS), torch.split(b, _ROWS), strict=True)
+    return all(torch.equal(left.to(kind), right.to(kind)) for left, right in pairs)
 
 
-def _warn_of_others(files: WeightFiles, sources: Mapping[str, Source], names: WeightNames) -> None:
-    used = {name for source in sources.values() for name, _ in source.parts} | {f"{names.head}.weight"}
-    others = [
-        name
-        for name in files.names
-        if name not in used and not name.endswith(names.ignored) and not name.startswith(names.unserved)
-    ]
+def _parts(files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames) -> Iterator[Part]:
+    return (part for _, source in list_sources(files, spec, names, where) for part in source.parts)
+
+
+def _warn_of_others(sources: Mapping[str, Source], where: TensorNames) -> None:
+    used = {part.tensor for source in sources.values() for part in source.parts}
+    others = [name for name in where.others(used) if name != where.find(where.head)]  # a copy of the table, if not used
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)

@@ -8,12 +8,13 @@ import torch
 
 from kernels.load import Ops
 from services.worker.config import WorkerConfig
+from services.worker.decision import decide
 from services.worker.fingerprint import fingerprint, weights_digest
 from services.worker.loader import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder import Decoder
-from services.worker.models.packed_format import packed_format
-from services.worker.models.registry import choose, family, read_supported
+from services.worker.models.packed_format import disagreement, packed_format
+from services.worker.models.registry import Way, family, read_supported
 from services.worker.models.trial import refuse_if_not_finite
 from services.worker.naming import naming
 from services.worker.precision import Checkpoint, Precision, choose_precision, why_dequantised
@@ -41,9 +42,13 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
 
 def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
     described = read_supported(folder, config.model_impl)
-    way = choose(described, config.model_impl)
     files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format, packed_format(described))
+    if warning := disagreement(described, folder):
+        log.warning(warning)
     dtype = checkpoint_dtype(folder, files) if files else torch.bfloat16
+    way = decide(described, config.model_impl, files)
+    if way.reason:
+        log.warning("%s: %s is loaded by transformers' code instead of Quire's own", way.reason, way.architecture)
     stored = Checkpoint(dtype, files.quantization if files else None, way.native)
     precision = choose_precision(config, device, stored, mixes=ops.mixes_types)
     if reason := why_dequantised(config, stored, mixes=ops.mixes_types):
@@ -52,29 +57,33 @@ def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) ->
         )
     kv = str(precision.kv_dtype).removeprefix("torch.")
     log.info("weights: %s; keys and values: %s", precision.name, kv)
-    paths = files.paths if files else []
     if not way.native:
-        return _through_transformers(folder, way.architecture, files, precision, device, ops)
+        return _through_transformers(folder, way, files, precision, device, ops)
     found = family(way.architecture)
     spec = found.spec(described)
     if files is None:
-        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops)
+        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops, kv_dtype=precision.kv_dtype)
     else:
         with load_weights(files, spec, found.names, precision, device) as checkpoint:
-            decoder = Decoder(spec, checkpoint, ops)
+            decoder = Decoder(spec, checkpoint, ops, kv_dtype=precision.kv_dtype)
         refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
-    weights = weights_digest(folder, paths)
+    weights = weights_digest(folder, files.paths if files else [])
     return Model(decoder, precision, fingerprint(weights, precision, device), weights)
 
 
 def _through_transformers(
-    folder: Path, architecture: str, files: WeightFiles | None, precision: Precision, device: torch.device, ops: Ops
+    folder: Path, way: Way, files: WeightFiles | None, precision: Precision, device: torch.device, ops: Ops
 ) -> Model:
     from transformers import __version__  # seconds to import, and only models without a family need it
 
     from services.worker.models.fallback.model import load
 
-    model = load(folder, architecture, files, precision.dtype, device, ops)
+    try:
+        model = load(folder, way.architecture, files, precision.dtype, device, ops)
+    except ModelError as error:
+        if not way.reason:
+            raise
+        raise ModelError(f"{way.reason}; {str(error).removeprefix(f'{folder}: ')}") from error
     weights = weights_digest(folder, files.paths if files else [])
     return Model(model, precision, fingerprint(weights, precision, device, code=f"transformers {__version__}"), weights)
 

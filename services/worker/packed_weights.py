@@ -6,7 +6,8 @@ the products take, or as floats. Codes and zeros are bits of int32, the lowest f
     GPTQ   qweight (in * bits / 32, out), along the inputs; qzeros (groups, out * bits / 32), along the outputs
     AWQ    qweight (in, out / 8) and qzeros (groups, out / 8), along the outputs in the order 0 2 4 6 1 3 5 7
 
-`scales` are (groups, out). `g_idx` (in,) says which group an input belongs to; they need not lie side by side.
+`scales` are (groups, out). `g_idx` (in,) says which group an input belongs to; they need not lie side by side. Without
+it they do, and so they do where it cannot be meant: some tools write zeros there.
 """
 
 from collections.abc import Mapping
@@ -133,14 +134,21 @@ class PackedWeights:
         return _Matrix(qweight, qzeros, scales, self._group(module, inputs, size, groups), (outputs, inputs))
 
     def _group(self, module: str, inputs: int, size: int, groups: int) -> Tensor:
-        name = f"{module}.g_idx"
+        """Return the group of each input (in,): `g_idx` where it gives every group its number of inputs, as all that
+        is meant does, whatever `desc_act` says; else inputs side by side, if that is a way to read it.
+        """
+        name, side_by_side = f"{module}.g_idx", torch.arange(inputs) // size
         if name not in self._tensors:
-            return torch.arange(inputs) // size
+            return side_by_side
         group = self._read(name)
         _expect(name, group, (inputs,))
         if group.is_floating_point() or int(group.min()) < 0 or int(group.max()) >= groups:
             raise ModelError(f"tensor {name} must name groups from 0 to {groups - 1}")
-        return group.long()
+        if torch.equal(group.long().bincount(minlength=groups), side_by_side.bincount()):
+            return group.long()
+        if self._how.desc_act and group.any():
+            raise ModelError(f"tensor {name} must give each group {size} inputs")
+        return side_by_side
 
     def _read(self, name: str) -> Tensor:
         if name not in self._tensors:

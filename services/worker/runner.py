@@ -63,7 +63,7 @@ class Runner:
         self.device = choose_device(config.device)
         self._ops = load_ops(self.device)
         self._pins = alone and self.device.type == "cpu"
-        folder = locate(config.model, config.revision)
+        folder = locate(config.model, config.revision, config.download_dir)
         model = load_model(folder, config, self.device, self._ops)
         if self.device.type == "cpu":
             use_huge_pages()

@@ -4,6 +4,7 @@ Safetensors, PyTorch's own files and GGUF, whole or in shards. Nothing is unpick
 cut short or unreadable is a ModelError naming the file.
 """
 
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +19,10 @@ from services.worker.gguf_weights import GGUFWeights
 from services.worker.models.packed_format import PackedFormat
 from services.worker.packed_weights import PackedWeights, Shard
 from services.worker.precision import Stored
-from services.worker.weight_paths import Format, find_weights
+from services.worker.weight_paths import Format, find_weights, index_passed_over
 from shared.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers are the weights. Those of any other are codes, which mean nothing without their scales."""
@@ -31,6 +34,9 @@ class WeightFiles:
     def __init__(self, folder: Path, wanted: Format = "auto", packed: PackedFormat | None = None) -> None:
         """`packed` is how matrices are stored that are no floats, where there are such."""
         self.kind, self.paths = find_weights(folder, wanted)
+        if index := index_passed_over(self.paths):
+            line = "%s: %s is served and %s, which lists other files, is not: one of the two is a leftover"
+            log.warning(line, folder, self.paths[0].name, index.name)
         self._shards: dict[str, Shard] = {}  # by tensor
         for shard in self._open(folder, self.kind):
             self._shards |= dict.fromkeys(shard.keys(), shard)

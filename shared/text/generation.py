@@ -1,5 +1,11 @@
-"""What a model's generation_config.json says of sampling: the defaults for what a request leaves open."""
+"""What a model's generation_config.json says of sampling: the defaults for what a request leaves open.
 
+Nobody who serves a model wrote this file, so nothing in it ends a start: what can be read is read, the rest is left out
+and named in one line of the log.
+"""
+
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +14,16 @@ from msgspec import Struct
 
 from shared.errors import InvalidRequest, ModelError
 from shared.params import SamplingParams
-from shared.text.tokenizer import read_json
+from shared.text.json_file import number, read_json, whole_number
+
+logger = logging.getLogger(__name__)
+
+KEYS = {"max_tokens": "max_new_tokens"}
+"""The file's names of fields where they differ from ours."""
+
+WHOLE = ("top_k", "max_tokens")
+SHOWN = 40
+"""Characters of a value that is ignored."""
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
@@ -23,18 +38,43 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, folder: Path) -> "SamplingDefaults":
-        """From `folder`/generation_config.json, if it is there. Raises `ModelError` for values out of range."""
+        """Read `folder`/generation_config.json, if it is there. A file that is no JSON object says nothing."""
         path = folder / "generation_config.json"
-        found = read_json(path)
-        names = {name: name for name in cls.__struct_fields__} | {"max_tokens": "max_new_tokens"}
-        given = {name: found[key] for name, key in names.items() if found.get(key) is not None}
         try:
-            defaults = msgspec.convert(given, cls)
-            SamplingParams(**defaults.given())
-        except (msgspec.ValidationError, InvalidRequest) as error:
-            raise ModelError(f"{path}: {error}") from error
-        return defaults
+            config = read_json(path)
+        except ModelError as error:
+            logger.warning("%s; no sampling defaults are taken from it", error)
+            return cls()
+        return cls.read(config, path)
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], path: Path) -> "SamplingDefaults":
+        """Take the usable values out of what `path` holds, and log those that are not."""
+        usable: dict[str, Any] = {}
+        ignored: list[str] = []
+        for name in cls.__struct_fields__:
+            key = KEYS.get(name, name)
+            if (given := config.get(key)) is None:
+                continue
+            if (value := _usable(name, given)) is None:
+                ignored.append(f"{key} {repr(given)[:SHOWN]}")
+            else:
+                usable[name] = value
+        if ignored:
+            logger.warning("%s: ignored, since it is out of range or no number: %s", path, ", ".join(ignored))
+        return cls(**usable)
 
     def given(self) -> dict[str, Any]:
         """The fields that have a value."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
+def _usable(name: str, given: Any) -> float | int | None:
+    value = whole_number(given) if name in WHOLE else number(given)
+    if value is None or (name == "max_tokens" and value < 1):  # 0 would end every answer before it begins
+        return None
+    try:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    except InvalidRequest:
+        return None
+    return value

@@ -37,28 +37,37 @@ class LogprobEntry(Struct, frozen=True):
     top: list[Alternative]  # best first, as many as were asked for
 
 
-def make_entry(tokenizer: Tokenizer, token: int, found: TokenLogprobs | None, offset: int) -> LogprobEntry:
-    """The entry of `token` at `offset`, with `found` about its position."""
-    text, raw = tokenizer.token_text(token), tokenizer.token_bytes(token)
+def make_entry(
+    tokenizer: Tokenizer, token: int, found: TokenLogprobs | None, offset: int, at_start: bool = False
+) -> LogprobEntry:
+    """Return the entry of `token` at `offset`, with `found` about its position, which may be the start of the text."""
+    text, raw = tokenizer.token_text(token, at_start), tokenizer.token_bytes(token, at_start)
     if found is None:
         return LogprobEntry(token, text, raw, None, 0, offset, [])
     top = [
-        Alternative(id, tokenizer.token_text(id), tokenizer.token_bytes(id), finite(logprob), rank)
+        Alternative(id, tokenizer.token_text(id, at_start), tokenizer.token_bytes(id, at_start), finite(logprob), rank)
         for rank, (id, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1)
     ]
     return LogprobEntry(token, text, raw, finite(found.logprob), found.rank, offset, top)
 
 
 def prompt_entries(
-    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprobs], skip_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    found: Sequence[TokenLogprobs],
+    offsets: Sequence[int] | None = None,
 ) -> list[LogprobEntry]:
-    """Entries of all tokens of a prompt; `found` is about positions 1 and up."""
-    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens)
-    offset = 0
+    """Return entries of all tokens of a prompt; `found` is about positions 1 and up.
+
+    Without `offsets`, they are those in the tokens' own text, special tokens included.
+    """
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False)
+    length = 0
     entries = []
-    for token, known in zip(prompt, [None, *found], strict=True):
-        entries.append(make_entry(tokenizer, token, known, offset))
-        offset += len(detokenizer.push(token))
+    for at, (token, known) in enumerate(zip(prompt, [None, *found], strict=True)):
+        offset = length + detokenizer.breaks(token) if offsets is None else offsets[at]
+        entries.append(make_entry(tokenizer, token, known, offset, detokenizer.at_start))
+        length += len(detokenizer.push(token))
     return entries
 
 

@@ -2,13 +2,16 @@
 
 Feeds tokens to the detokenizer and its text to the stop matcher. Rules:
 - The stop token itself is not shown, unless `include_stop_str_in_output` (and, for a special token, no skipping).
-- A stop string counts if a token behind the first `min_tokens` completes it. One that lies within the name of a
-  special token is found there even where special tokens are not shown; then what waits is shown before it.
+- A stop string counts if a token behind the first `min_tokens` completes it. It is looked for in the text that shows,
+  so a special token's name is one only where special tokens are shown.
 - There is one log-probability entry for each token taken, the stop token included. An entry is given out with the
   text behind its start, and all that are left at the end.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 from shared.params import SamplingParams
 from shared.protocol import Finish, TokenLogprobs
@@ -18,11 +21,20 @@ from shared.text.stops import StopMatcher
 from shared.text.tokenizer import Tokenizer
 
 
+class _Pending(Struct, frozen=True, gc=False):
+    """A token whose log-probabilities were not given out yet."""
+
+    token: int
+    found: TokenLogprobs
+    offset: int
+    at_start: bool  # whether it is the first token of its text
+
+
 class SampleText:
     """`feed` it all tokens in order. It is over when `finish_reason` is set, which a stop string may do early.
 
-    `stop_token_ids` are those that the engine stops at, end-of-sequence included. `offset` is the length of the text
-    before the output, where that is shown too.
+    `stop_token_ids` are those that the engine stops at, end-of-sequence included. `echoed` is the number of characters
+    of the prompt that are shown before the output, None if the prompt is not shown.
     """
 
     def __init__(
@@ -32,25 +44,31 @@ class SampleText:
         prompt: Sequence[int],
         *,
         stop_token_ids: Iterable[int] = (),
-        offset: int = 0,
+        echoed: int | None = None,
     ) -> None:
         self.token_ids: list[int] = []
+        self._starts: list[int] = []  # the offset at which each token's text begins
         self.finish_reason: str | None = None  # a value of `Finish`
         self.stop_reason: str | int | None = None  # a stop string, or a stop token id that the user asked for
         self._tokenizer = tokenizer
         self._params = params
         self._stops = params.stop_strings
         self._stop_ids = frozenset(stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens, echo=echoed is not None)
         self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
         self._pieces: list[str] = []
-        self._decoded = self._shown = offset  # lengths of text: known, and given out
-        self._pending: list[tuple[int, TokenLogprobs, int]] = []  # (token, what is known of it, offset)
+        self._decoded = self._shown = echoed or 0  # lengths of text: known, and given out
+        self._pending: list[_Pending] = []
 
     @property
     def text(self) -> str:
         """All that was given out."""
         return "".join(self._pieces)
+
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens of which text was given out, or all once the sample is over."""
+        return len(self.token_ids) if self.finish_reason else bisect_left(self._starts, self._shown)
 
     def feed(
         self,
@@ -63,9 +81,10 @@ class SampleText:
         for at, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return shown
+            self._starts.append(self._decoded)
             self.token_ids.append(token)
             if logprobs is not None:
-                self._pending.append((token, logprobs[at], self._decoded))
+                self._pending.append(self._place(token, logprobs[at]))
             shown += self._take(token, hidden=finish is Finish.STOP and at == len(tokens) - 1 and self._hides(token))
         if finish is not None and self.finish_reason is None:
             shown += self._end(finish)
@@ -75,9 +94,12 @@ class SampleText:
         """The entries that became due since the last call; none if none were fed."""
         due = len(self._pending)
         if self.finish_reason is None:
-            due = next((at for at, (_, _, offset) in enumerate(self._pending) if offset >= self._shown), due)
+            due = next((at for at, pending in enumerate(self._pending) if pending.offset >= self._shown), due)
         taken, self._pending = self._pending[:due], self._pending[due:]
-        return [make_entry(self._tokenizer, token, found, min(at, self._shown)) for token, found, at in taken]
+        return [
+            make_entry(self._tokenizer, each.token, each.found, min(each.offset, self._shown), each.at_start)
+            for each in taken
+        ]
 
     def _hides(self, token: int) -> bool:
         return token in self._stop_ids and not self._params.include_stop_str_in_output
@@ -85,10 +107,11 @@ class SampleText:
     def _take(self, token: int, hidden: bool) -> str:
         if hidden:
             return ""
-        shown = self._push(self._detokenizer.push(token))
-        if self.finish_reason is None and self._stops and self._params.skip_special_tokens:
-            shown += self._check_special(token)
-        return shown
+        return self._push(self._detokenizer.push(token))
+
+    def _place(self, token: int, found: TokenLogprobs) -> "_Pending":
+        offset = self._decoded + self._detokenizer.breaks(token)
+        return _Pending(token, found, offset, self._detokenizer.at_start)
 
     def _push(self, piece: str) -> str:
         self._decoded += len(piece)
@@ -97,19 +120,6 @@ class SampleText:
             if self._matcher.matched is not None:
                 self._stop_at(self._matcher.matched)
         return self._show(piece)
-
-    def _check_special(self, token: int) -> str:
-        name = self._tokenizer.special_text(token)
-        if name is None or len(self.token_ids) <= self._params.min_tokens:
-            return ""
-        stop = next((stop for stop in self._stops if stop in name), None)
-        if stop is None:
-            return ""
-        shown = self._flush()
-        if self.finish_reason is None:
-            self._stop_at(stop)
-            shown += self._show(stop if self._params.include_stop_str_in_output else "")
-        return shown
 
     def _end(self, finish: Finish) -> str:
         shown = self._flush()

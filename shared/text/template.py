@@ -3,14 +3,14 @@
 Found in tokenizer_config.json, chat_template.jinja or chat_template.json, or in a file that the user names. It runs in
 a sandbox, with what templates in the field expect: `raise_exception`, `strftime_now`, `tojson` that leaves non-ASCII
 letters alone, loop controls, `{% generation %}`, and the special tokens by name. Whatever goes wrong while it runs is
-the messages' fault, hence `InvalidRequest`; a template that does not parse is a `ModelError`.
+the messages' fault, hence `InvalidRequest`; a template that does not parse, or shows no message, is a `ModelError`.
 """
 
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
@@ -21,11 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import origin
-from shared.text.messages import plain_messages
-from shared.text.tokenizer import read_json
+from shared.text.content import ContentForms, Message, find_forms
+from shared.text.json_file import read_json
+from shared.text.messages import append_text, plain_messages
 
 TRIAL = 10.0
-"""Seconds for a first message, which takes a millisecond."""
+"""Seconds for the first messages, which take a millisecond each."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
 
@@ -33,16 +34,20 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_messa
 class ChatTemplate:
     """`render` messages to the text of a prompt. A `source` of None stands for a model that has no template."""
 
-    def __init__(self, source: str | None, special: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str | None, special: Mapping[str, str] | None = None, origin: Path | None = None
+    ) -> None:
+        """Compile `source`. Raise `ModelError`, naming `origin` if there is one, for a template that does not parse."""
         self._special = dict(special or {})
+        self._origin = origin
         environment = _environment()
         self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
         try:
             self._template = None if source is None else environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
+            raise self._error(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except RecursionError as error:
-            raise ModelError("the chat template is nested too deeply") from error
+            raise self._error("the chat template is nested too deeply") from error
 
     @classmethod
     def load(cls, folder: Path, special: Mapping[str, str], file: Path | None = None) -> "ChatTemplate":
@@ -52,22 +57,28 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {why}") from error
-        try:
-            return cls(source, special)
-        except ModelError as error:
-            raise ModelError(f"{file or origin(folder)}: {error}") from error
+        return cls(source, special, file or origin(folder))
 
     @property
     def exists(self) -> bool:
         return self._template is not None
 
     def try_out(self, seconds: float = TRIAL) -> None:
-        """Raises `ModelError` if one short message keeps the template busy for so long: it would stop a server."""
-        thread = Thread(target=self._render_anything, daemon=True)  # which the process ends with
+        """Raise `ModelError` for a template that cannot serve.
+
+        That is one which short messages keep busy for so long, since it would stop a server, and one which shows
+        nothing of a user's message, since the model would answer something else.
+        """
+        thread = Thread(target=lambda: self._forms, daemon=True)  # which the process ends with
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            raise ModelError(f"the chat template has made nothing of one short message in {seconds:.0f} s")
+            raise self._error(f"the chat template has made nothing of one short message in {seconds:.0f} s")
+        if self._forms.shows_nothing:
+            raise self._error(
+                "the chat template shows nothing of a user's message, whether its content is a string or a list of "
+                "text parts"
+            )
 
     def render(
         self,
@@ -90,21 +101,27 @@ class ChatTemplate:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
             )
-        plain = plain_messages(messages)
+        plain = plain_messages(messages, self._forms)
         if not continue_final_message:
             return self._run(plain, add_generation_prompt, given)
         mark = uuid.uuid4().hex  # the content's end in the output, even if the template trims or repeats it
-        plain[-1]["content"] += mark
+        append_text(plain[-1], mark)
         before, found, _ = self._run(plain, False, given).rpartition(mark)
         if not found:
             raise InvalidRequest("the chat template leaves out the final message's content", "messages")
         return before
 
-    def _render_anything(self) -> None:
-        with suppress(InvalidRequest):  # it may want other messages
-            self.render([{"role": "user", "content": "Hello"}])
+    @cached_property
+    def _forms(self) -> ContentForms:
+        """The form of content that the template reads, found when it is first needed."""
+        if self._template is None:
+            return ContentForms()
+        return find_forms(lambda messages: self._run(messages, True, {}))
 
-    def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+    def _error(self, message: str) -> ModelError:
+        return ModelError(message if self._origin is None else f"{self._origin}: {message}")
+
+    def _run(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
         context: dict[str, Any] = {"tools": None, "documents": None}  # templates ask whether these are none

@@ -1,12 +1,12 @@
 """`Tokenizer`: a model folder's tokenizer, over the `tokenizers` library.
 
 Owns what the folder's files say of tokens: ids to text and back, which tokens are special, and which end a sequence.
-tokenizer.json is read directly, in milliseconds. A folder without one has its fast tokenizer made by transformers,
-once; the result is kept in the cache folder under a digest of the files it was made from.
+tokenizer.json is read directly, in milliseconds, and what the files beside it say of tokens is added to it. A folder
+without one, or with one that another file contradicts, has its fast tokenizer made by transformers, once; the result is
+kept in the cache folder under a digest of the files it was made from.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -18,11 +18,12 @@ import tokenizers
 from shared.checkpoint import cache_folder
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
-from shared.text.bytes import byte_decoder
+from shared.text.added_tokens import add_tokens, disagrees_on_prefix_space, special_tokens
+from shared.text.bytes import TokenBytes, read_text
+from shared.text.json_file import read_json, whole_number
 
 logger = logging.getLogger(__name__)
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
 SHRINKING = 4
 SOURCES = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
@@ -45,9 +46,8 @@ class Tokenizer:
         self._special_tokens = {
             id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
         }
-        self._added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
-        self._to_bytes = byte_decoder(backend)
-        self._bytes: dict[int, bytes] = {}
+        self.special_ids = frozenset(self._special_tokens)
+        self.bytes = TokenBytes(backend)
 
     @classmethod
     def load(cls, folder: Path, model: Path | None = None) -> "Tokenizer":
@@ -57,10 +57,10 @@ class Tokenizer:
         and for tokens that the model does not have.
         """
         check_there(folder)
-        backend = _read(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else _convert(folder)
+        backend = _load_backend(folder, _model_vocab_size(model or folder))
         if model is not None:
             _check_fits(backend, folder, model)
-        special = _special(folder)
+        special = special_tokens(folder)
         return cls(backend, special=special, eos_token_ids=_eos_token_ids(model or folder, backend, special))
 
     @property
@@ -79,6 +79,15 @@ class Tokenizer:
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from error
         return [encoding.ids for encoding in encodings]
 
+    def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the characters of `text` before each token of `encode`; a space belongs to the token behind it."""
+        offsets: list[int] = []
+        end = 0
+        for start, stop in self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].offsets:
+            offsets.append(min(start, end) if start < stop else end)  # what was added to the text has no place in it
+            end = max(end, stop)
+        return offsets
+
     def most_characters(self, tokens: int) -> int:
         """More characters than these are taken to be more than so many tokens, without tokenizing them.
 
@@ -87,9 +96,18 @@ class Tokenizer:
         """
         return tokens * self._longest * SHRINKING
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids that the tokenizer does not have (of a padded vocabulary) are nothing."""
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, *, final: bool = True) -> str:
+        """Return the text of `ids`; ids that the tokenizer does not have (of a padded vocabulary) are nothing.
+
+        Bytes that are no character become U+FFFD, as Unicode recommends; unless `final`, the beginning of a character
+        at the end is left out instead. For valid text this is what the library's `decode` returns.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        shown = (id for id in ids if id not in hidden)
+        first = next((found for id in shown if (found := self.bytes.first(id)) is not None), b"")
+        text, rest = read_text(first + b"".join([self.bytes.later[id] for id in shown]))
+        text += rest.decode(errors="replace") if final else ""
+        return self.bytes.strip(text, self.bytes.most_stripped)[0]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token written as in the vocabulary."""
@@ -99,26 +117,26 @@ class Tokenizer:
         """The name of a special token; None if it is an ordinary one."""
         return self._special_tokens.get(id)
 
-    def token_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for, perhaps part of a character; a special token's are those of its name."""
-        known = self._bytes.get(id)
-        if known is None:
-            known = self._bytes[id] = self._find_bytes(id)
-        return known
+    def token_bytes(self, id: int, at_start: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text, perhaps part of a character; a special token's are its name's.
 
-    def token_text(self, id: int) -> str:
-        r"""One token for people: its text, or `bytes:\xf0\x9f` where it is no whole characters."""
-        raw = self.token_bytes(id)
+        `at_start` asks for those of a text's first token.
+        """
+        if not at_start:
+            return self.bytes.later[id]
+        first = self.bytes.first(id) or b""
+        try:
+            return self.bytes.strip(first.decode(), self.bytes.most_stripped)[0].encode()
+        except UnicodeDecodeError:
+            return first
+
+    def token_text(self, id: int, at_start: bool = False) -> str:
+        r"""Return one token for people: its text, or `bytes:\xf0\x9f` where it is no whole characters."""
+        raw = self.token_bytes(id, at_start)
         try:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def _find_bytes(self, id: int) -> bytes:
-        if id in self._added:
-            return self._added[id].encode()
-        token = self.backend.id_to_token(id)
-        return b"" if token is None else self._to_bytes(token)
 
 
 def check_there(folder: Path) -> None:
@@ -136,19 +154,6 @@ def _check_fits(backend: tokenizers.Tokenizer, folder: Path, model: Path) -> Non
         raise ModelError(f"the tokenizer in {folder} has ids up to {highest}, but the model has only {size} tokens")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, `{}` if there is no such file. Raises `ModelError` if it is not one."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return data
-
-
 def _read(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -156,12 +161,28 @@ def _read(path: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{path}: not a tokenizer: {error}") from error
 
 
-def _convert(folder: Path) -> tokenizers.Tokenizer:
+def _load_backend(folder: Path, vocab_size: int | None) -> tokenizers.Tokenizer:
+    """The library's tokenizer, as transformers would have it."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return _convert(folder, "there is no tokenizer.json")
+    backend = _read(path)
+    if disagrees_on_prefix_space(backend, folder):
+        try:
+            return _convert(folder, "tokenizer_config.json and tokenizer.json differ in add_prefix_space")
+        except ModelError as error:
+            logger.warning("%s; tokenizer.json is used as it is", error)
+    add_tokens(backend, folder, vocab_size)
+    backend.encode_special_tokens = read_json(folder / "tokenizer_config.json").get("split_special_tokens") is True
+    return backend
+
+
+def _convert(folder: Path, reason: str) -> tokenizers.Tokenizer:
     cached = cache_folder() / "tokenizers" / f"{_digest(folder)}.json"
     if cached.is_file():
         return _read(cached)
-    logger.info("%s has no tokenizer.json; transformers makes one, once", folder)
-    backend = _convert_with_transformers(folder)
+    logger.info("%s: %s; transformers makes the tokenizer, once", folder, reason)
+    backend = _convert_with_transformers(folder, reason)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_suffix(".partial")
@@ -172,16 +193,16 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+def _convert_with_transformers(folder: Path, reason: str) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer  # takes seconds, so only here
 
     try:
-        made = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(f"{folder} has no tokenizer.json, and transformers cannot make one: {error}") from error
+        made = AutoTokenizer.from_pretrained(str(folder), use_fast=True, trust_remote_code=False)
+    except Exception as error:  # each class of tokenizers raises what it likes
+        raise ModelError(f"{folder}: {reason}, and transformers cannot make the tokenizer: {error}") from error
     backend = getattr(made, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelError(f"{folder} has no tokenizer.json, and its {type(made).__name__} has no fast form")
+        raise ModelError(f"{folder}: {reason}, and its {type(made).__name__} has no fast form")
     return backend
 
 
@@ -193,18 +214,6 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _special(folder: Path) -> dict[str, str]:
-    """Special tokens by name, from tokenizer_config.json or else special_tokens_map.json."""
-    found = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-    special: dict[str, str] = {}
-    for name in SPECIAL_NAMES:
-        value = found.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            special[name] = text
-    return special
-
-
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> list[int]:
     """The tokenizer's own, and those of generation_config.json, or of config.json where the former names none."""
     size = _model_vocab_size(folder)
@@ -212,10 +221,12 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping
         size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
     ids = [] if own is None else _inside([own], size, folder / "tokenizer.json")
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id")
-        listed = found if isinstance(found, list) else [found]
-        if named := _inside([id for id in listed if isinstance(id, int)], size, folder / name):
+    for path, read in (
+        (folder / "generation_config.json", _read_generation_config),
+        (folder / "config.json", read_json),
+    ):
+        found = read(path).get("eos_token_id")
+        if named := _inside(found if isinstance(found, list) else [found], size, path):
             return ids + named
     return ids
 
@@ -228,8 +239,19 @@ def _model_vocab_size(folder: Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _inside(ids: Sequence[int], size: int, path: Path) -> list[int]:
+def _read_generation_config(path: Path) -> dict[str, Any]:
+    """As `read_json`; nobody who serves a model wrote this file, so a broken one says nothing but ends no start."""
+    try:
+        return read_json(path)
+    except ModelError as error:
+        logger.warning("%s; no eos_token_id is taken from it", error)
+        return {}
+
+
+def _inside(given: Sequence[Any], size: int, path: Path) -> list[int]:
     """Those that the model can produce: it never ends with another, and an engine would refuse to wait for it."""
-    if outside := [id for id in ids if not 0 <= id < size]:
-        logger.warning("%s: eos_token_id %s is ignored: the model has %d tokens", path, outside, size)
-    return [id for id in ids if 0 <= id < size]
+    ids = {at: whole_number(value) for at, value in enumerate(given) if value is not None}
+    inside = {at: id for at, id in ids.items() if id is not None and 0 <= id < size}
+    if outside := [given[at] for at in ids if at not in inside]:
+        logger.warning("%s: eos_token_id %.200s is ignored: the model has %d tokens", path, outside, size)
+    return list(inside.values())

@@ -1,6 +1,7 @@
 """What is refused, and with which reason; all else is accepted."""
 
 import pytest
+from msgspec.structs import replace
 
 from services.scheduler.core import Limits, Scheduler
 from shared.protocol import Epoch, Refusal, Sampling, StepResult, Submit, pack_tokens
@@ -89,6 +90,19 @@ def test_tokens_in_the_queue_are_bounded_if_asked() -> None:
     assert core.submit(_submit(3), 1.0) is None
     assert core.submit(_submit(4), 1.0) is None
     assert core.submit(_submit(5), 1.0) is not None
+
+
+def test_rejections_are_counted_by_the_limit_that_was_met() -> None:
+    """API-04: what vllm:admission_rejections says; other refusals are no part of it."""
+    core = Scheduler(replace(LIMITS, max_queued_requests=2, max_queued_tokens=6))
+    assert core.submit(_submit(1, tokens=5, prompt_len=5), 1.0) is None
+    assert core.submit(_submit(2, tokens=2, prompt_len=2), 1.0) is not None
+    assert core.submit(_submit(3, tokens=1, prompt_len=1), 1.0) is None
+    assert core.submit(_submit(4, tokens=1, prompt_len=1), 1.0) is not None
+    assert core.submit(_submit(5, tokens=1, prompt_len=1), 1.0) is not None
+    assert core.submit(_submit(3), 1.0) is not None, "the id is in use"
+    found = core.snapshot()
+    assert (found.rejected_by_requests, found.rejected_by_tokens, found.refused) == (2, 1, 4)
 
 
 def test_retry_after_is_the_time_between_recent_ends() -> None:

@@ -5,6 +5,7 @@ import pytest
 from services.scheduler.core import Limits, Scheduler
 from shared.errors import ConfigError, ProtocolError
 from shared.protocol import (
+    Admission,
     Epoch,
     Finish,
     Fork,
@@ -37,6 +38,10 @@ def _core(**changes: object) -> Scheduler:
     return core
 
 
+AT_ONCE = Admission(0.0, 0)
+"""Of a sequence that did not wait; its first row has it."""
+
+
 def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:
     given = Submit(id, pack_tokens(prompt), fields.pop("prompt_len", len(prompt)), sampling, **fields)
     assert core.submit(given, 1.0) is None
@@ -66,7 +71,7 @@ def test_the_way_of_a_request_at_depth_two() -> None:
     assert second == StepPlan(EPOCH, 1, [Row(0, 5, 1, 1)]), "before the first result is there"
     assert core.plan(1.0) is None
     assert core.in_flight == 2
-    assert _commit(core, first, 6) == [ProgressRow(1, 0, 0, [6])]
+    assert _commit(core, first, 6) == [ProgressRow(1, 0, 0, [6], admission=AT_ONCE)]
     third = _plan(core)
     assert third == StepPlan(EPOCH, 2, [Row(0, 6, 1, 1)])
     assert _commit(core, second, 7) == [ProgressRow(1, 0, 1, [7])]
@@ -133,7 +138,7 @@ def test_a_stray_row_behind_a_stop_is_dropped_and_never_published() -> None:
     core = _core()
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5, stop_token_ids=[7]))
     first, second = _plan(core), _plan(core)
-    assert _commit(core, first, 7) == [ProgressRow(1, 0, 0, [7], finish=Finish.STOP)]
+    assert _commit(core, first, 7) == [ProgressRow(1, 0, 0, [7], finish=Finish.STOP, admission=AT_ONCE)]
     assert core.snapshot().blocks_free == 15, "a plan in flight writes to it"
     assert _commit(core, second, 4) == []
     assert (core.snapshot().blocks_free, core.snapshot().blocks_cached) == (16, 0)
@@ -152,7 +157,7 @@ def test_prompt_scores_go_on_as_they_come() -> None:
     scores = [TokenLogprobs(float(position), 1, [], []) for position in range(7)]
     first = _plan(core)
     news = core.commit(StepResult(EPOCH, first.step, [SampledRow(0, [], None, scores[1:6])]))
-    assert news == [ProgressRow(1, 0, 0, [], None, scores[1:6])]
+    assert news == [ProgressRow(1, 0, 0, [], None, scores[1:6], admission=AT_ONCE)]
     second = _plan(core)
     assert second.rows == [Row(0, 5, 2, 0)]
     news = core.commit(StepResult(EPOCH, second.step, [SampledRow(0, [], None, scores[6:])]))
@@ -186,6 +191,54 @@ def test_a_displaced_sequence_that_comes_back_in_the_same_plan_gets_one_row() ->
     assert sum(row.count for row in plan.rows) <= 16
 
 
+def test_a_row_says_how_long_its_sequence_waited_and_how_often_it_was_preempted() -> None:
+    """API-04: once for each change, by the clock that is given."""
+    core = _core(depth=1, max_num_seqs=1, policy="priority")
+    sampling = Sampling(max_tokens=3, seed=5)
+    assert core.submit(Submit(1, pack_tokens([1, 2, 3]), 3, sampling, priority=1), 10.0) is None
+    first = core.plan(12.5)
+    assert first is not None
+    assert [row.admission for row in _commit(core, first, 4)] == [Admission(2.5, 0)]
+    assert core.submit(Submit(2, pack_tokens([5]), 1, Sampling(max_tokens=1, seed=5)), 13.0) is None
+    for now, expected in ((14.0, (1, Admission(2.5, 1))), (15.0, (2, Admission(2.0, 0))), (20.0, (1, None))):
+        plan = core.plan(now)
+        assert plan is not None
+        assert core.snapshot().preemptions == 1
+        assert [(row.id, row.admission) for row in _commit(core, plan, 6)] == [expected]
+    assert core.idle
+
+
+def test_samples_that_begin_together_were_admitted_together() -> None:
+    """API-04: a fork shares its parent's prompt, so its time in the queue as well; one without a slot waits on."""
+    core = _core(depth=1, max_num_seqs=2)
+    assert core.submit(Submit(1, pack_tokens([1, 2, 3]), 3, Sampling(max_tokens=1, seed=5), 3), 1.0) is None
+    assert (core.snapshot().waiting, core.snapshot().waiting_deferred) == (3, 2), "two wait for their prompt"
+    plan = core.plan(4.0)
+    assert plan is not None
+    assert [row.admission for row in _commit(core, plan, 7, 7)] == [Admission(3.0, 0)] * 2
+    assert (core.snapshot().waiting, core.snapshot().waiting_deferred) == (1, 0)
+    plan = core.plan(6.0)
+    assert plan is not None
+    assert [row.admission for row in _commit(core, plan, 7)] == [Admission(5.0, 0)]
+
+
+def test_steps_are_counted_by_their_tokens_and_prompts_by_their_source() -> None:
+    """API-04: what vllm:iteration_tokens_total and vllm:prompt_tokens_by_source are made of."""
+    core = _core(depth=1)
+    for id, prompt in ((1, list(range(12))), (2, [*range(8), 99])):
+        _submit(core, id, prompt, Sampling(max_tokens=2, seed=5))
+        while not core.idle:
+            _commit(core, _plan(core), 50)
+    found = core.snapshot()
+    assert found.step_tokens[:4] == [3, 0, 1, 0], "three of 1, one of 12"
+    assert (sum(found.step_tokens), found.step_tokens_sum) == (found.steps, 12 + 1 + 1 + 1)
+    assert (found.prompt_tokens, found.prompt_tokens_cached) == (21, 8)
+    assert found.prefix_caching
+    core.lose_worker(2.0)
+    _submit(core, 3, [1], Sampling(max_tokens=2, seed=5))
+    assert core.snapshot().waiting_deferred == 1, "it waits for a worker, not for room"
+
+
 def test_a_worker_lost_and_another_one() -> None:
     core = _core()
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5))
@@ -216,12 +269,12 @@ def test_aborts_end_samples_in_every_place() -> None:
     assert core.abort(1, 2) == [ProgressRow(1, 2, 0, [], finish=Finish.ABORT)], "not begun"
     assert core.abort(2) == [ProgressRow(2, 0, 0, [], finish=Finish.ABORT)], "in the queue"
     plan = _plan(core)
-    assert core.abort(1, 0) == [ProgressRow(1, 0, 0, [], finish=Finish.ABORT)], "running"
+    assert core.abort(1, 0) == [ProgressRow(1, 0, 0, [], finish=Finish.ABORT, admission=AT_ONCE)], "running"
     assert core.abort(1, 0) == core.abort(1, 7) == core.abort(9) == []
     assert _commit(core, plan, 4) == []
     plan = _plan(core)
     assert plan.new[0].sample == 1
-    assert _commit(core, plan, 5) == [ProgressRow(1, 1, 0, [5])]
+    assert _commit(core, plan, 5) == [ProgressRow(1, 1, 0, [5], admission=AT_ONCE)]
     assert [row.position for row in core.abort(1)] == [1]
     assert core.idle
     assert (core.snapshot().finished_abort, core.snapshot().blocks_free) == (4, 16)

@@ -79,11 +79,13 @@ def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield front
 
 
-def ask(port: int, method: str, target: str, body: bytes | None = None) -> tuple[int, bytes]:
+def ask(port: int, method: str, target: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     """Status and body of the answer; status 0 if there is nobody."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.putrequest(method, target, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
         if body is not None:
             connection.putheader("Content-Length", str(len(body)))
         connection.endheaders(body)
@@ -129,6 +131,13 @@ def test_other_paths_do(balancer: int, target: str) -> None:
 @pytest.mark.parametrize("length", [0, 100, 100_000, 32 * 1024 * 1024])
 def test_bodies_of_any_length_pass(balancer: int, length: int) -> None:
     assert ask(balancer, "POST", "/v1/completions", bytes(length)) == (200, f"/v1/completions {length}".encode())
+
+
+@pytest.mark.parametrize("length", [9_000, 60_000])
+@pytest.mark.parametrize("name", ["Cookie", "Authorization"])
+def test_long_headers_pass(balancer: int, name: str, length: int) -> None:
+    """HTTP-01."""
+    assert ask(balancer, "GET", "/v1/models", **{name: "a" * length}) == (200, b"/v1/models 0")
 
 
 def test_a_body_that_stays_away_is_not_waited_for(balancer: int) -> None:

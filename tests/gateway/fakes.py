@@ -26,6 +26,7 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.protocol import (
     VERSION,
+    Admission,
     Finish,
     ModelFacts,
     ProgressRow,
@@ -81,9 +82,15 @@ class FakeAttempt:
         self._live = list(range(n))
         self._steps = 0
 
-    async def rows(self) -> list[ProgressRow]:
-        if self._backend.refusal is not None and self._steps == 0:
+    async def accepted(self) -> None:
+        """The engine's word comes when `answers` is set; until then nothing does."""
+        await self._backend.answers.wait()
+        if self._backend.refusal is not None:
             raise self._backend.refusal
+
+    async def rows(self) -> list[ProgressRow]:
+        if self._steps == 0:
+            await self.accepted()
         rows: list[ProgressRow] = []
         for _ in range(self._backend.burst):
             if self._steps == self._backend.pause_at:
@@ -111,7 +118,7 @@ class FakeAttempt:
         cached = self._backend.cached_tokens
         if sampling.max_tokens == 0:
             self._live.remove(sample)
-            return ProgressRow(1, sample, 0, [], None, scores, Finish.LENGTH, cached)
+            return ProgressRow(1, sample, 0, [], None, scores, Finish.LENGTH, cached, "", self._backend.admission)
         self._outputs[sample] = iter(self._outputs[sample])
         token = next(cast(Any, self._outputs[sample]))
         self._positions[sample] += 1
@@ -119,7 +126,8 @@ class FakeAttempt:
         if finish is not None:
             self._live.remove(sample)
         known = [logprobs_of(token, sampling.logprobs)] if sampling.logprobs >= 0 else None
-        return ProgressRow(1, sample, position, [token], known, scores, finish, cached)
+        admission = None if position else self._backend.admission
+        return ProgressRow(1, sample, position, [token], known, scores, finish, cached, "", admission)
 
     def _finish(self, token: int, count: int) -> Finish | None:
         if token in self.sampling.stop_token_ids and count > self.sampling.min_tokens:
@@ -147,7 +155,10 @@ class FakeBackend:
         self.is_ready = True
         self.cached_tokens = 0
         self.burst = 1  # steps whose rows come together
-        self.refusal: Exception | None = None  # raised instead of the first rows
+        self.admission: Admission | None = None  # of every sample
+        self.refusal: Exception | None = None  # the engine's answer, instead of an acceptance
+        self.answers = asyncio.Event()  # whether the engine says anything
+        self.answers.set()
         self.failure: Exception | None = None  # raised at step `fail_at`
         self.fail_at = -1
         self.pause_at = -1  # step that waits for `go_on`

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.gateway.attempt import Attempt
-from shared.errors import EngineFailure, Overloaded
+from shared.errors import EngineFailure, Overloaded, QuireError
 from shared.protocol import Abort, Finish, ProgressRow
 
 
@@ -32,6 +32,38 @@ async def test_rows_come_in_order_and_waiting_is_for_news_only() -> None:
     world.take(3, 10, finish=Finish.STOP)
     assert await waiting == [10]
     assert world.attempt.done
+
+
+async def test_an_acceptance_is_the_engines_word_or_its_first_row_and_no_news_of_the_stream() -> None:
+    """HTTP-05: whoever waits for rows is not woken with none by it."""
+    by_word, by_row = World(), World()
+    accepted = [asyncio.create_task(world.attempt.accepted()) for world in (by_word, by_row)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in accepted)
+    by_word.attempt.accept()
+    by_row.take(0, 7)
+    await asyncio.gather(*accepted)
+    assert await by_row.tokens() == [7]
+    rows = asyncio.create_task(by_word.tokens())
+    await asyncio.sleep(0)
+    by_word.attempt.accept()
+    await asyncio.sleep(0)
+    assert not rows.done()
+    by_word.take(0, 8)
+    assert await rows == [8]
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", 3.0), EngineFailure("the engine was lost")])
+async def test_whoever_waits_for_an_acceptance_is_told_that_it_does_not_come(error: QuireError) -> None:
+    """HTTP-05: by the refusal, or by what ended the engine."""
+    world = World()
+    waiting = asyncio.create_task(world.attempt.accepted())
+    await asyncio.sleep(0)
+    world.attempt.fail(error)
+    with pytest.raises(type(error), match=str(error)):
+        await waiting
+    with pytest.raises(type(error)):
+        await world.attempt.accepted()
 
 
 async def test_what_is_there_already_is_not_applied_again() -> None:

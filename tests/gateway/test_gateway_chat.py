@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from quire.checks import check_files
 from services.gateway.config import GatewayConfig
 from services.gateway.model import ServedModel
 from shared.errors import ModelError
@@ -149,11 +150,13 @@ def test_another_tokenizer_brings_its_template_and_not_its_sampling(tmp_path: Pa
     folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.5, "eos_token_id": 77})
     other = write_model_folder(tmp_path / "other", generation={"temperature": 0.7, "eos_token_id": 78}, words=["zzz"])
     (other / "config.json").unlink()
-    (other / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "theirs"}')
+    (other / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>", "chat_template": "theirs{{ messages[0].content }}"}'
+    )
     model = ServedModel.load(GatewayConfig(model=str(folder), tokenizer=str(other)))
     assert len(model.tokenizer.encode("zzz")) == 1
     assert len(ServedModel.load(GatewayConfig(model=str(folder))).tokenizer.encode("zzz")) == 3
-    assert model.template.render([USER]) == "theirs"
+    assert model.template.render([USER]) == "theirshi"
     assert (model.name, model.defaults.temperature) == (str(folder), 0.5)
     assert model.tokenizer.eos_token_ids == (1, 77)
 
@@ -169,8 +172,36 @@ def test_a_users_template_defaults_and_names_win(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", generation={"temperature": 0.5})
     other = write_model_folder(tmp_path / "other", generation={"temperature": 0.7})
     settings: dict[str, Any] = {"model": str(folder), "served_model_name": ["a", "b"]}
-    template = write_template(tmp_path, "mine")
+    template = write_template(tmp_path, "mine{{ messages[0].content }}")
     model = ServedModel.load(GatewayConfig(**settings, chat_template=template, generation_config=str(other)))
-    assert model.template.render([USER]) == "mine"
+    assert model.template.render([USER]) == "minehi"
     assert (model.names, model.defaults.temperature) == (("a", "b"), 0.7)
     assert ServedModel.load(GatewayConfig(**settings, generation_config="vllm")).defaults.temperature is None
+
+
+def test_a_template_that_shows_no_messages_ends_the_start(tmp_path: Path) -> None:
+    """TXT-06."""
+    folder = write_model_folder(tmp_path / "model", template="{{ bos_token }}Hello")
+    with pytest.raises(ModelError, match=f"^{folder}: the chat template shows nothing of a user's message"):
+        ServedModel.load(GatewayConfig(model=str(folder)))
+    template = write_template(tmp_path, "{% for m in messages %}{{ m.words }}{% endfor %}")
+    with pytest.raises(ModelError, match=f"^{template}: the chat template shows nothing of a user's message"):
+        ServedModel.load(GatewayConfig(model=str(folder), chat_template=template))
+
+
+def test_a_wrong_generation_config_ends_the_start_only_if_it_was_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LDG-28."""
+    folder = write_model_folder(tmp_path / "model", generation={"temperature": 5, "top_k": 50.0})
+    settings: dict[str, Any] = {"model": str(folder), "generation_config": str(folder)}
+    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.given() == {"top_k": 50}
+    assert caplog.text.count("temperature 5") == 1
+    check_files(GatewayConfig(**settings))
+    assert ServedModel.load(GatewayConfig(**settings)).defaults.given() == {"top_k": 50}
+    assert caplog.text.count("temperature 5") == 2, "who checks says nothing that the gateway will say"
+    (folder / "generation_config.json").write_text("[]")
+    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.given() == {}
+    for refusing in (check_files, ServedModel.load):
+        with pytest.raises(ModelError, match=r"generation_config\.json: must be a JSON object"):
+            refusing(GatewayConfig(**settings))

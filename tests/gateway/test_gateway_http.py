@@ -230,6 +230,36 @@ async def test_unknown_paths_and_wrong_methods_have_the_shape_too() -> None:
             assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/models"), ("GET", f"/v1/models/{MODEL}"), ("HEAD", "/v1/models"), ("GET", "/health"),
+     ("GET", "/version?x=1/"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/metrics")]
+)  # fmt: skip
+async def test_a_slash_at_the_end_leads_to_the_path_without(method: str, path: str) -> None:
+    """HTTP-09: by a redirect that keeps the method and the body, as vLLM does it."""
+    fields = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
+    body = fields if method == "POST" else None
+    target = path.replace("?", "/?") if "?" in path else path + "/"
+    async with serve() as client:
+        async with client.request(method, target, json=body, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (307, path)
+            assert await response.read() == b""
+        async with client.request(method, target, json=body) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models//", "//v1/models", "//health/", "/v1//models/", "/nowhere/", "//nowhere.example/"]
+)
+async def test_other_slashes_too_many_are_not_found(path: str) -> None:
+    """HTTP-09: and never redirected to another server."""
+    async with serve() as client:
+        url = URL(f"http://{client.host}:{client.port}{path}", encoded=True)
+        async with client.session.get(url, allow_redirects=False) as response:
+            location = response.headers.get("Location")
+            assert (response.status, location) == ((307, "/health") if path == "//health/" else (404, None))
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_unknown_model_is_not_found(path: str) -> None:
     async with serve(served_model_name=["a", "b"]) as client:

@@ -545,3 +545,17 @@ async def test_what_may_take_long_is_rendered_off_the_loop(fields: dict[str, Any
 
     await chat_prompt(msgspec.convert(fields, ChatRequest), TOKENIZER, Template(CHATML), max_model_len=40_000)
     assert threads == [on_loop]
+
+
+async def test_a_server_may_allow_fewer_log_probabilities() -> None:
+    """API-02: --max-logprobs."""
+    async with serve(max_logprobs=2) as client:
+        await client.complete(prompt="a", logprobs=2)
+        for path, extra, named in (
+            ("/v1/completions", {"prompt": "a", "logprobs": 3}, "logprobs"),
+            ("/v1/completions", {"prompt": "a", "prompt_logprobs": 3}, "prompt_logprobs"),
+            ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ):
+            status, error = await client.refused(path, extra)
+            assert (status, error["param"]) == (400, named)
+            assert error["message"] == f"{named} must be at most 2 (--max-logprobs), got 3"

@@ -1,56 +1,15 @@
-"""What never becomes a request is answered in the API's shape too, with one line in the log."""
+"""What never becomes a request is answered in the API's shape too, in its turn, with one line in the log."""
 
 import asyncio
 import gzip
-import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
 
-from services.gateway.app import make_app
-from services.gateway.listener import Runner
-from tests.gateway.fakes import FakeBackend, make_gateway
+from tests.gateway.fakes import FakeBackend
+from tests.gateway.raw_http import ask, connect, get, listening, post
 
-BODY = b'{"prompt":"hi","max_tokens":1}'
-
-
-@asynccontextmanager
-async def listening() -> AsyncIterator[int]:
-    """The port of a gateway on the runner that the service uses."""
-    runner = Runner(make_app(make_gateway(FakeBackend())), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
-
-
-async def send(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of the answer to some bytes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(data)
-        head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-    first, *lines = head.decode().split("\r\n")
-    return int(first.split()[1]), dict(line.split(": ", 1) for line in lines), body
-
-
-def post(*headers: str, body: bytes = BODY) -> bytes:
-    fields = (
-        "Host: x",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-        *headers,
-    )
-    return "\r\n".join(["POST /v1/completions HTTP/1.1", *fields, "", ""]).encode() + body
-
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio", "uvloop"])
 
 BROKEN = {
     "method": b"F\xffO / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -62,40 +21,97 @@ BROKEN = {
     "long header": b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 100_000 + b"\r\n\r\n",
     "long path": b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
 }
+STATUS = {"long header": 431, "long path": 414}
 
 
-@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
-async def test_what_is_no_request_gets_the_apis_error(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", BROKEN)
+async def test_what_is_no_request_gets_the_apis_error(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with listening() as port:
-        status, headers, body = await send(port, data)
-        error = json.loads(body)["error"]
-        assert (status, error["code"], error["type"], error["param"]) == (400, 400, "BadRequestError", None)
-        assert error["message"].startswith("the request cannot be read: ")
-        assert headers["Content-Type"].startswith("application/json")
-        assert (await send(port, post()))[0] == 200
+        answer = await ask(port, BROKEN[kind])
+        assert (answer.status, answer.error["type"]) == (STATUS.get(kind, 400), "BadRequestError")
+        assert answer.error["param"] is None
+        assert answer.error["message"].startswith("the request cannot be read: ")
+        assert answer.headers["content-type"].startswith("application/json")
+        assert (await ask(port, post())).status == 200
     (record,) = [record for record in caplog.records if record.name != "asyncio"]
     assert record.levelno == logging.INFO
     assert record.exc_info is None
-    assert headers["X-Request-Id"] in record.getMessage()
+    assert answer.headers["x-request-id"] in record.getMessage()
     assert len(record.getMessage()) < 400
     assert record.getMessage().isprintable()
+
+
+STREAM = post(body=b'{"prompt":"hi","stream":true}')
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b'f\r\n{"prompt": "hi"\r\n1\r\n}\r\n0\r\n\r\n'
+)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(
+    "valid", [[get()], [post()], [STREAM], [CHUNKED, get(), post()], [get("/no"), CHUNKED, STREAM]]
+)
+@pytest.mark.parametrize("packets", [1, 50])
+async def test_requests_before_what_is_none_are_answered(kind: str, valid: list[bytes], packets: int) -> None:
+    """HTTP-09."""
+    data = b"".join([*valid, BROKEN[kind]])
+    size = len(data) // packets + 1
+    async with listening() as port, connect(port) as exchange:
+        for at in range(0, len(data), size):
+            exchange.send(data[at : at + size])
+            await asyncio.sleep(0.001 if packets > 1 else 0)
+        statuses = [(await exchange.answer()).status for _ in valid]
+        assert statuses == [404 if one == get("/no") else 200 for one in valid]
+        assert (await exchange.answer()).status == STATUS.get(kind, 400)
+        assert await exchange.ended()
+
+
+async def test_an_unreadable_request_waits_for_the_one_before_it() -> None:
+    """HTTP-09: a stream that is being written is not cut by what comes behind it."""
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with listening(backend) as port, connect(port, STREAM + b"nonsense\r\n\r\n") as exchange:
+        await backend.submitted.wait()
+        exchange.send(b"more of it\r\n\r\n")
+        backend.go_on.set()
+        assert (await exchange.answer()).body.endswith(b"data: [DONE]\n\n")
+        assert (await exchange.answer()).status == 400
+        assert await exchange.ended()
+
+
+@pytest.mark.parametrize("count", [40, 200])
+async def test_many_requests_in_one_packet_are_all_answered(count: int) -> None:
+    """HTTP-09: the parser's pauses lose none, with bodies or without."""
+    data = b"".join(get("/version") if at % 3 else post() for at in range(count))
+    async with listening() as port, connect(port, data) as exchange:
+        assert [(await exchange.answer()).status for _ in range(count)] == [200] * count
+
+
+async def test_a_long_body_is_read_piece_by_piece_and_the_next_request_after_it() -> None:
+    """HTTP-09: bodies that are longer than what is buffered, plain and compressed."""
+    body = b'{"prompt":"hi","user":"' + b"u" * 3_000_000 + b'"}'
+    data = post(body=body) + get() + post("Content-Encoding: gzip", body=gzip.compress(body)) + get("/nowhere")
+    async with listening() as port, connect(port, data) as exchange:
+        assert [(await exchange.answer()).status for _ in range(4)] == [200, 200, 200, 404]
+
+
+async def test_what_comes_behind_a_declined_upgrade_is_answered() -> None:
+    """HTTP-09."""
+    upgrade = get("/health", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    async with listening() as port, connect(port, upgrade + get() + post() + b"nonsense\r\n\r\n") as exchange:
+        assert [(await exchange.answer()).status for _ in range(4)] == [200, 200, 200, 400]
 
 
 async def test_a_content_encoding_that_is_not_known_gets_the_apis_error() -> None:
     async with listening() as port:
         for name in ("br", "zstd"):
-            status, _, body = await send(port, post(f"Content-Encoding: {name}"))
-            assert (status, json.loads(body)["error"]["code"]) == (400, 400)
-            assert b"Content-Encoding" in body
-        assert (await send(port, post("Content-Encoding: gzip", body=gzip.compress(BODY))))[0] == 200
-
-
-async def test_an_expectation_that_cannot_be_met_gets_the_apis_error() -> None:
-    async with listening() as port:
-        status, headers, body = await send(port, post("Expect: miracles"))
-        assert (status, json.loads(body)["error"]["code"]) == (417, 417)
-        assert "X-Request-Id" in headers
+            answer = await ask(port, post(f"Content-Encoding: {name}"))
+            assert answer.status == 400
+            assert "Content-Encoding" in answer.error["message"]
+        data = post("Content-Encoding: gzip", body=gzip.compress(b'{"prompt":"hi","max_tokens":1}'))
+        assert (await ask(port, data)).status == 200
 
 
 @pytest.mark.parametrize("headers", [("Content-Encoding: gzip",), ("Content-Encoding: deflate",)])
@@ -104,9 +120,8 @@ async def test_a_broken_body_leaves_no_traceback_in_the_log(
 ) -> None:
     caplog.set_level(logging.INFO)
     async with listening() as port:
-        status, _, body = await send(port, post(*headers))
-        assert (status, json.loads(body)["error"]["code"]) == (400, 400)
-        assert (await send(port, post()))[0] == 200
+        assert (await ask(port, post(*headers))).error["code"] == 400
+        assert (await ask(port, post())).status == 200
     records = [record for record in caplog.records if record.name != "asyncio"]
     assert len(records) == 1
     assert all(record.levelno == logging.INFO and record.exc_info is None for record in records)

@@ -8,7 +8,7 @@ import pytest
 
 from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, says, serve
+from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, says, serve, texts
 
 
 async def streamed_completion(client: Client, **fields: Any) -> dict[str, list[Any]]:
@@ -109,6 +109,36 @@ async def test_an_echo_has_the_prompts_entries_too(stream: bool) -> None:
         assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
         assert found["token_logprobs"][1] == -ids("hello six")[1] / 1000
         assert found["text_offset"][:3] == [0, 5, 9]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("prompt", [ids("<s>hello<|im_end|> six<s><s>"), "<s>hello<|im_end|> six<s><s>"])
+async def test_an_echo_shows_the_special_tokens_of_a_prompt(prompt: Any, skip: bool, stream: bool) -> None:
+    """TXT-05: the tokens spell the text, and the offsets point into it."""
+    async with serve(FakeBackend(says(" one two"))) as client:
+        fields: dict[str, Any] = {"prompt": prompt, "echo": True, "max_tokens": 3, "skip_special_tokens": skip}
+        whole = (await client.complete(**fields))["choices"][0]
+        scored = (await client.complete(**fields, logprobs=1, prompt_logprobs=1))["choices"][0]
+        if stream:
+            assert texts(await client.stream_completion(**fields)) == {0: whole["text"]}
+            assert await streamed_completion(client, **fields, logprobs=1) == scored["logprobs"]
+    found = scored["logprobs"]
+    assert whole["text"] == scored["text"] == "".join(found["tokens"]) == "<s>hello<|im_end|> six<s><s> one two"
+    starts = [len("".join(found["tokens"][:at])) for at in range(len(found["tokens"]))]
+    assert found["text_offset"] == starts
+
+
+async def test_an_echo_of_tokens_goes_on_inside_their_last_character() -> None:
+    """TXT-05"""
+    hello, (first, second) = ids("hello"), ids("é")
+    for output, shown in ([second], "é"), (ids("one"), "\ufffdone"), ([END_TURN], "\ufffd"):
+        async with serve(FakeBackend(says(output))) as client:
+            fields: dict[str, Any] = {"prompt": [*hello, first], "echo": True, "max_tokens": 1}
+            assert (await client.complete(**fields))["choices"][0]["text"] == "hello" + shown
+            assert texts(await client.stream_completion(**fields)) == {0: "hello" + shown}
+            offsets = (await client.complete(**fields, logprobs=0))["choices"][0]["logprobs"]["text_offset"]
+            assert offsets == [0, 5, 6 if shown == "\ufffdone" else 5]
 
 
 async def test_an_echo_alone_can_score_a_prompt() -> None:

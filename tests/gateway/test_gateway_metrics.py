@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.errors import EngineFailure, Overloaded
+from shared.protocol import Admission
 from tests.gateway.fakes import Client, FakeBackend, endless, says, serve
 
 LABELS = {"model_name": "tiny", "engine": "0"}
@@ -99,6 +100,51 @@ async def test_times_are_measured_from_arrival() -> None:
     assert 0 < first <= whole
     assert value("vllm:inter_token_latency_seconds_count", **LABELS) == 3
     assert value("vllm:request_time_per_output_token_seconds_count", **LABELS) == 1
+
+
+async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
+    """API-04: the queue by the engine's word, and what follows it by the gateway's clock."""
+    backend = FakeBackend(says("one two three"))
+    backend.admission = Admission(0.125, 2)
+    backend.cached_tokens = 1
+    backend.pause_at = 0
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.complete(prompt="hello six", n=2))
+        await backend.submitted.wait()
+        await asyncio.sleep(0.3)  # longer than it says to have waited
+        backend.go_on.set()
+        await asking
+        value = await figures(client)
+    assert value("vllm:request_queue_time_seconds_sum", **LABELS) == 0.25
+    assert value("vllm:request_num_preemptions_sum", **LABELS) == 4
+    assert value("vllm:request_num_preemptions_bucket", le="1.0", **LABELS) == 0
+    assert value("vllm:request_num_preemptions_bucket", le="2.0", **LABELS) == 2
+    prefill = value("vllm:request_prefill_time_seconds_sum", **LABELS)
+    inference = value("vllm:request_inference_time_seconds_sum", **LABELS)
+    first = value("vllm:time_to_first_token_seconds_sum", **LABELS)
+    decode = value("vllm:request_decode_time_seconds_sum", **LABELS)
+    assert 2 * 0.17 < prefill <= first - 0.25, "from the admission, which was 0.125 s after the submission"
+    assert inference == pytest.approx(prefill + decode)
+    assert value("vllm:request_prefill_time_seconds_count", **LABELS) == 2
+    assert value("vllm:request_inference_time_seconds_bucket", le="0.3", **LABELS) == 2
+    tokens = len(backend.attempts[0].tokens)
+    assert value("vllm:request_prefill_kv_computed_tokens_sum", **LABELS) == tokens - 1, "once for all samples"
+
+
+async def test_a_request_that_left_the_queue_has_no_time_in_it() -> None:
+    """API-04: only what the engine told is a figure."""
+    backend = FakeBackend()
+    backend.pause_at = 0
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.complete(prompt="hi"))
+        await backend.submitted.wait()
+        asking.cancel()
+        await backend.attempts[0].left.wait()
+        value = await figures(client)
+    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == 1
+    assert value("vllm:request_queue_time_seconds_count", **LABELS) == 0
+    assert value("vllm:request_inference_time_seconds_count", **LABELS) == 0
+    assert value("vllm:request_prefill_kv_computed_tokens_count", **LABELS) == 0
 
 
 async def test_engines_states_are_shown_under_vllms_names() -> None:

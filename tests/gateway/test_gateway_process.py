@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ import zmq
 from shared.protocol import (
     VERSION,
     Abort,
+    Accepted,
     Finish,
     Hello,
     ModelFacts,
     Progress,
     ProgressRow,
+    Refusal,
+    Refused,
     Snapshot,
     Status,
     Submit,
@@ -41,12 +44,17 @@ FACTS = ModelFacts("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, 
 
 
 class Engine(threading.Thread):
-    """Answers each `Submit` with one token at once, and with its end once `go_on` is set."""
+    """Accepts each `Submit` and answers with one token at once, and with its end once `go_on` is set.
+
+    With an `answer`, it says that instead, after `delay` seconds.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
         self.aborted: queue.Queue[int] = queue.Queue()
         self.go_on = threading.Event()
+        self.answer: Callable[[int], list[bytes]] | None = None  # what is sent, by the id of the request
+        self.delay = 0.0
         self._over = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -77,7 +85,12 @@ class Engine(threading.Thread):
             case Hello():
                 self._gateways.add(gateway)
                 self._send(gateway, Welcome(VERSION, "0", "boot", FACTS, 256, 8))
+            case Submit() if self.answer is not None:
+                time.sleep(self.delay)
+                for body in self.answer(message.id):
+                    self._socket.send_multipart([gateway, body])
             case Submit():
+                self._send(gateway, Accepted([message.id]))
                 self._waiting.append((gateway, message.id))
                 self._row(gateway, ProgressRow(message.id, 0, 0, ids("one")))
             case Abort():
@@ -222,6 +235,57 @@ def test_a_client_that_leaves_is_noticed(server: Server, engine: Engine) -> None
     assert engine.aborted.get(timeout=PATIENCE) == 0
 
 
+def posted(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a completion was asked for and the sending side was ended."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+    connection.sendall(head.encode() + data)
+    connection.shutdown(socket.SHUT_WR)
+    return connection
+
+
+@pytest.mark.parametrize("body", [STREAM, {"prompt": "hi"}])
+def test_a_client_that_only_ends_its_sending_side_is_answered(
+    server: Server, engine: Engine, body: dict[str, Any]
+) -> None:
+    """HTTP-03, on the event loop that the service runs on."""
+    engine.go_on.set()
+    for _ in range(10):
+        with posted(server, body) as connection, connection.makefile("rb") as file:
+            answer = file.read()
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b" two" in answer
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if "stream" in body else b"}")
+    assert engine.aborted.empty()
+
+
+@pytest.mark.parametrize("body", [STREAM, {"prompt": "hi"}])
+def test_a_client_that_is_gone_is_noticed_without_a_token(server: Server, engine: Engine, body: dict[str, Any]) -> None:
+    """HTTP-03: it has ended its side like one that still listens."""
+    with posted(server, body):
+        pass
+    assert engine.aborted.get(timeout=PATIENCE) == 0
+    assert server.open({"prompt": "x" * 1000}, "/v1/completions").status == 400, "the gateway goes on"
+
+
+def test_what_strangers_send_cannot_forge_log_lines(folder: Path, tmp_path: Path) -> None:
+    """HTTP-07."""
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock", "--enable-log-requests") as server:
+        server.wait_until(503)
+        paths = [b"/%0aFAKE%1b[2J", b"/%0d%0aFAKE", b"/%E2%80%A8FAKE", b"/%C2%9B2JFAKE"]
+        for data in [*(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths), b"\x1b[2J\n"]:
+            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+                connection.sendall(data)
+                assert connection.recv(1000)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.stderr is not None
+        lines = server.process.stderr.read().split("\n")
+    assert sum("FAKE" in line for line in lines) == len(paths)
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith(("FAKE", "\x1b")) for line in lines)
+
+
 def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(server: Server, engine: Engine) -> None:
     response = server.open(STREAM, "/v1/completions")
     read_event(response)
@@ -255,6 +319,53 @@ def test_a_drain_has_an_end(folder: Path, tmp_path: Path, engine: Engine) -> Non
         server.process.send_signal(signal.SIGTERM)
         assert "shutting down" in response.read().decode()
         assert server.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_late_refusal_has_its_status_and_the_time_to_come_back(server: Server, engine: Engine, stream: bool) -> None:
+    """HTTP-05: a scheduler that answers after 0.6 s with a full queue."""
+    engine.answer, engine.delay = lambda id: [encode(Refused(id, Refusal.QUEUE_FULL, "full", 6.5))], 0.6
+    response = server.open(STREAM | {"stream": stream}, "/v1/completions")
+    assert (response.status, response.headers["Retry-After"]) == (429, "7")
+    assert json.loads(response.read())["error"]["message"] == "full"
+
+
+def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engine: Engine) -> None:
+    """HTTP-05: as it is without a stream."""
+    submitted = threading.Event()
+
+    def note(_: int) -> list[bytes]:
+        submitted.set()
+        return []
+
+    engine.answer = note
+    stopping = threading.Thread(target=lambda: (submitted.wait(PATIENCE), engine.stop()))
+    stopping.start()
+    response = server.open(STREAM, "/v1/completions")
+    stopping.join()
+    assert response.status == 500
+    assert "the engine was lost" in json.loads(response.read())["error"]["message"]
+
+
+def test_the_headers_of_an_accepted_stream_do_not_wait_for_a_token(server: Server, engine: Engine) -> None:
+    """HTTP-05: the engine's word is enough."""
+    engine.answer = lambda id: [encode(Accepted([id]))]
+    assert server.open(STREAM, "/v1/completions").status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_says_what_is_no_message_is_given_up_and_nobody_waits_for_it(
+    server: Server, engine: Engine, stream: bool
+) -> None:
+    """PRC-26: values out of their range are no message in this direction either; what they should have said is lost."""
+    engine.answer = lambda id: [encode(Refused(id, Refusal.QUEUE_FULL, "full", float("nan")))]
+    response = server.open(STREAM | {"stream": stream}, "/v1/completions")
+    assert response.status == 500
+    assert "is not a message" in json.loads(response.read())["error"]["message"]
+    engine.answer = None
+    engine.go_on.set()
+    server.wait_until(200)
+    assert server.open({"prompt": "hi"}, "/v1/completions").status == 200
 
 
 def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engine) -> None:

@@ -63,11 +63,14 @@ def _pieces(text: str) -> list[str]:
     return [TOKENIZER.decode([token]) for token in ids(text)]
 
 
+@pytest.mark.parametrize("stop", ["<|im_end|>", "im"])
 @pytest.mark.parametrize("skip", [True, False])
-async def test_stp07_a_special_token_as_a_stop_string(skip: bool) -> None:
+async def test_stp07_a_special_token_is_a_stop_string_where_it_shows(skip: bool, stop: str) -> None:
+    """TXT-04"""
     script = says([*ids("All done."), END_TURN, *ids(" two")])
-    found = await answers(script, stop=["<|im_end|>"], skip_special_tokens=skip, max_tokens=40)
-    assert found == ("All done.", "stop", "<|im_end|>")
+    found = await answers(script, stop=[stop], skip_special_tokens=skip, max_tokens=40)
+    shown = "All done.<|im_end|>"
+    assert found == (("All done. two", "stop", None) if skip else (shown[: shown.index(stop)], "stop", stop))
 
 
 @pytest.mark.parametrize(

@@ -59,5 +59,5 @@ def test_a_template_that_does_not_parse_is_found_before_anything_starts(tmp_path
     folder = model_folder(file, tmp_path / "cache")
     with pytest.raises(ModelError, match=f"^{file}: the chat template is wrong in line 2"):
         check_model(folder)
-    (tmp_path / "mine.jinja").write_text("mine")
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     check_model(folder, template=tmp_path / "mine.jinja")

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout, flat_slots, scales
 from kernels.load import Ops, ops, reference
 from tests.kernels.tolerance import assert_near
@@ -34,7 +36,7 @@ class Case:
     tables: Tensor
     block_size: int
 
-    def run(self, **options: float) -> Tensor:
+    def run(self, **options: Any) -> Tensor:
         heads = self.keys.shape[1]
         plan = self.ops.plan_attention(
             self.offsets, self.starts, self.tables, block_size=self.block_size, num_kv_heads=heads
@@ -171,6 +173,49 @@ def test_eight_bits_of_a_vector_depend_on_it_alone(kernels: Ops) -> None:
         assert torch.equal(cache[2, :, 3], torch.zeros(2, 10, dtype=torch.int8))
         assert scales(cache)[2, :, 3].tolist() == [0, 0]
     assert storage[0, :, 2].count_nonzero() == 0
+
+
+def rotated(vector: Tensor, position: int, frequencies: Tensor) -> Tensor:
+    """`vector` (D,) with its first dimensions rotated, pair by pair, in float64."""
+    out, half = vector.double().clone(), len(frequencies)
+    for i, frequency in enumerate(frequencies.double().tolist()):
+        a, b = float(vector[i]), float(vector[half + i])
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        out[i], out[half + i] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+@pytest.mark.parametrize("rows", [*RAGGED.values(), [(250, 9), (300, 1)]], ids=[*RAGGED, "segments"])
+@pytest.mark.parametrize("pairs", [5, 3, 0], ids=["whole heads rotated", "parts of heads", "not rotated"])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0}], ids=str)
+def test_biases_that_the_cache_lacks(
+    kernels: Ops, rows: list[tuple[int, int]], pairs: int, options: dict[str, float]
+) -> None:
+    """As if the keys and values had them; without all of a head rotated, softmax but no softcap allows it (KV8-01)."""
+    if pairs < 5 and "softcap" in options:
+        pytest.skip("never asked for")
+    case = make_case(kernels, rows)
+    bias = KVBias(torch.randn(2, 10) * 3, torch.randn(2, 10) * 3)
+    assert bias.keys is not None
+    assert bias.values is not None
+    frequencies = torch.rand(pairs)
+    turns = torch.outer(torch.arange(310.0), torch.cat((frequencies, frequencies)))
+    angles = kernels.pack_angles(turns.cos(), turns.sin()) if pairs else None
+    out = case.run(bias=bias, angles=angles, **options)
+    for row, (start, count) in enumerate(rows):
+        for position in range(start + count):
+            block, offset = case.tables[row, position // case.block_size], position % case.block_size
+            for head in range(2):
+                case.keys[block, head, offset] += rotated(bias.keys[head], position, frequencies).float()
+                case.values[block, head, offset] += bias.values[head]
+    assert_near(out, by_hand(case, **options), torch.float32, 300)
+
+
+@pytest.mark.skipif(not CPU.mixes_types, reason="the kernels are not compiled here")
+def test_positions_without_angles_are_an_error() -> None:
+    angles = CPU.pack_angles(torch.ones(64, 10), torch.ones(64, 10))
+    with pytest.raises(RuntimeError, match="positions without angles"):
+        make_case(CPU, [(64, 1)]).run(bias=KVBias(torch.ones(2, 10)), angles=angles)
 
 
 def test_queries_of_any_strides(kernels: Ops) -> None:

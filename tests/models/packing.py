@@ -30,6 +30,7 @@ class Way(NamedTuple):
     act_order: bool = False  # groups are of inputs that do not lie side by side
     scales: torch.dtype = torch.float16
     order: int = 0  # a seed
+    g_idx: str = "true"  # or "zeros", as tools write that have no use for it, or "absent"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -82,12 +83,9 @@ def gptq_tensors(found: Quantised, way: Way) -> dict[str, Tensor]:
     rows = [pack(found.codes[row : row + each], way.bits) for row in range(0, len(found.codes), each)]
     zeros = (found.zeros - offset) % 2**way.bits
     columns = [pack(zeros[:, at : at + each].T, way.bits) for at in range(0, zeros.shape[1], each)]
-    return {
-        "qweight": torch.stack(rows),
-        "qzeros": torch.stack(columns, 1),
-        "scales": found.scales,
-        "g_idx": torch.tensor(found.group, dtype=torch.int32),
-    }
+    tensors = {"qweight": torch.stack(rows), "qzeros": torch.stack(columns, 1), "scales": found.scales}
+    group = torch.tensor(found.group, dtype=torch.int32)
+    return tensors if way.g_idx == "absent" else tensors | {"g_idx": group * (way.g_idx == "true")}
 
 
 def awq_tensors(found: Quantised) -> dict[str, Tensor]:

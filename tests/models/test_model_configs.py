@@ -1,6 +1,7 @@
 """What a config.json asks for is done or refused by name: fields, their older spellings, and values nobody serves."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,21 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
+from services.worker.models.config_json import read_config
 from services.worker.models.registry import choose, family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
-from tests.models.tiny import LLAMA, Forward, draw_the_rest, reference_logits, save
+from tests.models.tiny import (
+    LLAMA,
+    Forward,
+    draw_the_rest,
+    llama,
+    our_logits,
+    reference_logits,
+    save,
+    set_config,
+    transformers_logits,
+)
 from tests.models.variants import VARIANTS, longrope
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
@@ -58,6 +70,86 @@ def test_what_is_not_served_is_named(name: str, changes: dict[str, Any], said: s
         spec(config_of(name, tmp_path) | changes)
 
 
+JUNK = ["Infinity", "-Infinity", "NaN", "1e999", "9" * 400, r'"\ud800"', '[{"deep": [NaN]}]']
+
+
+@pytest.mark.parametrize("value", JUNK, ids=[value[:9] for value in JUNK])
+def test_numbers_beyond_json_in_fields_that_nobody_reads(value: str, tmp_path: Path) -> None:
+    """LDG-22: Python's json, and so transformers, reads and writes them."""
+    folder = save(llama(), tmp_path)
+    path = folder / "config.json"
+    path.write_text(f'{path.read_text().rstrip().removesuffix("}")}, "unread": {value}}}')
+    assert (our_logits(folder, TOKENS) - transformers_logits(folder, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1e999"])
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
+)
+def test_in_fields_that_are_read_they_are_refused(name: str, value: str, tmp_path: Path) -> None:
+    """LDG-22."""
+    save(llama(), tmp_path)
+    set_config(tmp_path, "rope_parameters", **{name: float(value)})
+    with pytest.raises(ModelError, match=f"config.json: {name}"):
+        our_logits(tmp_path, TOKENS)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "{}//", "\ufeff{}", "9" * 5000, "[]", ""])
+def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    """LDG-22: as by transformers."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=re.escape(f"{tmp_path}/config.json: ")):
+        read_config(tmp_path)
+
+
+def test_of_a_field_that_is_there_twice_the_last_counts(tmp_path: Path) -> None:
+    """LDG-22."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 5, "vocab_size": 7}')
+    assert read_config(tmp_path) == {"vocab_size": 7}
+
+
+LAYERED = {"rope_type": "linear", "factor": 2.0}
+BOTH: list[tuple[str, dict[str, Any]]] = [
+    ("gemma3", {"rope_scaling": LAYERED}),
+    ("gemma3", {"rope_scaling": LAYERED | {"rope_theta": 33.0}}),
+    ("mixtral", {"rope_scaling": LAYERED}),
+    ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}}),
+    ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0],
+                               "long_factor": [4.0] * 5}, "original_max_position_embeddings": 128,
+              "max_position_embeddings": 256}),
+    ("phi3", {"rope_scaling": {"rope_type": "yarn", "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0],
+                               "long_factor": [4.0] * 5}, "original_max_position_embeddings": 128,
+              "max_position_embeddings": 256}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), BOTH)
+def test_an_older_rope_beside_a_newer_one(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """LDG-22: each family takes the one that transformers takes; all have `rope_parameters` too."""
+    save(VARIANTS[name](), tmp_path)
+    set_config(tmp_path, **changes)
+    assert "rope_parameters" in (tmp_path / "config.json").read_text()
+    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mistral", {"attention_bias": True, "mlp_bias": True}),
+        ("mixtral", {"attention_bias": True}),
+        ("phi3", {"attention_bias": True}),
+        ("qwen2", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"mlp_bias": True}),
+        ("gemma2", {"mlp_bias": True}),
+    ],
+)
+def test_fields_of_other_families_are_passed_over(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """LDG-24: as by transformers, whose models of these families have no such biases."""
+    save(VARIANTS[name](), tmp_path)
+    set_config(tmp_path, **fields)
+    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "older"),
     [
@@ -72,6 +164,13 @@ def test_what_is_not_served_is_named(name: str, changes: dict[str, Any], said: s
 def test_older_spellings_mean_the_same(name: str, older: dict[str, Any], tmp_path: Path) -> None:
     config = config_of(name, tmp_path)
     assert spec(config | older) == spec(config)
+
+
+def test_a_mistral_of_two_kinds_of_layers(tmp_path: Path) -> None:
+    """LDG-22: transformers takes one with `layer_types` for a Ministral."""
+    save(VARIANTS["mistral"](), tmp_path)
+    set_config(tmp_path, layer_types=["full_attention", "sliding_attention", "full_attention"])
+    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2, window above", "gemma2", "gemma3", "qwen3_moe, some dense"])

@@ -27,7 +27,16 @@ JOINED: dict[str, Callable[[], PreTrainedModel]] = {
 TEXTS = torch.randint(3, 131, (5, 45), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-@pytest.mark.parametrize("precision", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}])
+PRECISIONS = [
+    {},
+    {"dtype": "bfloat16"},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+    {"kv_cache_dtype": "int8"},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("name", JOINED)
 def test_the_bits_are_those_of_the_single_operations(name: str, precision: dict[str, str], tmp_path: Path) -> None:
     folder = save(JOINED[name](), tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from tests.models.tiny import llama, save
 
@@ -55,20 +55,31 @@ print(json.dumps({"peak": max(seen) - base, "held": anonymous() - base}))
 """
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
+SIZES = {"vocab_size": 4000, "max_position_embeddings": 128}
+
+
+def dense() -> PreTrainedModel:
+    """A model of 75 million parameters."""
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes))
+
+
+def experts() -> PreTrainedModel:
+    """A model whose largest tensors, those of all experts of a layer, are a fifth of it each."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **sizes, num_key_value_heads=2, num_local_experts=16))
+
+
+@pytest.fixture(scope="module", params=[dense, experts])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     """A tiny model, one of 150 MB in bfloat16 over several files, and how many parameters that has."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4000, hidden_size=768, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=12,
-        max_position_embeddings=128,
-    )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        model = request.param()
     model = model.to(torch.bfloat16).to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.normal_()
-    large = save(model, tmp_path_factory.mktemp("large"), max_shard_size="40MB")
+    large = save(model, tmp_path_factory.mktemp("large"), max_shard_size="40MB", save_original_format=False)
     assert len(list(large.glob("*.safetensors"))) > 2
     return save(llama(), tmp_path_factory.mktemp("small")), large, model.num_parameters()
 

@@ -25,6 +25,7 @@ from tests.models.variants import gpt2, phi3
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
+Q = "model.layers.0.self_attn.q_proj"
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -42,6 +43,9 @@ WAYS = {
     "gptq, 8 bits, zeros": Way(bits=8, symmetric=False, group=-1, layout="gptq_v2"),
     "gptq, order of activations": Way(act_order=True),
     "gptq, order of activations, zeros": Way(act_order=True, symmetric=False, group=64),
+    "gptq, g_idx of zeros": Way(symmetric=False, g_idx="zeros"),
+    "gptq, 8 bits, g_idx of zeros": Way(bits=8, g_idx="zeros"),
+    "gptq, no g_idx": Way(symmetric=False, g_idx="absent"),
     "awq": Way(method="awq", symmetric=False),
     "awq, one group": Way(method="awq", symmetric=False, group=-1),
 }
@@ -54,6 +58,10 @@ def logits(folder: Path, **config: Any) -> tuple[Tensor, Forward]:
     forward = Forward(folder, **config)
     forward.enter(0, TOKENS, range(11))
     return forward.step((0, 0, len(TOKENS)))[0], forward
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    return WeightFiles(folder, packed=packed_format(read_supported(folder)))
 
 
 @pytest.fixture
@@ -82,9 +90,10 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
+    """LDG-26 among them."""
     model = MODELS["llama"]()
     folder = save_packed(model, tmp_path, WAYS[way])
-    files = WeightFiles(folder, packed=packed_format(read_supported(folder)))
+    files = weight_files(folder)
     assert set(files.names) == set(model.state_dict())
     for name, weight in model.state_dict().items():
         assert torch.equal(files.get(name), weight)
@@ -99,6 +108,46 @@ def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
         assert error <= (0 if WAYS[way].symmetric else 2**codes.bits * 2.0**-11)
     assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")
     assert not files.is_quantized("lm_head.weight")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
+    """GPTQ's first layout stores zero points less one, so that this one is the largest code there."""
+    model = llama(**WIDE)
+    weight = model.get_submodule(Q).weight
+    weight.data[:, :32].abs_()  # a group whose least number is 0, beside one with numbers of both signs
+    folder = save_packed(model, tmp_path, Way(bits=bits, symmetric=False, layout=layout))
+    zeros = load_file(folder / "model.safetensors")[f"{Q}.qzeros"]
+    assert (zeros[0] == (0 if layout == "gptq_v2" else -1)).all()
+    files = weight_files(folder)
+    codes = files.get_quantized(f"{Q}.weight")
+    assert codes is not None
+    assert codes.leasts is not None
+    assert (codes.leasts[:, 0] == 0).all()
+    assert torch.equal(files.get(f"{Q}.weight"), weight)
+    assert torch.equal(codes.dequantize()[:, :32], weight[:, :32])
+
+
+@pytest.mark.parametrize("desc_act", [True, False, None])
+def test_g_idx_counts_where_it_is_meant(desc_act: bool | None, tmp_path: Path) -> None:
+    """One that gives each group its inputs is meant, and zeros never are; others contradict `desc_act` (LDG-26)."""
+    models, folders = [], []
+    for name, way in (("order", Way(act_order=True)), ("zeros", Way(g_idx="zeros"))):
+        models.append(llama(**WIDE))
+        folders.append(save_packed(models[-1], tmp_path / name, way))
+        change(folders[-1], desc_act=desc_act)
+        files = weight_files(folders[-1])
+        assert all(torch.equal(files.get(name), weight) for name, weight in models[-1].state_dict().items())
+    path = folders[1] / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{Q}.g_idx"][3] = 1
+    save_file(tensors, path)
+    if desc_act:
+        with pytest.raises(ModelError, match=rf"{Q}\.g_idx must give each group 32 inputs"):
+            weight_files(folders[1])
+    else:
+        assert torch.equal(weight_files(folders[1]).get(f"{Q}.weight"), models[1].get_submodule(Q).weight)
 
 
 @compiled
@@ -207,9 +256,6 @@ def test_other_kinds_are_refused_by_name(folder: Path, fields: dict[str, Any]) -
 def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) -> None:
     change(folder, **fields)
     assert packed_format(read_supported(folder)) is not None
-
-
-Q = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(

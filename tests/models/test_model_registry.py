@@ -34,12 +34,32 @@ def test_a_family_comes_first_and_transformers_next() -> None:
         (config("BloomForCausalLM"), "BloomForCausalLM is not supported: in transformers' code for it"),
         (config("T5ForConditionalGeneration", is_encoder_decoder=True), "T5.* it is an encoder with a decoder"),
         (config("TheirsForCausalLM", auto_map={"AutoModelForCausalLM": "a.B"}), r"Theirs.*\(auto_map\).* never run"),
-        ({"model_type": "granite"}, "no architectures named, only model_type 'granite'"),
+        ({"model_type": "t5"}, "no architectures named, and model_type 't5' is no causal language model's"),
+        ({}, "no architectures named, and model_type None"),
+        (config("TheirsForCausalLM", model_type="llama", auto_map={"AutoModelForCausalLM": "a.B"}), "never run"),
+        (config("LlamaForSequenceClassification", model_type="llama"), "LlamaForSequenceClassification is not supp"),
+        ({"architectures": 1.5, "model_type": "llama"}, "architectures"),
     ],
 )
 def test_what_cannot_be_served_is_said(described: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         choose(described)
+
+
+@pytest.mark.parametrize(
+    "names", [{}, *({"architectures": value} for value in (None, [], "", ["LlamaModel"], ["LLaMAForCausalLM"]))]
+)
+def test_without_a_class_of_causal_models_the_type_counts(names: dict[str, Any]) -> None:
+    """LDG-22: transformers goes by it alone."""
+    assert choose({"model_type": "llama"} | names) == Way("LlamaForCausalLM", True)
+    assert choose({"model_type": "gemma3_text"} | names) == Way("Gemma3ForCausalLM", True)
+    assert choose({"model_type": "granite"} | names) == Way("GraniteForCausalLM", False)
+
+
+def test_an_architecture_may_be_a_plain_string() -> None:
+    """LDG-22."""
+    assert choose({"architectures": "LlamaForCausalLM"}) == Way("LlamaForCausalLM", True)
+    assert choose({"architectures": "GraniteForCausalLM"}) == Way("GraniteForCausalLM", False)
 
 
 def test_families_only_by_wish() -> None:

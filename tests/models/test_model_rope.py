@@ -28,6 +28,24 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 500.0},
     "llama3, inside": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "both, the older first": {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "llama3", **LLAMA3},
+    },
+    "both, each with a theta": {
+        "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 300.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    },
+    "both, theta in the newer": {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    },
+    "both, theta on top": {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 50.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    },
+    "both, the older empty": {
+        "rope_scaling": {}, "rope_theta": 50.0, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    },
     "yarn, tuned": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 900.0, "factor": 4.0, "original_max_position_embeddings": 16,
@@ -39,6 +57,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS.keys())
 def test_tables_equal_those_of_transformers(spelling: dict[str, Any]) -> None:
+    """LDG-22, where both `rope_scaling` and `rope_parameters` are there."""
     length = 300  # beyond any original length here
     cos, sin = rope_table(read_rope(BASE | spelling, 12), length, torch.device("cpu"))
     their = LlamaRotaryEmbedding(LlamaConfig(**(BASE | _fresh(spelling))))

@@ -1,10 +1,12 @@
 """Tiny random models made by transformers, and a way to get logits of ours through a paged cache."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
@@ -79,6 +81,32 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     """(T, V) by transformers."""
     with torch.inference_mode():
         return model(torch.tensor([list(tokens)])).logits[0].float()
+
+
+def transformers_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
+    """(T, V) by what transformers makes of a model folder."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return reference_logits(AutoModelForCausalLM.from_pretrained(folder, **plain).eval(), tokens)
+
+
+def our_logits(folder: Path, tokens: Sequence[int], **config: Any) -> Tensor:
+    """(T, V) by what we make of a model folder."""
+    forward = Forward(folder, **config)
+    forward.enter(0, tokens, range(len(tokens)))
+    return forward.step((0, 0, len(tokens)))[0]
+
+
+def set_config(folder: Path, *absent: str, **changes: Any) -> None:
+    """Change fields of a model folder's config.json, or take them out."""
+    path = folder / "config.json"
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if name not in absent}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write a model folder's tensors as `change` gives them."""
+    path = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}, path)
 
 
 class Forward:

@@ -53,7 +53,72 @@ def test_a_chats_role_is_no_token_wherever_it_comes() -> None:
     assert (together.ok, together.text, together.ttft, together.itls) == (True, "ab", 0.5, [0.5])
 
 
-def test_a_token_without_text_is_a_piece() -> None:
+CALL = [{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]
+
+
+@pytest.mark.parametrize(
+    ("first", "aside"),
+    [
+        ({"reasoning": "hm"}, "hm"),
+        ({"reasoning_content": "hm"}, "hm"),
+        ({"role": "assistant", "content": "", "reasoning_content": "hm"}, "hm"),
+        ({"role": "assistant", "content": None, "reasoning": "hm", "reasoning_content": "hm"}, "hm"),
+        ({"tool_calls": CALL}, "f"),
+        ({"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]}, "{"),
+        ({"function_call": {"name": "f"}}, "f"),
+        ({"refusal": "no"}, "no"),
+    ],
+)
+def test_words_beside_the_answer_are_tokens(first: dict[str, Any], aside: str) -> None:
+    """BEN-01: a model that thinks first answers when it begins to think."""
+    opening, text = delta(role="assistant", content=""), delta("stop", content="a")
+    found = take((10.1, opening), (10.5, delta(**first)), (11.0, text), (11.0, DONE))
+    assert (found.ok, found.text, found.aside) == (True, "a", aside)
+    assert (found.ttft, found.itls, found.latency) == (0.5, [0.5], 1.0)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"content": ""},
+        {"content": None},
+        {},
+        {"role": "assistant"},
+        {"content": "", "reasoning": "", "reasoning_content": None, "tool_calls": []},
+        {"content": [], "refusal": None},
+        {"tool_calls": [{"index": 0, "function": {"name": None, "arguments": ""}}, None]},
+    ],
+)
+def test_a_chats_chunk_without_words_is_no_token_wherever_it_comes(empty: dict[str, Any]) -> None:
+    """BEN-01."""
+    nothing = delta(**empty)
+    found = take(
+        (10.1, nothing),
+        (10.3, nothing),
+        (10.5, delta(content="a")),
+        (10.7, nothing),
+        (11.0, delta("stop", content="b")),
+    )
+    assert (found.ok, found.text, found.ttft, found.itls, found.latency) == (True, "ab", 0.5, [0.5], 1.0)
+    stream = Stream(Outcome(7))
+    assert not stream.feed(nothing, 11.0), "it puts off no limit on the time without a token"
+
+
+def test_the_end_of_an_answer_is_a_piece_even_if_it_has_no_words() -> None:
+    """BEN-01: a model may end at once, or say nothing but hidden tokens."""
+    found = take((10.1, delta(role="assistant", content="")), (10.5, delta("stop")), (10.6, USAGE + DONE))
+    assert (found.ok, found.ttft, found.itls, found.output_tokens) == (True, 0.5, [], 5)
+
+
+def test_content_in_parts_and_an_empty_reason_to_finish_are_read() -> None:
+    """BEN-01: some servers write them so."""
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "a"}]
+    found = take((10.5, delta("", content=parts)), (11.0, delta("stop", content="b")), (11.0, DONE))
+    assert (found.ok, found.text, found.ttft, found.itls) == (True, "hmab", 0.5, [0.5])
+    assert take((10.5, delta("", content="a"))).error == "the stream broke off"
+
+
+def test_a_completions_token_without_text_is_a_piece() -> None:
     found = take((10.5, text("")), (11.0, text("b", "stop")), (11.0, DONE))
     assert (found.ttft, found.itls, found.output_tokens) == (0.5, [0.5], 0)
 

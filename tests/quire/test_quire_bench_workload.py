@@ -95,7 +95,7 @@ def test_the_mean_of_the_clipped_distribution_is_solved_for() -> None:
 
 def test_a_custom_file_gives_prompts_and_lengths(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
-    path.write_text('{"prompt": "one", "output_tokens": 3}\n\n{"prompt": "two", "output_tokens": 4, "more": 1}\n')
+    path.write_text('\ufeff{"prompt": "one", "output_tokens": 3}\n\n{"prompt": "two", "output_tokens": 4, "more": 1}\n')
     file: dict[str, Any] = {"dataset_name": "custom", "dataset_path": str(path)}
     found = draw(**file, custom_output_len=-1)
     assert len(found) == 20
@@ -112,13 +112,96 @@ def test_sharegpt_gives_first_questions_and_the_lengths_of_their_answers(tmp_pat
     path = tmp_path / "share.json"
 
     def talk(*turns: str) -> dict[str, Any]:
-        return {"id": "x", "conversations": [{"from": "human", "value": turn} for turn in turns]}
+        return {"id": "x", "conversations": [turn(at, text) for at, text in enumerate(turns)]}
+
+    def turn(at: int, text: str) -> dict[str, str]:
+        return {"from": ("human", "gpt")[at % 2], "value": text}
 
     path.write_text(json.dumps([talk("question one", "answer!"), talk("alone"), talk("ab", "too short"), talk()]))
     file: dict[str, Any] = {"dataset_name": "sharegpt", "dataset_path": str(path), "no_oversample": True}
     length = len(TOKENIZER.encode("answer!"))
     assert [(one.prompt, one.output_len) for one in draw(**file)] == [("question one", length)]
     assert [one.output_len for one in draw(**file, sharegpt_output_len=1)] == [1]
+
+
+def said(**turns: str | None) -> list[dict[str, Any]]:
+    """Turns by their speakers; a name may end in digits, to come again."""
+    return [{"from": name.rstrip("0123456789"), "value": text} for name, text in turns.items()]
+
+
+QUESTION = {"human": "question one", "gpt": "answer!"}
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        {"conversations": said(**QUESTION)},
+        {"conversations": said(system="be brief", **QUESTION)},
+        {"conversations": said(system=None, **QUESTION)},
+        {"conversations": said(gpt0="hello, what is it?", **QUESTION)},
+        {"conversations": said(system="be brief", gpt0="hello, what is it?", **QUESTION, human2="two", gpt2="more")},
+        {"conversations": said(human0="not answered", **QUESTION)},
+        {"conversations": said(human0=None, gpt0="to nothing", **QUESTION)},
+        {"conversations": said(human0="empty answer", gpt0=" ", **QUESTION)},
+        {"conversations": said(Human="question one", ChatGPT="answer!")},
+        {"conversations": said(one="question one", two="answer!")},
+        {"conversations": [{"value": "question one"}, {"value": "answer!"}]},
+        {"conversations": [None, 5, *said(**QUESTION)]},
+        {"messages": [{"role": "user", "content": "question one"}, {"role": "assistant", "content": "answer!"}]},
+        {"conversations": None, "conversation": [{"role": "user", "content": "question one", "value": None},
+                                                 {"role": "assistant", "content": "answer!"}]},
+        [{"role": "user", "content": "question one"}, {"role": "assistant", "content": "answer!"}],
+    ],
+)  # fmt: skip
+def test_the_first_question_with_an_answer_is_found_in_any_conversation(
+    conversation: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BEN-01."""
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([conversation]))
+    (request,) = draw(dataset_name="sharegpt", dataset_path=str(path), no_oversample=True)
+    assert (request.prompt, request.output_len) == ("question one", len(TOKENIZER.encode("answer!")))
+    assert capsys.readouterr().err == ""
+
+
+ODD: list[Any] = [
+    None, 5, "text", {}, [], {"conversations": None}, {"conversations": "x"}, {"conversations": [None, None]},
+    {"conversations": said(human="alone")}, {"conversations": said(system="be brief", human="alone")},
+    {"conversations": said(gpt="an answer", human="alone")}, {"conversations": said(human="one", gpt=None)},
+    {"conversations": said(human=None, gpt="two")}, {"conversations": [{"from": "human", "value": ["x"]}]},
+    {"conversations": said(human="half \ud800", gpt="of a pair")}, {"id": float("nan"), "conversations": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_odd_entries_are_skipped_and_counted_in_one_line(
+    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BEN-01."""
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([*ODD, {"conversations": said(**QUESTION)}]), encoding=encoding)
+    (request,) = draw(dataset_name="sharegpt", dataset_path=str(path), no_oversample=True)
+    assert request.prompt == "question one"
+    line = f"quire: {path}: skipped {len(ODD)} of {len(ODD) + 1} entries, which hold no question with an answer\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "not ShareGPT's JSON"),
+        ("{", "not ShareGPT's JSON"),
+        ("[" * 100_000, "not ShareGPT's JSON"),
+        ("{}", "must be a list of conversations"),
+        ("[]", "has no prompt that can be used"),
+        ("[5]", "has no prompt that can be used"),
+    ],
+)
+def test_a_file_that_is_no_sharegpt_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    """BEN-01."""
+    (tmp_path / "share.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        draw(dataset_name="sharegpt", dataset_path=str(tmp_path / "share.json"))
 
 
 @pytest.mark.parametrize(

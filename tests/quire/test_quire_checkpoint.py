@@ -1,13 +1,16 @@
 """Names of models to folders, and clear errors where there is none."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi, constants
 
+from services.gateway.config import GatewayConfig
+from services.gateway.model import tokenizer_folder
 from shared import checkpoint
 from shared.checkpoint import locate, locate_tokenizer
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 from shared.hub import gguf_files, wanted_files
 from tests.gguf.writing import write
 from tests.models.tiny import llama
@@ -85,6 +88,27 @@ def test_one_format_of_weights_is_fetched() -> None:
     assert wanted_files([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
     assert wanted_files([*small, *other, *safe], weights=False) == small
     assert wanted_files(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
+
+
+def test_downloads_go_to_the_folder_and_revision_that_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """API-02: --download-dir and --tokenizer-revision."""
+    asked: list[tuple[object, object]] = []
+
+    def fetch(name: str, *, revision: str | None, cache_dir: str | None, **_: object) -> str:
+        asked.append((revision, cache_dir))
+        return str(tmp_path)
+
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    (tmp_path / "config.json").write_text("{}")
+    locate("owner/model", "v1", "/models")
+    config = GatewayConfig(tokenizer="owner/other", tokenizer_revision="v2", download_dir="/texts")
+    assert tokenizer_folder(config) == tmp_path
+    assert asked == [("v1", "/models"), ("v2", "/texts")]
+    with pytest.raises(ConfigError, match="--tokenizer-revision needs --tokenizer"):
+        tokenizer_folder(GatewayConfig(tokenizer_revision="v2"))
 
 
 GGUF = ["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "mmproj-Q4_K_M.gguf", "BF16/a-BF16-00001-of-00002.gguf"]

@@ -19,6 +19,7 @@ from quire import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan, StepResult
 from tests.models.packing import Way, save_packed
+from tests.text.vocabulary import make_vocabulary
 
 PROMPTS = [
     "What is the capital of France?",
@@ -134,6 +135,21 @@ def test_prompt_logprobs_score_the_prompt(llm: LLM, folder: Path) -> None:
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     found = [entry[id].logprob for id, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if entry]
     assert found == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_no_request_fails_for_the_bytes_that_a_model_says(folder: Path, tmp_path: Path) -> None:
+    """TXT-01: random byte-fallback tokens in prompt and output, with log-probabilities of both."""
+    tokenizer = make_vocabulary("byte-fallback, stripped").tokenizer
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    prompts = [[7, *range(start, start + 9)] for start in range(70, 260, 20)]
+    params = SamplingParams(temperature=2.0, max_tokens=60, seed=1, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    with LLM(folder, tokenizer=tmp_path, kv_cache_memory=0.05, num_threads=1) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == 60
+        before = tokenizer.decode(prompt, final=False)
+        assert before + completion.text == tokenizer.decode([*prompt, *completion.token_ids])
 
 
 def test_samples_differ_and_a_seed_repeats_them(llm: LLM) -> None:
@@ -326,8 +342,6 @@ def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(fo
         ("pipeline_parallel_size", 2),
         ("quantization", "gptq"),
         ("enable_lora", True),
-        ("trust_remote_code", True),
-        ("swap_space", 4),
         ("no_such_argument", 1),
         ("block_size", 17),
         ("gpu_memory_utilization", 1.5),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from quire.bench.options import LatencyOptions, ServeOptions, ThroughputOptions
 from quire.settings import markdown_table, public_knobs
+from quire.vllm import SETTINGS
 from shared.config import knobs
 
 ROOT = Path(__file__).parents[2]
@@ -27,4 +28,4 @@ def test_files_and_flags_that_it_names_exist() -> None:
     others = {"--config", "--port", "--scale", "--profile"}  # the last two are compose's
     flags = set(re.findall(r"--[a-z][a-z-]+", README)) - others
     measuring = [knob for options in (ServeOptions, ThroughputOptions, LatencyOptions) for knob in knobs(options)]
-    assert flags <= {knob.flag for knob in [*public_knobs(), *measuring]}
+    assert flags <= {knob.flag for knob in [*public_knobs(), *measuring]} | {one.flag for one in SETTINGS.values()}

@@ -1,7 +1,9 @@
 """`quire serve` as a user meets it: real processes, the tiny model, signals."""
 
+import http.client
 import json
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -35,6 +37,35 @@ def wait_until(holds: Callable[[], bool], server: Server) -> None:
     while not holds():
         assert time.monotonic() < deadline, server.err.read_text()
         time.sleep(0.02)
+
+
+class OnSocket(http.client.HTTPConnection):
+    """A connection to a server that listens at a path."""
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(60)
+        self.sock.connect(self.host)
+
+
+def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Path) -> None:
+    """API-02: --uds and --uvicorn-log-level have their effect, and what has none is said."""
+    with short_folder() as place:
+        path = str(place / "q.sock")
+        flags = [f"--uds={path}", "--uvicorn-log-level", "error", "--enforce-eager", "--max_model_len", "1k"]
+        with serving(folder, tmp_path, *flags, place=place) as server:
+            wait_until(lambda: f"Quire serves tiny at the socket {path}" in server.out.read_text(), server)
+            connection = OnSocket(path)
+            connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                assert (response.status, json.load(response)["object"]) == (200, "text_completion")
+            connection.close()
+            command = next(line for line in server.out.read_text().splitlines() if line.startswith("  curl"))
+            assert f"--unix-socket {path} http://localhost/v1/" in command
+            assert server.stop(signal.SIGTERM) == 0
+        said = server.err.read_text()
+        assert said.startswith("quire: --enforce-eager is taken without effect: ")
+        assert " INFO " not in said
 
 
 def kill_and_await_the_next(server: Server, name: str) -> None:

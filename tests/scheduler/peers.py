@@ -20,6 +20,7 @@ class FakeMonitor:
     """Like `shared.transport.Monitor`."""
 
     def __init__(self) -> None:
+        self.socket = object()
         self.connected: set[int] = set()
         self.gone: list[int] = []
 
@@ -33,6 +34,7 @@ class FakeListener:
 
     def __init__(self) -> None:
         self.monitor = FakeMonitor()
+        self.socket = object()  # a poller looks at it, and nothing else
         self.inbox: deque[FakeMessage] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
         self.slow: set[bytes] = set()

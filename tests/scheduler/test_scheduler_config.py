@@ -1,13 +1,14 @@
 """What becomes of the settings once a worker has said what it is."""
 
-import math
+import re
 
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.config import SchedulerConfig, count_blocks, limits
+from services.scheduler.config import MAX_BLOCKS, SchedulerConfig, count_blocks, limits
 from services.scheduler.engine import Engine
 from services.scheduler.validity import fault
+from shared.config import load
 from shared.errors import ConfigError
 from shared.protocol import Refusal, Sampling
 from tests.scheduler.examples import FACTS, REGISTER, submit
@@ -70,10 +71,6 @@ def test_every_wish_reaches_the_core() -> None:
         ([-1, 5], Sampling(5, 0), "the model has no token -1"),
         ([5], Sampling(5, 0, stop_token_ids=[3, 100]), "the model has no token 100"),
         ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), "the model has no token -7"),
-        ([5], Sampling(5, 0, logit_bias=[(3, math.nan)]), "sampling parameters must be finite"),
-        ([5], Sampling(5, 0, temperature=math.inf), "sampling parameters must be finite"),
-        ([5], Sampling(5, 0, top_k=2**31), "top_k, min_tokens and max_tokens are at most 2147483647"),
-        ([5], Sampling(5, 0, min_tokens=2**63), "top_k, min_tokens and max_tokens are at most 2147483647"),
         ([5], Sampling(5, 0, logprobs=21), "at most 20 log-probabilities are reported for a token"),
         ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],
@@ -102,13 +99,13 @@ def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: py
     assert engine.submit(submit(1), 0.0) is None
     assert engine.plan(0.0) is not None
     engine.lose_worker(1.0)
-    assert engine.strange(replace(REGISTER, facts=replace(FACTS, vocab_size=99)))
-    assert engine.strange(replace(REGISTER, facts=replace(FACTS, model="other")))
-    assert engine.strange(replace(REGISTER, facts=replace(FACTS, weights="of files that were replaced")))
-    assert engine.strange(replace(REGISTER, facts=replace(FACTS, text="of another tokenizer")))
-    assert not engine.strange(REGISTER)
+    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, vocab_size=99)))
+    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, model="other")))
+    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, weights="of files that were replaced")))
+    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, text="of another tokenizer")))
+    assert not engine.unsuitable(REGISTER)
     assert "continued outputs may differ" not in caplog.text
-    assert not engine.strange(replace(REGISTER, facts=replace(FACTS, fingerprint="g")))
+    assert not engine.unsuitable(replace(REGISTER, facts=replace(FACTS, fingerprint="g")))
     assert "continued outputs may differ" in caplog.text
     second = engine.configure(replace(REGISTER, kv_memory=160 * 80))
     assert (second.num_blocks, second.max_model_len) == (80, first.max_model_len)
@@ -126,8 +123,28 @@ def test_an_engine_that_drains_before_its_first_worker_takes_nothing_later_eithe
     assert engine.idle
 
 
-def test_a_later_worker_whose_memory_is_too_small_for_the_promised_context_is_an_error() -> None:
-    engine = Engine(SchedulerConfig())
+@pytest.mark.parametrize("kv_memory", [160 * 49, 1, 0])
+def test_a_later_worker_must_hold_the_context_that_was_promised(kv_memory: int) -> None:
+    """PRC-27: a smaller one is unsuitable, and no error of the settings. More or less memory than that is no matter."""
+    engine = Engine(SchedulerConfig(max_model_len=800))
     engine.configure(REGISTER)
-    with pytest.raises(ConfigError):
-        engine.configure(replace(REGISTER, kv_memory=160 * 49))
+    small = replace(REGISTER, kv_memory=kv_memory)
+    assert re.fullmatch(r"its memory holds \d+ tokens, but requests of 800 .*", engine.unsuitable(small))
+    assert not engine.unsuitable(replace(REGISTER, kv_memory=160 * 50))
+    assert not engine.unsuitable(replace(REGISTER, kv_memory=160 * 500))
+
+
+def test_a_pool_is_bounded_whatever_memory_there_is() -> None:
+    """PRC-27: a token of one byte would make tables of gigabytes here."""
+    vast = replace(REGISTER, kv_memory=2**49, kv_bytes_per_token=1)
+    assert count_blocks(SchedulerConfig(), vast) == MAX_BLOCKS
+    assert count_blocks(SchedulerConfig(num_gpu_blocks_override=MAX_BLOCKS), vast) == MAX_BLOCKS
+    with pytest.raises(ConfigError, match="num-gpu-blocks-override"):
+        load(SchedulerConfig, [f"--num-gpu-blocks-override={MAX_BLOCKS + 1}"], {}, prog="")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e10"])
+def test_ageing_is_finite(value: str) -> None:
+    """PRC-26: no setting makes a place in the queue that is not a number."""
+    with pytest.raises(ConfigError, match="priority-ageing"):
+        load(SchedulerConfig, ["--scheduling-policy=priority", f"--priority-ageing={value}"], {}, prog="")

@@ -1,13 +1,16 @@
 """Gateways: whose requests are whose, what is left when one goes, and what waits for one that is slow."""
 
+import math
 import time
 
+import msgspec
 import pytest
 
-from services.scheduler.gateways import PATIENCE, ROWS, Gateways
+from services.scheduler.gateways import PATIENCE, ROWS, SKEW, Gateways
 from shared.protocol import (
     VERSION,
     Abort,
+    Accepted,
     Finish,
     Hello,
     ModelFacts,
@@ -128,14 +131,71 @@ def test_only_so_many_messages_are_read_in_a_turn(world: World) -> None:
     assert [len(world.receive(most=4)) for _ in range(4)] == [4, 4, 2, 0]
 
 
-def test_a_request_without_a_time_of_arrival_gets_one(world: World) -> None:
-    world.net.hear(A, submit(1, arrival=0.0), 1)
-    world.net.hear(A, submit(2, arrival=7.0), 1)
-    first, second = world.receive()
-    assert isinstance(first, Submit)
-    assert isinstance(second, Submit)
-    assert abs(first.arrival - time.time()) < 60
-    assert second.arrival == 7.0
+@pytest.mark.parametrize(
+    ("said", "at_least", "at_most"),
+    [
+        (0.0, 0, 0),
+        (-0.0, 0, 0),
+        (7.0, -SKEW, -SKEW),
+        (1e11, 0, 0),
+        (5e-324, -SKEW, -SKEW),
+    ],
+)
+def test_an_arrival_is_believed_as_far_as_it_can_be(world: World, said: float, at_least: float, at_most: float) -> None:
+    """PRC-26: no gateway's clock puts its requests before or behind all others'."""
+    before = time.time()
+    world.net.hear(A, submit(1, arrival=said), 1)
+    (request,) = world.receive()
+    assert isinstance(request, Submit)
+    assert before + at_least <= request.arrival <= time.time() + at_most
+
+
+def test_an_arrival_just_now_is_kept(world: World) -> None:
+    arrival = time.time() - SKEW / 2
+    world.net.hear(A, submit(1, arrival=arrival), 1)
+    (request,) = world.receive()
+    assert isinstance(request, Submit)
+    assert request.arrival == arrival
+
+
+def test_what_was_accepted_is_said_once_and_before_its_news(world: World) -> None:
+    """HTTP-05: all of a turn in one message, under the gateway's own ids."""
+    ids = [world.submit(A, id) for id in (5, 6)]
+    world.gateways.deliver([row(ids[0])])
+    for id in ids:
+        world.gateways.accept(id)
+    assert not world.gateways.flushed
+    assert world.flush(A) == [Accepted([5, 6]), Progress([row(5)])]
+    assert world.flush(A) == []
+    assert world.gateways.flushed
+    assert world.flush(B) == []
+
+
+def test_an_acceptance_waits_for_a_gateway_that_is_slow_and_not_for_one_that_is_gone(world: World) -> None:
+    """HTTP-05: it is lost no more than news are."""
+    world.net.slow.add(A)
+    world.gateways.accept(world.submit(A, 5))
+    assert world.flush(A) == []
+    world.gateways.accept(world.submit(A, 6))
+    world.net.slow.clear()
+    assert world.flush(A) == [Accepted([5]), Accepted([6])]
+    last = world.submit(B, 7)
+    world.net.leave(2)
+    world.receive()
+    world.gateways.accept(last)
+    assert world.flush(B) == []
+
+
+def test_a_submit_out_of_range_is_refused_alone(world: World) -> None:
+    """PRC-26: the gateway's other requests go on."""
+    id = world.submit(A, 5)
+    world.net.hear(A, msgspec.structs.replace(submit(6), arrival=math.nan), 1)
+    assert world.receive() == []
+    world.gateways.deliver([row(id)])
+    refused, progress = world.flush(A)
+    assert isinstance(refused, Refused)
+    assert (refused.id, refused.reason) == (6, Refusal.INVALID)
+    assert progress == Progress([row(5)])
 
 
 def leave(world: World) -> None:

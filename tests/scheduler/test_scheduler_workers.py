@@ -94,7 +94,7 @@ def test_a_worker_is_configured_then_ready_then_gets_plans(world: World) -> None
     "result",
     [
         StepResult(EPOCH, 1, []),
-        StepResult(EPOCH, -1, []),
+        StepResult(EPOCH, 2**63 - 1, []),
         StepResult(Epoch("boot", 0), 0, []),
         StepResult(Epoch("toob", 1), 0, []),
     ],

@@ -147,6 +147,7 @@ OTHERS: list[object] = [
     "float32",
     "--x y",
     "transformers",
+    "warning",
 ]
 
 
@@ -179,3 +180,21 @@ def test_one_parser_serves_several_configs() -> None:
     assert resolve(WorkerConfig, flags, {}).model == resolve(GatewayConfig, flags, {}).model == "m"
     assert resolve(SchedulerConfig, flags, {}) == SchedulerConfig(drain_timeout=7, max_num_seqs=5)
     assert resolve(GatewayConfig, flags, {}).drain_timeout == 7
+
+
+def test_a_string_is_a_list_of_one_and_what_is_empty_is_unset(tmp_path: Path) -> None:
+    """API-03: plain strings in files, and variables that are there but empty."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("keys: just one\nname: 12\nsize: null\n")
+    found = read(f"--config={file}", environment={"QUIRE_LIMIT": "", "QUIRE_FAST": " ", "QUIRE_POLICY": ""})
+    assert found == Sample(keys=["just one"], name="12")
+    file.write_text("keys: [1, two]\n")
+    assert read(f"--config={file}", environment={"QUIRE_KEYS": ""}).keys == ["1", "two"]
+
+
+def test_lists_may_be_json() -> None:
+    """API-02: vLLM's start lines spell lists so."""
+    assert read("--keys", '["a", "b,c"]').keys == ["a", "b,c"]
+    assert read(environment={"QUIRE_KEYS": '["a,b"]'}).keys == ["a,b"]
+    assert read("--keys", "[a", "b").keys == ["[a", "b"]
+    assert read("--keys=[1]").keys == ["[1]"]

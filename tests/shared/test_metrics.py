@@ -4,7 +4,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.metrics import EngineCollector, registry
-from shared.protocol import Snapshot
+from shared.protocol import STEP_TOKENS, Snapshot
 
 SNAPSHOT = Snapshot(
     running=3, waiting=2, blocks=100, blocks_free=75, preemptions=7, finished_abort=4, generation_tokens=9
@@ -13,8 +13,13 @@ SNAPSHOT = Snapshot(
 
 def samples(snapshots: dict[str, Snapshot]) -> dict[tuple[str, str, str], float]:
     text = generate_latest(registry(EngineCollector(lambda: "smol", lambda: snapshots))).decode()
+    own = ("finished_reason", "reason", "source", "le", "block_size", "num_gpu_blocks", "enable_prefix_caching")
     return {
-        (sample.name, sample.labels.get("engine", ""), sample.labels.get("finished_reason", "")): sample.value
+        (
+            sample.name,
+            sample.labels.get("engine", ""),
+            ",".join(sample.labels[name] for name in own if name in sample.labels),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -48,9 +53,37 @@ def test_every_field_of_a_snapshot_is_exported() -> None:
     """Each field, set alone, changes the exposition."""
     zero = samples({"0": Snapshot(blocks=10)})
     for field in Snapshot.__struct_fields__:
-        changed = samples({"0": Snapshot(**{"blocks": 10, field: 5})})
-        engine = {key for key in zero if key[1] == "0" and zero[key] != changed[key]}
+        value = [5] if field == "step_tokens" else 5
+        changed = samples({"0": Snapshot(**{"blocks": 10, field: value})})
+        engine = {key for key in changed if key[1] == "0" and zero.get(key) != changed[key]}
         assert engine, field
+
+
+def test_what_vllm_and_its_guides_call_by_these_names_is_there() -> None:
+    """API-04: with vLLM's labels and buckets, and with the figures that are meant."""
+    steps = [0] * (len(STEP_TOKENS) + 1)
+    steps[0], steps[2], steps[-1] = 4, 3, 1
+    snapshot = Snapshot(
+        waiting=5, waiting_deferred=2, blocks=100, blocks_free=75, block_size=16, prefix_caching=True,
+        generation_tokens=9, tokens_per_second=2.5, prompt_tokens=30, prompt_tokens_cached=12,
+        step_tokens=steps, step_tokens_sum=20_000, rejected_by_requests=3, rejected_by_tokens=1,
+    )  # fmt: skip
+    found = samples({"0": snapshot})
+    assert found["vllm:request_throughput_tok_per_second", "0", ""] == 2.5
+    assert found["vllm:generation_token_count", "0", ""] == 9
+    assert found["vllm:gpu_cache_usage", "0", ""] == 0.25
+    assert found["vllm:num_requests_waiting_by_reason", "0", "capacity"] == 3
+    assert found["vllm:num_requests_waiting_by_reason", "0", "deferred"] == 2
+    assert found["vllm:prompt_tokens_by_source_total", "0", "local_compute"] == 18
+    assert found["vllm:prompt_tokens_by_source_total", "0", "local_cache_hit"] == 12
+    assert found["vllm:prompt_tokens_cached_total", "0", ""] == 12
+    assert found["vllm:cache_config_info", "0", "16,100,True"] == 1
+    assert found["vllm:admission_rejections_total", "0", "max_num_queued_reqs"] == 3
+    assert found["vllm:admission_rejections_total", "0", "max_num_queued_tokens"] == 1
+    buckets = [found["vllm:iteration_tokens_total_bucket", "0", le] for le in ("1.0", "8.0", "16.0", "16384.0", "+Inf")]
+    assert buckets == [4, 4, 7, 7, 8]
+    assert found["vllm:iteration_tokens_total_sum", "0", ""] == 20_000
+    assert found["vllm:iteration_tokens_total_count", "0", ""] == 8
 
 
 def test_scrapes_follow_the_snapshots() -> None:

@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 
 from shared import protocol
 from shared.errors import ProtocolError
-from shared.protocol import MAX_FRAME, Submit, encode, pack_tokens, unpack_tokens
+from shared.protocol import MAX_FRAME, Submit, encode, id_of_submit, pack_tokens, unpack_tokens
+from tests.shared.hostile import FLOATS, INTEGERS, STRINGS, changed, leaves
 from tests.shared.test_protocol_golden import EXAMPLES, SIDES
 
 DECODERS: list[Callable[[bytes], object]] = [decode for _, decode, _ in SIDES.values()]
 WHOLE = [encode(example) for example in EXAMPLES.values()]
+
+PERMITTED: list[tuple[object, object]] = [
+    *((2**64 - 1, number) for number in (2**63, 2**64 - 1)),  # the seed, which has 64 bits
+    (-1, -(2**63)),  # the priority, which has 63 and a sign
+]
+"""(value in the example, value that is right there too)."""
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=8)
 nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
@@ -56,6 +63,50 @@ def test_mutated_messages(whole: bytes, data: st.DataObject) -> None:
                 changed[at:at] = data.draw(st.binary(max_size=9))
     for message in decode_all(bytes(changed)):
         encode(message)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_value_is_beyond_its_range(name: str) -> None:
+    """PRC-26: NaN, infinity, numbers that no array holds and endless strings are no messages, whatever the field."""
+    _, decode, _ = SIDES[name.partition(".")[0]]
+    whole = encode(EXAMPLES[name])
+    for path, value in leaves(msgspec.msgpack.decode(whole)):
+        wrong: tuple[object, ...] = ()
+        if isinstance(value, float):
+            wrong = FLOATS
+        elif isinstance(value, str):
+            wrong = STRINGS
+        elif isinstance(value, int) and not isinstance(value, bool):
+            wrong = INTEGERS
+        for hostile in wrong:
+            if (value, hostile) in PERMITTED:
+                continue
+            with pytest.raises(ProtocolError):
+                decode(changed(whole, path, hostile))
+
+
+@pytest.mark.parametrize("field", [10, 12])
+def test_lists_of_a_request_are_bounded(field: int) -> None:
+    """PRC-26: its biases, and its stop tokens."""
+    whole = encode(EXAMPLES["FROM_GATEWAY.Submit"])
+    (one, *_) = msgspec.msgpack.decode(whole)[4][field - 1]
+    protocol.decode_from_gateway(changed(whole, (4, field - 1), [one] * 2**20))
+    with pytest.raises(ProtocolError):
+        protocol.decode_from_gateway(changed(whole, (4, field - 1), [one] * (2**20 + 1)))
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))
+def test_the_id_of_a_submit_is_known_whatever_comes_behind_it(whole: bytes) -> None:
+    """PRC-26: so it can be refused; nothing else passes for one."""
+    is_submit = whole == encode(EXAMPLES["FROM_GATEWAY.Submit"])
+    shared_tag = msgspec.msgpack.decode(whole)[0] == 2 and not is_submit  # of the other directions
+    if is_submit:
+        assert id_of_submit(whole) == 9
+        assert [id_of_submit(changed(whole, (1,), id)) for id in (-1, 2**64 - 1, True, 1.5, None)] == [None] * 5
+        assert id_of_submit(changed(whole, (8,), {"a": float("nan")})) == 9
+    elif not shared_tag:
+        assert id_of_submit(whole) is None
+    assert id_of_submit(whole[:2]) is None
 
 
 @pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))

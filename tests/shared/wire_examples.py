@@ -4,6 +4,8 @@ from msgspec import Struct
 
 from shared.protocol import (
     Abort,
+    Accepted,
+    Admission,
     Beat,
     Configure,
     Epoch,
@@ -63,9 +65,10 @@ FROM_GATEWAY: list[Struct] = [
 ]
 TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", FACTS, 4096, 128),
-    Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, Finish.ERROR, 16, "why")]),
+    Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, Finish.ERROR, 16, "why", Admission(0.75, 2))]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 23))),
+    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True)),
+    Accepted([9, 10]),
 ]
 TO_WORKER: list[Struct] = [
     Configure(EPOCH, 16, 1000, 128, 4096, 640),

@@ -16,6 +16,7 @@ from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.policy import may_displace
 from services.scheduler.core.sequence import State
 from shared.protocol import (
+    Admission,
     Configure,
     Epoch,
     Finish,
@@ -39,6 +40,7 @@ class Told:
         self.scores: list[TokenLogprobs] = []
         self.finish: Finish | None = None
         self.cached_tokens = -1
+        self.admission: Admission | None = None
         self.first_step: int | None = None  # committed steps when its first token came
         self.prompt_len = prompt_len
         self._may_hit = prompt_len if output else prompt_len - 1
@@ -49,6 +51,14 @@ class Told:
         assert row.position == len(self.output), "output positions are contiguous"
         if row.tokens and self.first_step is None:
             self.first_step = steps
+        if row.finish not in (Finish.ABORT, Finish.ERROR):
+            assert row.admission is not None or self.admission is not None, "its first row says how it came to run"
+        if row.admission is not None:
+            assert row.admission != self.admission, "it is told when it has changed"
+            if self.admission is not None:
+                assert row.admission.queued == self.admission.queued, "it is admitted for the first time once"
+                assert row.admission.preemptions > self.admission.preemptions
+            self.admission = row.admission
         self.output += row.tokens
         self.scores += row.prompt_logprobs or []
         given = self.oracle.tokens[row.position : row.position + len(row.tokens)]

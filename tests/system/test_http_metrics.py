@@ -127,6 +127,38 @@ async def test_met_03_totals_and_sums_reconcile_with_streams_that_were_cut(serve
     assert whole["vllm:request_generation_tokens_sum"] == whole["vllm:generation_tokens_total"] == 3 * 3
 
 
+async def test_each_samples_time_is_split_by_the_engines_word(server: Server) -> None:
+    """API-04: with more requests than slots some wait, and the figures say for how long."""
+    before = await settled(server)
+    await asyncio.gather(*(complete(server, [CHAIN, at], 20) for at in range(64)))  # twice as many as may run
+    grown = await settled(server, before, 64)
+    names = ("queue_time_seconds", "prefill_time_seconds", "inference_time_seconds", "num_preemptions")
+    assert [grown[f"vllm:request_{name}_count"] for name in names] == [64] * 4
+    queue, prefill, inference = (grown[f"vllm:request_{name}_sum"] for name in names[:3])
+    whole, first = grown["vllm:e2e_request_latency_seconds_sum"], grown["vllm:time_to_first_token_seconds_sum"]
+    assert 16 * 20 * 0.005 < queue < queue + prefill <= first, "half of them wait for about 20 steps of 5 ms"
+    assert queue + inference <= whole
+    assert inference == pytest.approx(prefill + grown["vllm:request_decode_time_seconds_sum"], rel=0.01)
+    assert grown["vllm:iteration_tokens_total_count"] == grown["quire:steps_total"]
+    tokens = grown["vllm:prompt_tokens_total"] + grown["vllm:generation_tokens_total"] - 64  # no last token is computed
+    assert 0 <= grown["vllm:iteration_tokens_total_sum"] - tokens <= 64, "and some rows behind an end are for nothing"
+
+
+async def test_throughput_is_the_rate_of_tokens_now_and_nothing_at_rest(server: Server) -> None:
+    """API-04: what vllm:request_throughput_tok_per_second says."""
+    async with streaming(server, [ENDLESS], 1500) as stream:
+        await first_text(stream)
+        await until(lambda: above(server, "vllm:request_throughput_tok_per_second", 1.0))
+        await stream.reset()
+    found = await figures(server)
+    assert found["vllm:generation_token_count"] == found["vllm:generation_tokens_total"] > 0
+    assert found["vllm:cache_config_info"] == 1
+
+
+async def above(server: Server, name: str, bound: float) -> bool:
+    return (await figures(server))[name] > bound
+
+
 class Port(Struct):
     """Of the scheduler's own figures."""
 

@@ -11,7 +11,7 @@ from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import prompt_entries
 from shared.text.sample import SampleText
 from shared.text.stops import StopMatcher
-from tests.text.vocabulary import make_tokenizer
+from tests.text.vocabulary import KINDS, make_tokenizer, make_vocabulary
 
 TOKENIZER = make_tokenizer()
 EOS = TOKENIZER.eos_token_ids[0]
@@ -64,21 +64,6 @@ def test_str06_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
     assert detokenizer.flush() == ""
 
 
-def test_str09_any_bytes_give_text_and_the_flush_gives_what_waits() -> None:
-    rng = random.Random(9)
-    for _ in range(200):
-        tokens = [rng.randrange(4, 260) for _ in range(12)]
-        detokenizer = Detokenizer(TOKENIZER, [])
-        pieces = [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
-        assert "".join(pieces) == TOKENIZER.decode(tokens)
-
-
-def test_str09_a_long_run_of_bytes_that_are_no_text_is_shown_before_the_end() -> None:
-    detokenizer = Detokenizer(TOKENIZER, ids("a"))
-    broken = ids("é")[0]
-    assert "\ufffd" in "".join(detokenizer.push(broken) for _ in range(40))
-
-
 def test_ids_beyond_the_tokenizer_are_nothing() -> None:
     pieces, _ = run(SamplingParams(), [10**6, *ids("one"), 10**6, *ids(" two")])
     assert pieces == ["", "one", "", " two"]
@@ -125,18 +110,29 @@ def test_stp05_text_that_cannot_begin_a_stop_is_not_held() -> None:
     assert pieces == [TOKENIZER.decode([token]) for token in tokens]
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_stp07_a_special_token_is_found_as_a_stop_string(skip: bool) -> None:
-    params = SamplingParams(stop="<|im_end|>", skip_special_tokens=skip)
-    tokens = [*ids("one"), *ids("<|im_end|>"), *ids(" two")]
-    _, text = run(params, tokens)
-    assert (text.text, text.finish_reason, text.stop_reason) == ("one", "stop", "<|im_end|>")
-    assert len(text.token_ids) == 2
+@pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t"])
+def test_stp07_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None:
+    _, text = run(SamplingParams(stop=stop, skip_special_tokens=False), ids("one<|im_end|> two"))
+    assert (text.text, text.finish_reason, text.stop_reason) == (
+        ("one<|im_end|>" + " two").split(stop)[0],
+        "stop",
+        stop,
+    )
 
 
-def test_stp07_what_waits_is_shown_before_a_hidden_stop() -> None:
-    _, text = run(SamplingParams(stop=["<|im_end|>", "one six"]), [*ids("one"), *ids("<|im_end|>")])
-    assert text.text == "one"
+@pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t", "one six"])
+@pytest.mark.parametrize("include", [True, False])
+def test_stp07_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
+    """TXT-04"""
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+    _, text = run(params, ids("one<|im_end|> two"))
+    assert (text.text, text.finish_reason, text.stop_reason) == ("one two", "length", None)
+
+
+def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show() -> None:
+    """TXT-04"""
+    _, text = run(SamplingParams(stop="ne tw"), ids("one<|im_end|> two"))
+    assert (text.text, text.stop_reason) == ("o", "ne tw")
 
 
 @pytest.mark.parametrize(
@@ -163,14 +159,16 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     params = SamplingParams(stop="two", min_tokens=2)
     _, text = run(params, ids("one two two three"))
     assert text.text == "one two "
-    _, text = run(SamplingParams(stop="<|im_end|>", min_tokens=2), [*ids("one<|im_end|> two<|im_end|>")])
-    assert text.text == "one two"
+    params = SamplingParams(stop="<|im_end|>", min_tokens=2, skip_special_tokens=False)
+    _, text = run(params, ids("one<|im_end|> two<|im_end|>"))
+    assert text.text == "one<|im_end|> two"
 
 
 def test_a_stop_string_may_be_shown() -> None:
     _, text = run(SamplingParams(stop="wo", include_stop_str_in_output=True), ids("one two three"))
     assert text.text == "one two"
-    _, text = run(SamplingParams(stop="<|im_end|>", include_stop_str_in_output=True), ids("one<|im_end|>"))
+    params = SamplingParams(stop="<|im_end|>", include_stop_str_in_output=True, skip_special_tokens=False)
+    _, text = run(params, ids("one<|im_end|>"))
     assert text.text == "one<|im_end|>"
 
 
@@ -247,6 +245,42 @@ def test_entries_come_with_their_text_and_joined_are_the_same_as_at_once() -> No
     assert joined == at_once.take_logprobs()
     assert len(joined) == len(tokens)
     assert max(entry.offset for entry in joined) <= len(streamed.text)
+
+
+def test_offsets_are_where_a_tokens_own_text_begins() -> None:
+    """TXT-05: behind bytes that are no character, and inside one that the prompt began."""
+    first, second = ids("é")
+    tokens = [first, *ids("one"), first, first, second, *ids("<|im_end|>"), *ids(" two")]
+    text = sample(SamplingParams(logprobs=0))
+    text.feed(tokens, [known(token) for token in tokens], Finish.LENGTH)
+    assert text.text == "\ufffdone\ufffdé two"
+    offsets = [entry.offset for entry in text.take_logprobs()]
+    assert offsets == [0, 1, 4, 5, 5, 6, 6]
+    behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echoed=3)
+    assert behind.feed([second, *ids(" two")], [known(second)] * 2, Finish.LENGTH) == "é two"
+    assert [entry.offset for entry in behind.take_logprobs()] == [3, 4]
+
+
+def test_an_echoed_prompt_that_ends_inside_a_character_ends_in_the_replacement_of_it() -> None:
+    """TXT-05: the text is that of all tokens, also where no more come."""
+    prompt = [*ids("one"), ids("é")[0]]
+    assert SampleText(TOKENIZER, SamplingParams(), prompt, echoed=3).feed([], None, Finish.LENGTH) == "\ufffd"
+    assert SampleText(TOKENIZER, SamplingParams(), prompt).feed([], None, Finish.LENGTH) == ""
+
+
+def test_the_entries_of_a_prompt_spell_its_text() -> None:
+    """TXT-05: special tokens and, where SentencePiece begins a text, the missing space included."""
+    for kind in KINDS:
+        vocabulary = make_vocabulary(kind)
+        tokenizer, rng = vocabulary.tokenizer, random.Random(kind)
+        whole = [id for id in vocabulary.shown_ids if not tokenizer.token_text(id).startswith("bytes:")]
+        for _ in range(50):
+            prompt = rng.choices([*whole, *vocabulary.silent_ids], k=6)
+            text = tokenizer.decode(prompt, skip_special_tokens=False)
+            entries = prompt_entries(tokenizer, prompt, [known(token) for token in prompt[1:]])
+            if kind != "pieces, stripped":  # there two spaces may go, from two tokens
+                assert "".join(entry.token for entry in entries) == text
+            assert all(text[entry.offset :].startswith(entry.token) for entry in entries[1:] if entry.offset), kind
 
 
 def test_a_prompts_first_token_has_no_logprob() -> None:

@@ -19,6 +19,8 @@ STRICT = (
     "[{{ message.content }}]{% endfor %}"
 )
 
+ARGUMENTS = "{% for call in messages[-1].tool_calls %}{{ call.function.arguments | tojson }};{% endfor %}"
+
 
 def render(*messages: Any, template: str = CHATML, **options: Any) -> str:
     return ChatTemplate(template).render(messages, **options)
@@ -34,10 +36,62 @@ def test_tpl01_and_tpl02_no_content_is_empty_content(message: dict[str, Any]) ->
 
 
 def test_tpl01_arguments_of_tool_calls_are_objects_for_the_template() -> None:
-    call = {"function": {"name": "f", "arguments": '{"a": "é"}'}}
-    broken = {"function": {"name": "f", "arguments": "{"}}
-    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }};{% endfor %}"
-    assert render({"role": "assistant", "tool_calls": [call, broken]}, template=template) == '{"a": "é"};"{";'
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ('{"a": "é"}', {"b": 1})]
+    assert render({"role": "assistant", "tool_calls": calls}, template=ARGUMENTS) == '{"a": "é"};{"b": 1};'
+
+
+@pytest.mark.parametrize("arguments", [None, "null", "", " \n", " null ", "{}", {}, ...])
+@pytest.mark.parametrize("field", ["tool_calls", "function_call"])
+def test_arguments_that_are_not_there_are_an_empty_object(field: str, arguments: Any) -> None:
+    """TXT-07."""
+    function = {"name": "f", "arguments": arguments} if arguments is not ... else {"name": "f"}
+    given = [{"id": None, "function": function}] if field == "tool_calls" else function
+    template = ARGUMENTS if field == "tool_calls" else "{{ messages[0].function_call.arguments | tojson }};"
+    assert render({"role": "assistant", field: given}, template=template) == "{};"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", "[1]", "1", "true", '"x"', '"{}"', '{"a": 1} x', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "nul",
+     "[" * 100_000, '{"a":' * 100_000, [1], 5, True, 1.5],
+)  # fmt: skip
+def test_arguments_that_are_no_object_are_refused_by_their_path(arguments: Any) -> None:
+    """TXT-07."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidRequest) as caught:
+        render(USER, {"role": "assistant", "content": None, "tool_calls": [call]}, template=ARGUMENTS)
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert caught.value.param in caught.value.message
+    assert len(caught.value.message) < 300
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.function_call\.arguments"):
+        render({"role": "assistant", "function_call": {"name": "f", "arguments": arguments}}, template=ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        ({"id": "1"}, "function"),
+        ({"function": None}, "function"),
+        ({"function": "f"}, "function"),
+        ({"function": {"arguments": "{}"}}, "function.name"),
+        ({"function": {"name": None, "arguments": "{}"}}, "function.name"),
+        ({"name": "f", "arguments": "["}, "arguments"),
+    ],
+)
+def test_a_call_that_is_none_is_refused_by_its_path(call: dict[str, Any], param: str) -> None:
+    """TXT-07."""
+    fine = {"name": "f", "arguments": None}  # some clients leave the wrapping out, and some templates take that
+    with pytest.raises(InvalidRequest) as caught:
+        render({"role": "assistant", "tool_calls": [fine, call]})
+    assert caught.value.param == f"messages[0].tool_calls[1].{param}"
+
+
+def test_fields_that_are_null_are_not_there_for_the_template() -> None:
+    """TXT-07: a client's library writes all fields of a message, and templates ask whether they are there."""
+    template = "{% for m in messages %}{{ m | list | sort | join(',') }};{% endfor %}"
+    null = {"refusal": None, "tool_calls": None, "function_call": None, "name": None}
+    message = {"role": "assistant", "content": None}
+    assert render(message | null, message | {"tool_calls": []}, template=template) == "content,role;content,role;"
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])

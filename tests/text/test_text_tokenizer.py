@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: ids, bytes, names, ends of sequence, and sampling defaults."""
+"""The tokenizer of a model folder: ids, bytes, names, and ends of sequence."""
 
 import json
 import subprocess
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from shared.errors import InvalidRequest, ModelError
-from shared.text.generation import SamplingDefaults
 from shared.text.tokenizer import Tokenizer
 from tests.text.vocabulary import make_tokenizer, write_model_folder
 
@@ -69,6 +68,26 @@ def test_sentencepiece_pieces_become_bytes() -> None:
     assert [tokenizer.token_bytes(id) for id in (1, 2)] == [b" Hi", b"\xf0"]
 
 
+def test_a_text_knows_where_its_tokens_begin() -> None:
+    """TXT-05: what was added to the text has no place in it, and parts of a character have the same one."""
+    tokenizer = make_tokenizer(bos=True)
+    text = "hello six<|im_end|> é\u4e00x"
+    tokens = [tokenizer.token_text(id) for id in tokenizer.encode(text)]
+    assert tokens[:4] == ["<s>", "hello", " six", "<|im_end|>"]
+    assert tokenizer.token_offsets(text) == [0, 0, 5, 9, 19, 20, 20, 21, 21, 21, 22]
+    assert tokenizer.token_offsets(text, add_special_tokens=False) == tokenizer.token_offsets(text)[1:]
+
+
+def test_a_special_tokens_normalized_name_is_hidden_too() -> None:
+    """TXT-05: the library shows those whose name its normalizer changes."""
+    vocab = {"<unk>": 0, "\u2581": 1, "a": 2, "</s>": 3}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.normalizer = normalizers.Prepend("\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=True)])
+    assert Tokenizer(backend).decode([2, 3, 2]) == "aa"
+
+
 def test_lone_surrogates_are_the_callers_fault() -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         make_tokenizer().encode("a\ud800")
@@ -96,6 +115,30 @@ def test_ends_that_the_model_does_not_have_are_ignored(
     assert "is ignored: the model has 500 tokens" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [("2", (1, 2)), (2.0, (1, 2)), ([None, 2], (1, 2)), (True, (1, 3)), ([[2]], (1, 3)), ({"id": 2}, (1, 3)),
+     (["x", 2.5, "4"], (1, 4)), ([], (1, 3)), (10**400, (1, 3))],
+)  # fmt: skip
+def test_ends_may_be_written_in_odd_ways(named: object, kept: tuple[int, ...], tmp_path: Path) -> None:
+    """LDG-28."""
+    folder = write_model_folder(tmp_path, generation={"eos_token_id": named})
+    (folder / "config.json").write_text('{"vocab_size": 300, "eos_token_id": "3"}')
+    assert Tokenizer.load(folder).eos_token_ids == kept
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "5", "[" * 100_000, "\xff"])
+def test_a_broken_generation_config_leaves_the_ends_to_config_json(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LDG-28."""
+    folder = write_model_folder(tmp_path)
+    (folder / "config.json").write_text('{"eos_token_id": 3}')
+    (folder / "generation_config.json").write_bytes(content.encode("latin-1"))
+    assert Tokenizer.load(folder).eos_token_ids == (1, 3)
+    assert caplog.text.count("generation_config.json") == 1
+
+
 def test_without_a_config_the_tokenizers_size_counts(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path, generation={"eos_token_id": [2, 999]})
     (folder / "config.json").unlink(missing_ok=True)
@@ -119,20 +162,6 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json"):
         Tokenizer.load(folder)
-
-
-def test_generation_config_gives_defaults_and_is_checked(tmp_path: Path) -> None:
-    folder = write_model_folder(
-        tmp_path, generation={"temperature": 0.6, "top_k": 20, "max_new_tokens": 7, "top_p": None}
-    )
-    assert SamplingDefaults.load(folder).given() == {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
-    (folder / "generation_config.json").write_text(json.dumps({"top_p": 3}))
-    with pytest.raises(ModelError, match=r"generation_config\.json.*top_p"):
-        SamplingDefaults.load(folder)
-
-
-def test_no_generation_config_gives_no_defaults(tmp_path: Path) -> None:
-    assert SamplingDefaults.load(tmp_path).given() == {}
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

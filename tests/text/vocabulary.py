@@ -1,9 +1,9 @@
-"""A small byte-level tokenizer, made on the spot, and a model folder around it (no weights)."""
+"""Small tokenizers of every kind, made on the spot, and a model folder around the byte-level one (no weights)."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -83,3 +83,81 @@ def write_model_folder(
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
+
+
+class Vocabulary(NamedTuple):
+    """A tokenizer of one kind, and the ids in it that are of interest."""
+
+    tokenizer: Tokenizer
+    byte_ids: list[int]  # the token of each of the 256 bytes; empty if there are none
+    shown_ids: list[int]  # all that are not special
+    silent_ids: list[int]  # special tokens, and ids that no token has
+
+
+def make_vocabulary(kind: str) -> Vocabulary:
+    """One of `KINDS`."""
+    backend, byte_tokens = KINDS[kind]()
+    special = [backend.token_to_id(name) for name in SPECIAL]
+    size = backend.get_vocab_size()
+    return Vocabulary(
+        Tokenizer(backend, special={"bos_token": "<s>", "eos_token": "</s>"}, eos_token_ids=[special[1]]),
+        [backend.token_to_id(token) for token in byte_tokens],
+        sorted(set(backend.get_vocab().values()) - set(special)),
+        [*special, size + 1, 10**6],
+    )
+
+
+def _byte_level() -> tuple[tokenizers.Tokenizer, list[str]]:
+    """With tokens that are two or three bytes of a character, the end of one and more, and U+FFFD itself."""
+    letters = _byte_letters()
+    parts = [b"\xf0\x9f\x98", b"\x80!", b"\xef\xbf\xbd", b"\xe4\xb8\x80", b"\x80\xe4\xb8", b"a\xe4", b"\xff\xf4"]
+    backend = make_backend([*WORDS, *("".join(letters[byte] for byte in part) for part in parts)])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in ("<tool>", "  ", "é", "한")])
+    return backend, letters
+
+
+def _byte_letters() -> list[str]:
+    """The character that byte-level BPE writes for each byte."""
+    plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _byte_fallback(*steps: decoders.Decoder) -> tuple[tokenizers.Tokenizer, list[str]]:
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["▁", "▁▁", "a", "▁a", "▁Hi", "x▁", "é", "一", "\ufffd", "<0xE9", "\n"]
+    return _from_tokens([*SPECIAL, *byte_tokens, *pieces], decoders.Sequence(list(steps))), byte_tokens
+
+
+def _sentence_piece(*steps: decoders.Decoder) -> tuple[tokenizers.Tokenizer, list[str]]:
+    tokens = [*SPECIAL, "▁", "▁▁", "a", "▁a", "▁Hi", "x▁y", "é", "", "<0xE9>", "\ufffd"]
+    return _from_tokens(tokens, decoders.Sequence(list(steps))), []
+
+
+def _word_piece(decoder: decoders.Decoder | None) -> tuple[tokenizers.Tokenizer, list[str]]:
+    return _from_tokens([*SPECIAL, "hello", "##ing", "##", "n't", "'", ".", "do not", "é", "", "\ufffd"], decoder), []
+
+
+def _from_tokens(tokens: list[str], decoder: decoders.Decoder | None) -> tokenizers.Tokenizer:
+    vocab = {token: id + (id > 9) for id, token in enumerate(tokens)}  # no token has id 10
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=tokens[0]))
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in ("<tool>", "▁tool")])
+    return backend
+
+
+_SPACES, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+
+KINDS: dict[str, Callable[[], tuple[tokenizers.Tokenizer, list[str]]]] = {
+    "byte-level": _byte_level,
+    "byte-fallback": lambda: _byte_fallback(_SPACES, _BYTES, _FUSE),  # as Gemma
+    "byte-fallback, stripped": lambda: _byte_fallback(_SPACES, _BYTES, _FUSE, decoders.Strip(" ", 1, 0)),  # as Llama 2
+    "pieces, stripped": lambda: _sentence_piece(_SPACES, _FUSE, decoders.Strip(" ", 2, 0)),
+    "pieces, each stripped": lambda: _sentence_piece(_SPACES, decoders.Strip(" ", 1, 0), _FUSE),
+    "Metaspace": lambda: _sentence_piece(decoders.Metaspace()),
+    "Metaspace, no prefix": lambda: _sentence_piece(decoders.Metaspace(prepend_scheme="never")),
+    "WordPiece": lambda: _word_piece(decoders.WordPiece()),
+    "WordPiece, no cleanup": lambda: _word_piece(decoders.WordPiece(cleanup=False)),
+    "no decoder": lambda: _word_piece(None),
+}

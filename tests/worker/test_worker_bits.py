@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.load import ops
 from tests.models.fallback_models import stablelm
 from tests.models.tiny import Forward, llama, opt, save
-from tests.models.variants import gemma2, qwen3_moe
+from tests.models.variants import gemma2, qwen2, qwen3_moe
 
 OPS = ops(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels promise it")
@@ -43,6 +43,10 @@ SHAPES = {
         vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, num_hidden_layers=2, num_experts=8, moe_intermediate_size=96, mlp_only_layers=[0],
     ),
+    "biases": lambda: qwen2(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2,
+    ),
     "windows and softcaps": lambda: gemma2(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, num_hidden_layers=2, sliding_window=21,
@@ -66,10 +70,11 @@ def chunks(chooser: random.Random, length: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_logits(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "cache"), [*((name, "auto") for name in SHAPES), ("biases", "int8")])
+def test_logits(name: str, cache: str, tmp_path: Path) -> None:
     chooser = random.Random(name)
-    forward = Forward(save(SHAPES[name](), tmp_path), slots=SLOTS, blocks=SLOTS * BLOCKS, block_size=16)
+    sizes = {"slots": SLOTS, "blocks": SLOTS * BLOCKS, "block_size": 16}
+    forward = Forward(save(SHAPES[name](), tmp_path), **sizes, kv_cache_dtype=cache)
     vocab = forward.decoder.shape.vocab_size
     texts = [[chooser.randrange(3, vocab) for _ in range(LENGTH)] for _ in range(SLOTS)]
     blocks = chooser.sample(range(SLOTS * BLOCKS), SLOTS * BLOCKS)

@@ -8,11 +8,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout
 
 kv_layout = partial(KVLayout, keys_transposed=True, lanes=16)
+TILE = 64  # keys that the kernel takes at a time
 
 
 class AttentionPlan(NamedTuple):
@@ -39,12 +42,23 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: KVBias | None = None,
+    angles: Tensor | None = None,
 ) -> Tensor:
     """As the reference, computed in float32; the caches may be of a narrower type, or codes with scales."""
     wide = q.float()
     out = wide.new_empty(wide.shape)
-    torch.ops.quire.paged_attention(wide, key_cache, value_cache, *plan, scale, window, softcap, out)
+    lacking = bias or KVBias()
+    torch.ops.quire.paged_attention(wide, key_cache, value_cache, *plan, scale, window, softcap, *lacking, angles, out)
     return out.to(q.dtype)
+
+
+def pack_angles(cos: Tensor, sin: Tensor) -> Tensor:
+    """Return (tiles, R, 64) of cosines and sines (P, R): 64 positions side by side, the last ones padded with zeros."""
+    half, length = cos.shape[1] // 2, cos.shape[0]
+    both = torch.cat((cos[:, :half], sin[:, :half]), 1)
+    padded = F.pad(both, (0, 0, 0, -length % TILE))
+    return padded.view(-1, TILE, 2 * half).transpose(1, 2).contiguous()
 
 
 def write_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -18,14 +18,15 @@ PANEL = 32  # outputs of the first product of a feed-forward block that become o
 
 Caches = Sequence[tuple[Tensor, Tensor]]
 Rotations = Sequence[tuple[Tensor, Tensor]]
-Layers = Callable[[Tensor, Caches, Tensor, AttentionPlan, Rotations], Tensor]
+Layers = Callable[[Tensor, Caches, Tensor, AttentionPlan, Rotations, Sequence[Tensor]], Tensor]
 
 
 def join_layers(sizes: Sizes, layers: Sequence[LayerParts]) -> Layers | None:
     """The layers as one operation, or None if they are not of a kind that it takes.
 
     It maps embeddings (T, H), the caches of each layer, the tokens' slots (T,), the batch's plan and, for each rope,
-    cosines and sines (T, R), to hidden states (T, H).
+    cosines and sines (T, R), to hidden states (T, H). Last come the packed angles of each rope, or
+    nothing if no keys lack a bias.
     """
     if sizes.activation not in GATED or not all(_is_taken(layer) for layer in layers):
         return None
@@ -51,14 +52,22 @@ def join_layers(sizes: Sizes, layers: Sequence[LayerParts]) -> Layers | None:
             _projection(*layer.up),
             _projection(*layer.down),
             layer.mlp_post_norm,
+            *layer.kv_bias,
             layer.window,
             -1 if layer.rope is None else layer.rope,
         )
 
-    def forward(x: Tensor, caches: Caches, slots: Tensor, plan: AttentionPlan, rotations: Rotations) -> Tensor:
+    def forward(
+        x: Tensor,
+        caches: Caches,
+        slots: Tensor,
+        plan: AttentionPlan,
+        rotations: Rotations,
+        angles: Sequence[Tensor] = (),
+    ) -> Tensor:
         keys, values = zip(*caches, strict=True)
         cos, sin = [c for c, _ in rotations], [s for _, s in rotations]
-        hidden: Tensor = joined.forward(x, keys, values, slots, *plan, cos, sin)
+        hidden: Tensor = joined.forward(x, keys, values, slots, *plan, cos, sin, list(angles))
         return hidden
 
     return forward

@@ -9,6 +9,11 @@
 // (online softmax: Milakov and Gimelshein, 2018); segments are merged from left to right, also where one thread has
 // done them all. A key that the query may not see adds an exact zero, so it does not matter for which neighbour it was
 // read, or whether it was.
+//
+// Where keys lack a bias b, a score of a query q lacks q . R(j) b, R(j) being the rotation of position j. That is a sum over
+// pairs of dimensions, (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin, with angles that all heads and layers share: one more
+// product, of these two factors with a table of angles. Dimensions that are not rotated would give all of a query's
+// scores the same, which softmax does not see.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -124,13 +129,14 @@ struct Cache {
     }
 };
 
-// scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys. The keys of `next` are
-// called to the cache meanwhile.
-template <int N, int G, class T, bool SCALED, class Next>
+// scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys, added to those that are
+// there if ADD. The keys of `next` are called to the cache meanwhile.
+template <int N, int G, bool ADD = false, class T, bool SCALED, class Next>
 void score(const float* q, int dim, const Tile<T, SCALED>& tile, int group, const Next& next, float* scores) {
     F32x16 sums[N][G];
-    for (auto& row : sums)
-        for (auto& s : row) s = F32x16::zero();
+    for (int n = 0; n < N; n++)
+        for (int g = 0; g < G; g++)
+            sums[n][g] = ADD ? F32x16::load(scores + n * TILE + (group + g) * GROUP) : F32x16::zero();
     int d = 0;
     do {
         F32x16 key[G];
@@ -194,14 +200,15 @@ void in_halves(int total, F&& f, int done = 0) {
 // Room for one work item's queries.
 template <class T>
 struct Scratch {
-    std::vector<F32x16> q_, scores_, acc_, wide_;
+    std::vector<F32x16> q_, turned_, scores_, acc_, wide_;
     std::vector<T> tiles;
     alignas(64) float most[QUERIES], total[QUERIES], fade[QUERIES], sums[QUERIES];
-    float *q, *scores, *acc, *wide;
+    float *q, *turned, *scores, *acc, *wide;
     int turn = 0;
 
     void fit(int dim) {
         q = room(q_, QUERIES * dim);
+        turned = room(turned_, QUERIES * dim);
         scores = room(scores_, QUERIES * TILE);
         acc = room(acc_, QUERIES * dim);
         wide = room(wide_, 2 * TILE * dim);
@@ -302,6 +309,17 @@ void attend_tile(const Problem& p, const Item& item, int queries, const Tile<T, 
                                                           scratch.scores + at * TILE);
         });
     });
+    if (p.angles && p.key_bias) {
+        Tile<float, false> angles;
+        angles.key_stride = TILE;
+        for (int g = 0; g < GROUPS; g++) angles.key[g] = p.angles + tile.first * p.rotated + g * GROUP;
+        in_sixes(queries, [&](auto n, int at) {
+            in_halves<WIDE>((visible(at + n - 1) + GROUP - 1) / GROUP, [&](auto g, int group) {
+                score<decltype(n)::value, decltype(g)::value, true>(scratch.turned + at * p.rotated, p.rotated, angles,
+                                                                    group, Nothing{}, scratch.scores + at * TILE);
+            });
+        });
+    }
     soften(p, item, queries, tile, scratch);
     in_sixes(queries, [&](auto n, int at) {
         int seen = visible(at + n - 1);
@@ -340,6 +358,17 @@ Tile<float, coded<T>> widened(const Tile<T>& tile, int dim, const Tile<T>& next,
     return wide;
 }
 
+// What a query's products with the angles of a key's position are to be multiplied by: half of `turned` for cosines, half
+// for sines.
+void turn(const float* q, const float* bias, int64_t rotated, float* turned) {
+    int64_t half = rotated / 2;
+    for (int64_t d = 0; d < half; d++) {
+        float q1 = q[d], q2 = q[half + d], b1 = bias[d], b2 = bias[half + d];
+        turned[d] = std::fma(q1, b1, q2 * b2);
+        turned[half + d] = std::fma(q2, b1, -q1 * b2);
+    }
+}
+
 // The running maximum, sum and accumulator of each of an item's queries over its segment. `tile` is its first one and
 // becomes the first of `then`, the thread's next item.
 template <class T>
@@ -350,6 +379,8 @@ void attend(const Problem& p, const Cache<T>& cache, const Item& item, const Ite
         const float* from = p.q + (item.token + i / shared) * p.q_token + (item.head * shared + i % shared) * p.q_head;
         for (int d = 0; d < p.head_dim; d++) scratch.q[i * dim + d] = from[d] * p.scale;
         std::fill_n(scratch.q + i * dim + p.head_dim, dim - p.head_dim, 0.0f);
+        if (p.angles && p.key_bias)
+            turn(scratch.q + i * dim, p.key_bias + item.head * p.head_dim, p.rotated, scratch.turned + i * p.rotated);
     }
     std::fill_n(scratch.most, QUERIES, NOTHING);
     std::fill_n(scratch.total, QUERIES, 0.0f);
@@ -367,13 +398,15 @@ void attend(const Problem& p, const Cache<T>& cache, const Item& item, const Ite
     }
 }
 
-void finish(float* out, const float* acc, float total, int head_dim) {
+// The output, with the bias that the values lack: their weights sum to 1.
+void finish(float* out, const float* acc, float total, const float* bias, int head_dim) {
     for (int d = 0; d < head_dim; d++) out[d] = acc[d] / total;
+    for (int d = 0; bias && d < head_dim; d++) out[d] += bias[d];
 }
 
 // Merge the segments of one query, from left to right, and write its output.
-void merge(float* out, const float* most, const float* total, const float* acc, int64_t stride, int segments, int dim,
-           int head_dim) {
+void merge(float* out, const float* most, const float* total, const float* acc, int64_t stride, int segments,
+           const float* bias, int dim, int head_dim) {
     float top = NOTHING;
     for (int s = 0; s < segments; s++) top = std::max(top, most[s * stride]);
     float sum = 0;
@@ -387,7 +420,7 @@ void merge(float* out, const float* most, const float* total, const float* acc, 
             fma(part, F32x16::set(lanes[0]), F32x16::load(&joined[d])).store(&joined[d]);
         }
     }
-    finish(out, joined.data(), sum, head_dim);
+    finish(out, joined.data(), sum, bias, head_dim);
 }
 
 template <class T>
@@ -397,6 +430,7 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<Item>& items
     auto output = [&](const Item& item, int i) {
         return p.out + ((item.token + i / shared) * int64_t(p.heads) + item.head * shared + i % shared) * p.head_dim;
     };
+    auto bias = [&](const Item& item) { return p.value_bias ? p.value_bias + item.head * p.head_dim : nullptr; };
     std::atomic<size_t> next{0};
     at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), items.size()), 1, [&](int64_t, int64_t) {
         static thread_local Scratch<T> scratch;
@@ -415,7 +449,7 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<Item>& items
             attend(p, cache, item, then, tile, scratch);
             for (int n = 0; n < queries; n++) {
                 if (item.segments == 1) {
-                    finish(output(item, n), scratch.acc + n * dim, scratch.total[n], p.head_dim);
+                    finish(output(item, n), scratch.acc + n * dim, scratch.total[n], bias(item), p.head_dim);
                     continue;
                 }
                 most[item.partial + n] = scratch.most[n];
@@ -428,8 +462,8 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<Item>& items
         if (item.segments > 1 && item.segment == 0)
             for (int n = 0; n < item.count * shared; n++) {
                 int64_t at = item.partial + n;
-                merge(output(item, n), &most[at], &total[at], &acc[at * dim], item.count * shared, item.segments, dim,
-                      p.head_dim);
+                merge(output(item, n), &most[at], &total[at], &acc[at * dim], item.count * shared, item.segments,
+                      bias(item), dim, p.head_dim);
             }
 }
 
@@ -456,7 +490,8 @@ std::vector<Item> cut(const Problem& p, int64_t& partials) {
 
 void op(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& offsets,
         const at::Tensor& starts, const at::Tensor& tables, double scale, int64_t window, double softcap,
-        at::Tensor& out) {
+        const std::optional<at::Tensor>& key_bias, const std::optional<at::Tensor>& value_bias,
+        const std::optional<at::Tensor>& angles, at::Tensor& out) {
     TORCH_CHECK(q.scalar_type() == at::kFloat && q.stride(2) == 1, "q must be float32 with contiguous heads");
     TORCH_CHECK(out.scalar_type() == at::kFloat && out.is_contiguous(), "out must be float32 and contiguous");
     TORCH_CHECK(tables.scalar_type() == at::kInt && tables.is_contiguous(), "tables must be int32 and contiguous");
@@ -477,13 +512,34 @@ void op(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, c
     problem.scale = scale;
     problem.softcap = softcap;
     problem.window = window;
+    lack(problem, key_bias, value_bias, angles);
     paged_attention(problem);
 }
 
 }  // namespace
 
+void lack(AttentionProblem& p, const std::optional<at::Tensor>& key_bias, const std::optional<at::Tensor>& value_bias,
+          const std::optional<at::Tensor>& angles) {
+    auto numbers = [](const std::optional<at::Tensor>& tensor) {
+        TORCH_CHECK(!tensor || (tensor->scalar_type() == at::kFloat && tensor->is_contiguous()),
+                    "biases and angles must be float32 and contiguous");
+        return tensor ? tensor->const_data_ptr<float>() : nullptr;
+    };
+    for (const auto& bias : {key_bias, value_bias})
+        TORCH_CHECK(!bias || bias->numel() == p.cache.kv_heads * p.head_dim, "a bias has a number for each of a token's");
+    TORCH_CHECK(!angles || (angles->dim() == 3 && angles->size(2) == TILE && angles->size(1) <= p.head_dim),
+                "angles must be (tiles, R, ", TILE, ") with R at most a head's dimensions");
+    p.key_bias = numbers(key_bias);
+    p.value_bias = numbers(value_bias);
+    p.angles = numbers(angles);
+    p.angle_tiles = angles ? angles->size(0) : 0;
+    p.rotated = angles ? angles->size(1) : 0;
+}
+
 void paged_attention(const AttentionProblem& p) {
     const KVCache& cache = p.cache;
+    for (int64_t row = 0; p.angles && row < p.rows; row++)
+        TORCH_CHECK(p.starts[row] + p.offsets[row + 1] - p.offsets[row] <= p.angle_tiles * TILE, "positions without angles");
     TORCH_CHECK(cache.block % GROUP == 0 || GROUP % cache.block == 0, "no kernel for blocks of ", cache.block);
     TORCH_CHECK(cache.dim >= p.head_dim, "the cache has ", cache.dim, " dimensions for ", p.head_dim);
     TORCH_CHECK(p.heads % cache.kv_heads == 0 && p.heads / cache.kv_heads <= QUERIES, "too many heads share one");
@@ -498,7 +554,8 @@ void paged_attention(const AttentionProblem& p) {
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.def(
         "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor offsets, Tensor starts, Tensor tables, "
-        "float scale, int window, float softcap, Tensor(a!) out) -> ()");
+        "float scale, int window, float softcap, Tensor? key_bias, Tensor? value_bias, Tensor? angles, "
+        "Tensor(a!) out) -> ()");
 }
 TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl("paged_attention", op); }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "kv_cache.h"
 
@@ -21,7 +22,17 @@ struct AttentionProblem {
     float scale;
     float softcap;  // 0: none
     int window;     // 0: none
+    // What the cache's keys (before rotation) and values lack, the same for all tokens: (kv_heads, head_dim), or nullptr.
+    const float *key_bias, *value_bias;
+    // (tiles, rotated, 64): the cosines, then the sines of 64 positions a tile, for `rotated` / 2 pairs of dimensions.
+    const float* angles;
+    int64_t rotated, angle_tiles;  // without angles 0
 };
+
+// Sets what the problem's keys and values lack, and the angles of its rope, from tensors of these shapes; raises
+// c10::Error if they have others.
+void lack(AttentionProblem& problem, const std::optional<at::Tensor>& key_bias,
+          const std::optional<at::Tensor>& value_bias, const std::optional<at::Tensor>& angles);
 
 // Raises c10::Error for a block size or number of heads that there is no kernel for.
 void paged_attention(const AttentionProblem& problem);

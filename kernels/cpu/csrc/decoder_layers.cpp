@@ -45,7 +45,7 @@ using ProjectionPtr = c10::intrusive_ptr<Projection>;
 struct Layer {
     Tensor attention_norm, mlp_norm;
     ProjectionPtr qkv, out, up, down;
-    MaybeTensor q_norm, k_norm, attention_post_norm, mlp_post_norm;
+    MaybeTensor q_norm, k_norm, attention_post_norm, mlp_post_norm, key_bias, value_bias;
     int64_t window, rope;  // 0: none; which of the model's ropes, or -1
 };
 
@@ -79,7 +79,7 @@ struct DecoderLayers : torch::CustomClassHolder {
 
     void add(Tensor attention_norm, ProjectionPtr qkv, MaybeTensor q_norm, MaybeTensor k_norm, ProjectionPtr out,
              MaybeTensor attention_post_norm, Tensor mlp_norm, ProjectionPtr up, ProjectionPtr down,
-             MaybeTensor mlp_post_norm, int64_t window, int64_t rope) {
+             MaybeTensor mlp_post_norm, MaybeTensor key_bias, MaybeTensor value_bias, int64_t window, int64_t rope) {
         int64_t hidden = attention_norm.numel(), inner = down->matrix.inputs;
         TORCH_CHECK(qkv->matrix.inputs == hidden && qkv->matrix.outputs == (heads + 2 * kv_heads) * head_dim &&
                         out->matrix.inputs == heads * head_dim && out->matrix.outputs == hidden,
@@ -93,12 +93,14 @@ struct DecoderLayers : torch::CustomClassHolder {
         attended.resize(BLOCK * heads * head_dim);
         inner_rows.resize(std::max<size_t>(inner_rows.size(), BLOCK * inner));
         layers.push_back({attention_norm, mlp_norm, qkv, out, up, down, q_norm, k_norm, attention_post_norm, mlp_post_norm,
-                          window, rope});
+                          key_bias, value_bias, window, rope});
     }
 
-    // Hidden states (T, H) of embeddings `x` (T, H); keys and values go to the caches, a pair for each layer.
+    // Hidden states (T, H) of embeddings `x` (T, H); keys and values go to the caches, a pair for each layer. `angles` has
+    // a table for each rope, or nothing if no keys lack a bias.
     Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slots, Tensor offsets,
-                   Tensor starts, Tensor tables, std::vector<Tensor> cos, std::vector<Tensor> sin) {
+                   Tensor starts, Tensor tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
+                   std::vector<Tensor> angles) {
         TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "x must be float32 and contiguous");
         TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(), "a cache for each layer");
         TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous() && slots.numel() == x.size(0), "slots");
@@ -121,7 +123,9 @@ struct DecoderLayers : torch::CustomClassHolder {
                     c = cos[layer.rope].const_data_ptr<float>() + block.first * rotated;
                     n = sin[layer.rope].const_data_ptr<float>() + block.first * rotated;
                 }
-                attend(layer, cache, block, c, n, rotated, slots.const_data_ptr<int64_t>() + block.first, tables);
+                MaybeTensor turns;
+                if (layer.rope >= 0 && layer.key_bias) turns = angles.at(layer.rope);
+                attend(layer, cache, block, c, n, rotated, slots.const_data_ptr<int64_t>() + block.first, tables, turns);
                 quantize_for(layer.out->matrix, attended.data(), heads * head_dim, block.count, rows);
                 project(*layer.out, attended.data(), block.count, p);
                 post_norm(layer.attention_post_norm, p, block.count, x.size(1));
@@ -166,7 +170,7 @@ private:
 
     // From `qkv_rows` to `attended`.
     void attend(const Layer& layer, const KVCache& cache, const Block& block, const float* cos, const float* sin,
-                int64_t rotated, const int64_t* slots, const Tensor& tables) {
+                int64_t rotated, const int64_t* slots, const Tensor& tables, const MaybeTensor& angles) {
         int64_t token = (heads + 2 * kv_heads) * head_dim;
         if (layer.q_norm)
             at::parallel_for(0, block.count, FEW, [&](int64_t from, int64_t to) {
@@ -183,9 +187,12 @@ private:
         }
         Heads k{qk.data + heads * head_dim, qk.token, head_dim};
         write_kv(k, v, block.count, head_dim, cache, slots);
-        paged_attention({qk.data, qk.token, qk.head, attended.data(), cache, block.offsets.data(), block.starts.data(),
-                         int64_t(block.starts.size()), tables.const_data_ptr<int32_t>() + block.row * tables.size(1),
-                         tables.size(1), int(heads), int(head_dim), float(scale), float(softcap), int(layer.window)});
+        AttentionProblem problem{
+            qk.data, qk.token, qk.head, attended.data(), cache, block.offsets.data(), block.starts.data(),
+            int64_t(block.starts.size()), tables.const_data_ptr<int32_t>() + block.row * tables.size(1),
+            tables.size(1), int(heads), int(head_dim), float(scale), float(softcap), int(layer.window)};
+        lack(problem, layer.key_bias, layer.value_bias, angles);
+        paged_attention(problem);
     }
 
     // From `normed` and `rows` to y.

@@ -23,6 +23,13 @@ class Load(Struct, frozen=True):
     known: bool  # a request of this id is still there
     retry_after: float  # seconds
 
+    def has_too_many_requests(self, samples: int, limits: Limits) -> bool:
+        """Return whether a new request of so many samples is refused for those that wait, however short they are.
+
+        One request alone always has room: it could never come in otherwise.
+        """
+        return self.waiting > 0 and self.waiting + samples > limits.max_queued_requests
+
 
 def judge(submit: Submit, limits: Limits, load: Load) -> "Refused | array[int]":
     """The tokens of a request that is accepted, else the refusal."""
@@ -63,8 +70,7 @@ def _fault(submit: Submit, tokens: "array[int]", limits: Limits, load: Load) -> 
 
 
 def _overload(samples: int, tokens: "array[int]", limits: Limits, load: Load) -> str:
-    """Say why there is no room in the queue. One request alone always has room: it could never come in otherwise."""
-    if load.waiting and load.waiting + samples > limits.max_queued_requests:
+    if load.has_too_many_requests(samples, limits):
         more = f", and {samples} more are too many" if samples > 1 else ""
         return f"{load.waiting} requests are waiting already" + more
     waiting = load.waiting_tokens

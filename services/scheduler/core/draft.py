@@ -16,16 +16,18 @@ class Flight(NamedTuple):
     rows: list[Row]
     sequences: list[Sequence]
     pins: list[int]  # blocks that the plan copies from
+    tokens: int  # positions that it computes
 
 
 class Draft:
     """A plan in the making."""
 
-    __slots__ = ("copies", "forks", "new", "newborn", "rows", "sequences", "writes")
+    __slots__ = ("copies", "forks", "new", "newborn", "rows", "sequences", "tokens", "writes")
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
+        self.tokens = 0  # positions of all rows
         self.new: list[NewSequence] = []
         self.forks: list[Fork] = []
         self.newborn: list[Sequence] = []
@@ -47,6 +49,7 @@ class Draft:
         samples = sequence.samples if end == sequence.known else 0
         self.rows.append(Row(sequence.slot, start, count, samples))
         self.sequences.append(sequence)
+        self.tokens += count
         sequence.planned = end
         sequence.known += samples
         sequence.in_flight += 1
@@ -64,4 +67,4 @@ class Draft:
         """What is to be remembered of it."""
         children = [Row(child.slot, child.planned, 0, 1) for child in self.newborn]
         pins = [source for source, _ in self.copies]
-        return Flight(step, self.rows + children, self.sequences + self.newborn, pins)
+        return Flight(step, self.rows + children, self.sequences + self.newborn, pins, self.tokens)

@@ -29,13 +29,13 @@ class Planner:
         self._counters = counters
         self._owed = 0  # blocks that sequences skipped in this plan are waiting for
 
-    def draw(self) -> Draft:
+    def draw(self, now: float) -> Draft:
         """The next plan; without rows, there is nothing to do."""
         draft = Draft()
         stretches = self._continue(draft)
         budget = self._limits.max_num_batched_tokens - len(draft.rows)
         if not self._owed:
-            self._admit(draft, stretches, budget)
+            self._admit(draft, stretches, budget, now)
         # some were displaced by what was admitted, and one of those may be back already
         running = dict.fromkeys(sequence for sequence in stretches if sequence.state is State.RUNNING)
         stretches = sorted(running, key=lambda sequence: sequence.key)
@@ -45,7 +45,7 @@ class Planner:
                 draft.add_row(sequence, count)
                 if sequence.request.unborn and sequence.known > sequence.prompt_len:  # its first token is on the way
                     self._fork(draft, sequence)
-        self._memory.stored += sum([row.count for row in draft.rows])
+        self._memory.stored += draft.tokens
         return draft
 
     def _continue(self, draft: Draft) -> list[Sequence]:
@@ -74,7 +74,7 @@ class Planner:
         memory.extend(sequence, draft)
         return True
 
-    def _admit(self, draft: Draft, stretches: list[Sequence], budget: int) -> None:
+    def _admit(self, draft: Draft, stretches: list[Sequence], budget: int, now: float) -> None:
         """Seat waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
         least = self._memory.block_size
         running, ahead = deque(stretches), 0  # positions that those ahead in the order are sure of
@@ -85,6 +85,7 @@ class Planner:
                 return
             self._roster.dequeue(sequence)
             self._roster.seat(sequence)
+            sequence.note_admission(now)
             found = self._memory.place(sequence, claim, draft)
             self._count_hits(sequence, found)
             draft.admit(sequence)
@@ -149,6 +150,7 @@ class Planner:
             sequence.cached_tokens = prompt
         if prompt > sequence.prompt_seen:
             self._counters.prompt_tokens += prompt - sequence.prompt_seen
+            self._counters.prompt_tokens_cached += prompt - sequence.prompt_seen
             sequence.prompt_seen = prompt
 
     def _fork(self, draft: Draft, parent: Sequence) -> None:
@@ -161,6 +163,8 @@ class Planner:
             if roster.slots and not self._quarantine.active:  # a trial runs its members only
                 self._memory.fork(parent, child)
                 roster.seat(child)
+                child.queued = parent.queued  # it was admitted with its parent, whose work it shares
+                child.note_change()
                 child.in_flight = 1
                 children.append(child)
             else:

@@ -9,32 +9,52 @@ sequence keeps slot and blocks until no plan in flight names it; `depart` is the
 """
 
 from array import array
+from bisect import bisect_left
 
+import msgspec
 from msgspec import Struct
 
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.memory import Memory
 from services.scheduler.core.policy import Ordered
 from services.scheduler.core.sequence import Request, Sequence, State
-from shared.protocol import Finish
+from shared.protocol import STEP_TOKENS, Finish
 
 
 class Counters(Struct):
     """What `Snapshot` counts since the start, under the same names."""
 
     steps: int = 0
+    step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    step_tokens_sum: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     accepted: int = 0
     refused: int = 0
+    rejected_by_requests: int = 0
+    rejected_by_tokens: int = 0
     finished_stop: int = 0
     finished_length: int = 0
     finished_abort: int = 0
     finished_error: int = 0
     worker_losses: int = 0
+
+    def stepped(self, tokens: int) -> None:
+        """Count a step that computed so many positions."""
+        self.steps += 1
+        self.step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        self.step_tokens_sum += tokens
+
+    def rejected(self, *, by_requests: bool) -> None:
+        """Count a request that found the queue full: of requests, or else of tokens."""
+        if by_requests:
+            self.rejected_by_requests += 1
+        else:
+            self.rejected_by_tokens += 1
 
     def finished(self, finish: Finish) -> None:
         """Count one sequence's end."""
@@ -92,6 +112,8 @@ class Roster:
     def preempt(self, sequence: Sequence) -> None:
         """A running sequence goes back to the queue, as soon as nothing in flight names it."""
         self._counters.preemptions += 1
+        sequence.preemptions += 1
+        sequence.note_change()
         self._stop(sequence)
 
     def end(self, sequence: Sequence, finish: Finish) -> None:

@@ -44,7 +44,7 @@ from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.roster import Counters, Roster
 from services.scheduler.core.sequence import Request, Sequence
 from services.scheduler.core.settlement import match, settle
-from shared.protocol import Epoch, Finish, ProgressRow, Refused, Snapshot, StepPlan, StepResult, Submit
+from shared.protocol import Epoch, Finish, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
 
 RECENT = 32
 """Ends of sequences from which the rate of ends is estimated."""
@@ -120,6 +120,8 @@ class Scheduler:
         verdict = judge(request, self.limits, load)
         if isinstance(verdict, Refused):
             self._counters.refused += 1
+            if verdict.reason is Refusal.QUEUE_FULL:
+                self._counters.rejected(by_requests=load.has_too_many_requests(request.n, self.limits))
             return verdict
         place = rank(self.limits, request.priority, request.arrival or now, self._serial)
         self._serial += 1
@@ -130,6 +132,7 @@ class Scheduler:
             request.sampling,
             place,
             request.priority,
+            now,
             request.turn,
             spread(self.limits),
         )
@@ -153,7 +156,7 @@ class Scheduler:
             if self._flights:  # a trial has the worker to itself
                 return None
             self._begin_trial()
-        draft = self._planner.draw()
+        draft = self._planner.draw(now)
         if not draft.rows:
             return None
         released, self._roster.released = self._roster.released, []
@@ -181,9 +184,12 @@ class Scheduler:
     def snapshot(self) -> Snapshot:
         """The state in numbers."""
         roster, memory = self._roster, self._memory
+        counters = msgspec.structs.asdict(self._counters)
+        held_back = self._epoch is None or self._quarantine.active
         return Snapshot(
             running=len(roster.running) + len(roster.draining),
             waiting=len(roster.waiting) + roster.unborn,
+            waiting_deferred=(len(roster.waiting) if held_back else 0) + roster.unborn,
             waiting_tokens=roster.waiting_tokens,
             blocks=memory.pool.num_blocks,
             blocks_free=memory.free,
@@ -191,7 +197,8 @@ class Scheduler:
             tokens_held=memory.stored,
             block_size=memory.block_size,
             in_flight=len(self._flights),
-            **msgspec.structs.asdict(self._counters),
+            prefix_caching=memory.prefix_caching,
+            **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
 
     def _end(self, request: Request, sample: int, finish: Finish, detail: str = "") -> list[ProgressRow]:
@@ -248,4 +255,5 @@ def _last_row(sequence: Sequence, finish: Finish, detail: str) -> ProgressRow:
         finish=finish,
         cached_tokens=cached,
         detail=detail,
+        admission=sequence.admission,
     )

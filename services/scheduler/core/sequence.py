@@ -16,7 +16,7 @@ from enum import Enum
 
 import msgspec
 
-from shared.protocol import Finish, Sampling
+from shared.protocol import Admission, Finish, Sampling
 
 Key = tuple[float, float, int, int]
 """Place in the one static order; see policy.py."""
@@ -43,6 +43,7 @@ class Sequence:
     """One sample of a request. Compared and hashed by identity."""
 
     __slots__ = (
+        "admission",
         "blocks",
         "cached_tokens",
         "chain",
@@ -56,10 +57,12 @@ class Sequence:
         "limit",
         "next_full",
         "planned",
+        "preemptions",
         "prompt_len",
         "prompt_logprobs_sent",
         "prompt_seen",
         "proof",
+        "queued",
         "request",
         "room",
         "sample",
@@ -102,6 +105,9 @@ class Sequence:
         self.next_full = 0  # `computed` from which on the next block is to be published
         self.coming = 0  # blocks that will be free when it has drained
 
+        self.queued = -1.0  # seconds to its first admission; negative: not admitted yet
+        self.preemptions = 0
+        self.admission: Admission | None = None  # to be told with the next row
         self.cached_tokens = -1  # found in the index at its first admission; -1: not admitted yet
         self.prompt_seen = 0  # prompt positions counted in the metrics
         self.prompt_logprobs_sent = 0  # positions 1 to this one were delivered
@@ -118,6 +124,16 @@ class Sequence:
     def output_len(self) -> int:
         """Output tokens committed so far."""
         return len(self.tokens) - self.prompt_len
+
+    def note_admission(self, now: float) -> None:
+        """It is admitted, for the first time or again."""
+        if self.queued < 0:
+            self.queued = max(now - self.request.accepted, 0.0)
+            self.note_change()
+
+    def note_change(self) -> None:
+        """Have the next row say how the sequence came to run."""
+        self.admission = Admission(self.queued, self.preemptions)
 
     def move(self, state: State) -> None:
         """Go to another state; RuntimeError if no such move is legal."""
@@ -142,7 +158,7 @@ class Sequence:
 class Request:
     """What one `Submit` asked for: its samples share the prompt, and take their places in the order by turns."""
 
-    __slots__ = ("id", "live", "priority", "prompt_len", "rank", "sampling", "spread", "turn", "unborn")
+    __slots__ = ("accepted", "id", "live", "priority", "prompt_len", "rank", "sampling", "spread", "turn", "unborn")
 
     def __init__(
         self,
@@ -150,7 +166,8 @@ class Request:
         prompt_len: int,
         sampling: Sampling,
         rank: tuple[float, float, int],
-        priority: int,
+        priority: int = 0,
+        accepted: float = 0.0,
         turn: int = 0,
         spread: float = 0.0,
     ) -> None:
@@ -159,6 +176,7 @@ class Request:
         self.sampling = sampling
         self.rank = rank
         self.priority = priority
+        self.accepted = accepted  # time
         self.turn = turn  # samples of the same user's request before sample 0 of this one
         self.spread = spread  # seconds by which each sample's place is behind the one's before
         self.live: dict[int, Sequence] = {}  # by sample index

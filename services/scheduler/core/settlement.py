@@ -45,7 +45,7 @@ def settle(flight: Flight, answers: Answers, roster: Roster, memory: Memory, cou
                         roster.end(sequence, told.finish)
         if not sequence.in_flight and sequence.state is State.DRAINING:
             roster.depart(sequence)
-    counters.steps += 1
+    counters.stepped(flight.tokens)
     counters.generation_tokens += sum([len(told.tokens) for told in news])
     return news
 
@@ -68,8 +68,12 @@ def _advance(row: Row, sequence: Sequence, answer: SampledRow | None) -> Progres
         prompt_logprobs = _unsent(row, sequence, answer.prompt_logprobs)
     if not (tokens or prompt_logprobs or finish):
         return None
-    request, cached = sequence.request, sequence.cached_tokens
-    return ProgressRow(request.id, sequence.sample, output_len, tokens, logprobs, prompt_logprobs, finish, cached)
+    request, cached, admission = sequence.request, sequence.cached_tokens, sequence.admission
+    if admission is not None:
+        sequence.admission = None  # told once
+    return ProgressRow(
+        request.id, sequence.sample, output_len, tokens, logprobs, prompt_logprobs, finish, cached, "", admission
+    )
 
 
 def _unsent(row: Row, sequence: Sequence, scores: list[TokenLogprobs]) -> list[TokenLogprobs] | None:

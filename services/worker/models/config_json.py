@@ -1,5 +1,6 @@
 """Reading of a checkpoint's config.json: fields with a type and a name in the error."""
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +19,22 @@ T = TypeVar("T", int, float, bool, str)
 M = TypeVar("M")
 
 
+class UnsupportedByFamily(ModelError):
+    """A config.json may be right, but asks for something that Quire's own code for the model does not have."""
+
+
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder; raises ModelError naming the file."""
+    """The config.json of a model folder; raises ModelError naming the file.
+
+    It is read by Python's own module, as transformers reads it: `Infinity`, `NaN` and numbers of any size are taken.
+    A field that a family reads is checked where it is read.
+    """
     path = folder / "config.json"
     try:
-        config = msgspec.json.decode(path.read_bytes())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist: {folder} is not a model folder") from error
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: must hold an object")
@@ -33,12 +42,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def field(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """`config[name]` as a `kind`; absent or null it is `default`, and an error if there is none."""
+    """Return `config[name]` as a `kind`; absent or null it is `default`, and an error if there is none.
+
+    An absent one is an UnsupportedByFamily: transformers' class for the model may have a default.
+    """
     value = nullable(config, name, kind, default)
     if value is None:
         value = default
     if value is None:
-        raise ModelError(f"config.json: {name} is missing")
+        unfit = ModelError if name in config else UnsupportedByFamily
+        raise unfit(f"config.json: {name} is missing")
     return value
 
 
@@ -80,15 +93,15 @@ def number(config: Mapping[str, Any], name: str, default: float | None = None, *
 
 
 def choice(config: Mapping[str, Any], name: str, meanings: Mapping[str, M], default: str) -> M:
-    """What the word in `config[name]` means here; raises ModelError naming those that are known."""
+    """Return what the word in `config[name]` means here; raise UnsupportedByFamily naming those that are known."""
     word = field(config, name, str, default)
     if word not in meanings:
-        raise ModelError(f"config.json: {name} {word!r} is not supported (supported: {', '.join(meanings)})")
+        raise UnsupportedByFamily(f"config.json: {name} {word!r} is not supported (supported: {', '.join(meanings)})")
     return meanings[word]
 
 
 def refuse(config: Mapping[str, Any], **unsupported: bool) -> None:
-    """Raise ModelError if a switch in `config` has the value that is not supported. Absent and null are fine."""
+    """Raise UnsupportedByFamily if a switch in `config` has the value named here. Absent and null are fine."""
     for name, value in unsupported.items():
         if config.get(name) is not None and field(config, name, bool) is value:
-            raise ModelError(f"config.json: {name} {str(value).lower()} is not supported")
+            raise UnsupportedByFamily(f"config.json: {name} {str(value).lower()} is not supported")

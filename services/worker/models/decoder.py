@@ -33,19 +33,22 @@ class Layer(NamedTuple):
 class Decoder:
     """A model's weights and its forward pass."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops) -> None:
+    def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, *, kv_dtype: torch.dtype = torch.float32) -> None:
+        """`kv_dtype` is that of the caches that it will be given."""
         self.spec = spec
         self._ops = ops
         self._device = weights.device
         self._embedding = ops.pack_linear(weights.take_matrix("embedding.weight"))
-        self._head = self._embedding if spec.tied else ops.pack_linear(weights.take_matrix("head.weight"))
+        own_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
+        self._head = ops.pack_linear(weights.take_matrix("head.weight")) if own_head else self._embedding
         self._positions = weights.take("positions.weight") if spec.learned_positions is not None else None
         projected = spec.embedding_size != spec.hidden_size
         self._project_in = Linear(weights, "project_in", ops) if projected else None
         self._project_out = Linear(weights, "project_out", ops) if projected else None
         self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
-        self._layers = [_layer(weights, index, spec, ops) for index in range(spec.num_layers)]
-        self._rotations = Rotations(spec.layers, ops)
+        self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
+        packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
+        self._rotations = Rotations(spec.layers, ops, packed=packed)
         self.layers_at_once = self._join()
 
     @property
@@ -58,10 +61,10 @@ class Decoder:
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Hidden states (T, H) of all tokens, before the last norm; their keys and values are put in `caches`."""
-        step = Step(inputs, self._rotations.at(inputs.positions))
+        step = Step(inputs, self._rotations.at(inputs.positions), self._rotations.angles)
         if self.layers_at_once:
-            rotations = list(step.rotations.values())
-            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations)
+            rotations, angles = list(step.rotations.values()), list(step.angles.values())
+            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations, angles)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
         return layers(self._embed(inputs), step, caches)
 
@@ -132,6 +135,7 @@ class Decoder:
                     inner=spec.intermediate_size,
                     window=attention.layer.window,
                     rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
+                    kv_bias=attention.kv_bias,
                 )
             )
         sizes = Sizes(
@@ -150,12 +154,12 @@ def _weight(norm: Norm | None) -> Tensor | None:
     return norm.weight if norm else None
 
 
-def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops) -> Layer:
+def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops, kv_dtype: torch.dtype) -> Layer:
     prefix, layer = f"layers.{index}.", spec.layers[index]
     experts = layer.experts
     return Layer(
         attention_norm=Norm(weights, f"{prefix}attention_norm", spec, ops),
-        attention=Attention(weights, prefix, layer, spec, ops),
+        attention=Attention(weights, prefix, layer, spec, ops, kv_dtype=kv_dtype),
         attention_post_norm=Norm(weights, f"{prefix}attention_post_norm", spec, ops) if spec.post_norms else None,
         mlp_norm=Norm(weights, f"{prefix}mlp_norm", spec, ops),
         mlp=MixtureOfExperts(weights, prefix, experts, spec, ops)

@@ -10,11 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.worker.models import gemma, gemma2
-from services.worker.models.config_json import convert, field, nullable, number, size
+from services.worker.models.config_json import UnsupportedByFamily, convert, field, nullable, number, size
 from services.worker.models.rope import read_rope
 from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.windows import sliding, with_windows
-from shared.errors import ModelError
 
 _DEFAULTS = {  # the configs of models with images leave out what equals these
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -23,7 +22,15 @@ _DEFAULTS = {  # the configs of models with images leave out what equals these
 
 NAMES = with_fields(
     gemma2.NAMES,
-    prefixes=("model.", "", "model.language_model.", "language_model.model."),
+    prefixes=(
+        "model.",
+        "",
+        "model.language_model.",
+        "language_model.model.",
+        "language_model.",
+        "model.language_model.model.",
+        "language_model.model.model.",
+    ),
     layer_modules={**gemma2.NAMES.layer_modules, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)},
     unserved=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
@@ -34,8 +41,10 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     within = config.get("text_config")
     architecture = "Gemma3ForCausalLM" if within is None else "Gemma3ForConditionalGeneration"
     text = _DEFAULTS | (dict(config) if within is None else convert(within, "text_config", dict[str, Any]))
+    if within is not None:  # the head is the whole model's, and so is the word on it
+        text["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
     if text.get("attn_logit_softcapping") is not None:
-        raise ModelError("config.json: attn_logit_softcapping is not supported in Gemma 3")
+        raise UnsupportedByFamily("config.json: attn_logit_softcapping is not supported in Gemma 3")
     far, near = _ropes(text)
     spec = replace(
         gemma.read_as(architecture, far),
@@ -53,11 +62,16 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config as layers that see all read it, and as those with a window do."""
+    """The config as layers that see all read it, and as those with a window do.
+
+    A `rope_scaling` beside `rope_parameters` is laid over the part for layers that see all, as in transformers.
+    """
     both = convert(config.get("rope_parameters") or {}, "rope_parameters", dict[str, Any])
+    scaling = convert(config.get("rope_scaling") or {}, "rope_scaling", dict[str, Any])
     theta = field(config, "rope_theta", float, 1_000_000.0)
     local = field(config, "rope_local_base_freq", float, 10_000.0)
-    far = both.get("full_attention") or config.get("rope_scaling") or {}
+    everywhere = convert(both.get("full_attention") or {}, "rope_parameters: full_attention", dict[str, Any])
+    far = everywhere | scaling
     near = both.get("sliding_attention") or {}
     plain = {**config, "rope_scaling": None}
     return (

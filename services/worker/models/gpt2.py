@@ -4,13 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.worker.models.config_json import MOST_PARTS, choice, field, number, refuse, size
-from services.worker.models.spec import Activation, DecoderSpec, Family, LayerSpec, WeightNames
-
-_ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
+from services.worker.models.spec import PLAIN, DecoderSpec, Family, LayerSpec, WeightNames
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
@@ -31,7 +25,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         tied=field(config, "tie_word_embeddings", bool, True),
         norm="layer",
         norm_eps=number(config, "layer_norm_epsilon", 1e-5, zero=True),
-        activation=choice(config, "activation_function", _ACTIVATIONS, "gelu_new"),
+        activation=choice(config, "activation_function", PLAIN, "gelu_new"),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,

@@ -1,6 +1,6 @@
 """The small parts of a decoder: where parameters come from, matrix products, norms."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Step(NamedTuple):
 
     inputs: Inputs
     rotations: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (T, R) at the tokens' positions
+    angles: dict[Rope, Any]  # of all positions, as attention wants them; nothing if no keys lack a bias
 
 
 class Linear:

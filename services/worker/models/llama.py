@@ -6,9 +6,11 @@ Families that are a Llama but for a few things read their config by `read_as` an
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from services.worker.models.config_json import MOST_PARTS, choice, field, number, size
 from services.worker.models.rope import LARGEST_HEAD, read_max_positions, read_rope
-from services.worker.models.spec import Activation, DecoderSpec, Family, LayerSpec, WeightNames
+from services.worker.models.spec import GATES, Activation, DecoderSpec, Family, LayerSpec, WeightNames
 
 NAMES = WeightNames(
     prefixes=("model.", ""),
@@ -25,12 +27,10 @@ NAMES = WeightNames(
     ignored=("rotary_emb.inv_freq",),
 )
 
-_GATES: Mapping[str, Activation] = {"silu": "silu_and_mul"}
-
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a LlamaForCausalLM."""
-    return read_as("LlamaForCausalLM", config)
+    """The spec of a LlamaForCausalLM, whose feed-forward blocks may have biases too."""
+    return replace(read_as("LlamaForCausalLM", config), mlp_bias=field(config, "mlp_bias", bool, False))
 
 
 def read_as(
@@ -42,16 +42,18 @@ def read_as(
     theta: float = 10000.0,
     activation: Activation | None = None,
     partial: bool = False,
+    biased: bool = True,
 ) -> DecoderSpec:
     """The spec of a decoder of Llama's shape, with the defaults of its family; `activation` if that has been read.
 
-    `partial`: the family may rotate a part of each head only.
+    `partial`: the family may rotate a part of each head only. `biased`: its attention has biases if `attention_bias`
+    says so; others pass over that field.
     """
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
     head_dim = size(config, "head_dim", hidden // heads, LARGEST_HEAD)
     positions = read_max_positions(config, max_positions)
-    bias = field(config, "attention_bias", bool, False)
-    gate = choice(config, "hidden_act", _GATES, "silu") if activation is None else activation
+    bias = biased and field(config, "attention_bias", bool, False)
+    gate = choice(config, "hidden_act", GATES, "silu") if activation is None else activation
     layer = LayerSpec(rope=read_rope(config, head_dim, theta, partial=partial))
     return DecoderSpec(
         architecture=architecture,
@@ -70,7 +72,6 @@ def read_as(
         activation=gate,
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=field(config, "mlp_bias", bool, False),
     )
 
 

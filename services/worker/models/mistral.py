@@ -1,4 +1,4 @@
-"""Mistral: a Llama whose layers may see a window of the context."""
+"""Mistral: a Llama whose layers, or some of them, may see a window of the context."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 from services.worker.models import llama
 from services.worker.models.config_json import nullable
 from services.worker.models.spec import DecoderSpec, Family
-from services.worker.models.windows import with_window
+from services.worker.models.windows import sliding, with_windows
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a MistralForCausalLM."""
-    spec = llama.read_as("MistralForCausalLM", config, max_positions=131072)
-    return with_window(spec, nullable(config, "sliding_window", int, 4096))
+    spec = llama.read_as("MistralForCausalLM", config, max_positions=131072, biased=False)
+    window = nullable(config, "sliding_window", int, 4096)
+    return with_windows(spec, window, sliding(config, [window is not None] * spec.num_layers))
 
 
 FAMILY = Family(read, llama.NAMES)

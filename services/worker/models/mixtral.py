@@ -20,12 +20,17 @@ NAMES = with_fields(
         "experts.up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
         "experts.down": ("block_sparse_moe.experts.{}.w2",),
     },
+    stacked_experts={
+        "experts.up": "block_sparse_moe.experts.gate_up_proj",
+        "experts.down": "block_sparse_moe.experts.down_proj",
+    },
+    renamed={".mlp.": ".block_sparse_moe."},  # as transformers has called it since its version 5
 )
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a MixtralForCausalLM."""
-    spec = llama.read_as("MixtralForCausalLM", config, max_positions=131072, norm_eps=1e-5, theta=1e6)
+    spec = llama.read_as("MixtralForCausalLM", config, max_positions=131072, norm_eps=1e-5, theta=1e6, biased=False)
     experts = read_experts(config, count=8, top_k=2, intermediate_size=spec.intermediate_size, normalised=True)
     spec = replace(spec, layers=tuple(replace(layer, experts=experts) for layer in spec.layers))
     return with_window(spec, nullable(config, "sliding_window", int))

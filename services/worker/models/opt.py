@@ -1,10 +1,10 @@
-"""OPT: learned positions, layer norms with biases, a plain ReLU block; its 350m normalises after the sum."""
+"""OPT: learned positions, layer norms with biases, a block without a gate; its 350m normalises after the sum."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from services.worker.models.config_json import MOST_PARTS, choice, field, refuse, size
-from services.worker.models.spec import DecoderSpec, Family, LayerSpec, WeightNames
+from services.worker.models.spec import PLAIN, DecoderSpec, Family, LayerSpec, WeightNames
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
@@ -27,7 +27,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         tied=field(config, "tie_word_embeddings", bool, True),
         norm="layer",
         norm_eps=1e-5,
-        activation=choice(config, "activation_function", {"relu": "relu"}, "relu"),
+        activation=choice(config, "activation_function", PLAIN, "relu"),
         norm_first=norm_first,
         final_norm=norm_first and not field(config, "_remove_final_layer_norm", bool, False),
         qkv_bias=bias,
@@ -40,7 +40,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
 FAMILY = Family(
     read,
     WeightNames(
-        prefixes=("model.decoder.", "decoder."),
+        prefixes=("model.decoder.", "decoder.", "model.", ""),
         layer="layers.{}.",
         modules={
             "embedding": "embed_tokens",

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.worker.models import llama
 from services.worker.models.config_json import nullable
+from services.worker.models.rope import read_scaling, rope_kind
 from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.windows import with_window
 
@@ -18,10 +19,10 @@ NAMES = with_fields(
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Phi3ForCausalLM."""
     config = {"original_max_position_embeddings": 4096, **config}
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, dict) and scaling.get("type") == "yarn":  # an early name of what is longrope now
-        config["rope_scaling"] = {**scaling, "type": "longrope"}
-    spec = llama.read_as("Phi3ForCausalLM", config, max_positions=4096, norm_eps=1e-5, partial=True)
+    scaling = read_scaling(config)
+    if rope_kind(scaling) in ("su", "yarn"):  # early names of what is longrope now
+        config["rope_scaling"] = {**scaling, "rope_type": "longrope"}
+    spec = llama.read_as("Phi3ForCausalLM", config, max_positions=4096, norm_eps=1e-5, partial=True, biased=False)
     return with_window(spec, nullable(config, "sliding_window", int))
 
 

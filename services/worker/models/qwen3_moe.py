@@ -20,6 +20,7 @@ NAMES = with_fields(
         "experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         "experts.down": ("mlp.experts.{}.down_proj",),
     },
+    stacked_experts={"experts.up": "mlp.experts.gate_up_proj", "experts.down": "mlp.experts.down_proj"},
 )
 
 

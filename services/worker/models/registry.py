@@ -1,7 +1,8 @@
 """Which architectures there are, and which way each is served. A family's module is loaded when a model needs it.
 
 An architecture with a family runs through our decoder; another one through transformers' own modelling code, if that
-can be given our attention. This module imports no torch, so that the command line can ask it before anything starts.
+can be given our attention. So does a checkpoint that asks for something its family lacks (`decide` in ../decision.py).
+This module imports no torch, so that the command line can ask it before anything starts.
 """
 
 import importlib
@@ -9,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from services.worker.models.config_json import convert, read_config
-from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
-from services.worker.models.packed_format import SUPPORTED, packed_format
+from services.worker.models.config_json import UnsupportedByFamily, convert, read_config
+from services.worker.models.fallback.catalog import causal_by_type, causal_models, with_replaceable_attention
+from services.worker.models.packed_format import SETTINGS_FILES, SUPPORTED, packed_format, with_settings_beside
 from shared.errors import ModelError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ ARCHITECTURES = {
 
 Implementation = Literal["auto", "quire", "transformers"]
 
-_QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_QUANTISED_FILES = ("hf_quant_config.json", *SETTINGS_FILES)
 """What tools write beside config.json, some of them instead of a field in it."""
 
 LISTED = "`quire models` lists what is served"
@@ -46,12 +47,17 @@ class Way(NamedTuple):
 
     architecture: str
     native: bool
+    reason: str = ""  # why not by the family that there is
 
 
 def read_supported(folder: Path, implementation: Implementation = "auto") -> dict[str, Any]:
-    """The config.json of a model folder. Raises ModelError if it describes a kind of model that is not supported."""
+    """Return the config.json of a model folder, with the settings of quantised weights that stand in a file beside it.
+
+    Raises ModelError if it describes a kind of model that is not supported.
+    """
     config = read_config(folder)
     try:
+        config = with_settings_beside(config, folder)
         if packed_format(config) is None and (sign := _quantised(folder, config)):
             raise ModelError(f"{sign}, which is not supported (of quantised checkpoints these are: {SUPPORTED})")
         choose(config, implementation)
@@ -61,10 +67,11 @@ def read_supported(folder: Path, implementation: Implementation = "auto") -> dic
 
 
 def choose(config: Mapping[str, Any], implementation: Implementation = "auto") -> Way:
-    """The way of the model that a config.json describes; raises ModelError naming its architecture if there is none."""
-    names = convert(config.get("architectures") or [], "architectures", list[str])
-    if not names:
-        raise ModelError(f"config.json: no architectures named, only model_type {config.get('model_type')!r}")
+    """Return the way of the model that a config.json describes, by its names alone.
+
+    Raises ModelError naming its architecture if there is none.
+    """
+    names = _architectures(config)
     native = next((name for name in names if name in ARCHITECTURES), None)
     if native and implementation != "transformers":
         return Way(native, True)
@@ -77,6 +84,33 @@ def choose(config: Mapping[str, Any], implementation: Implementation = "auto") -
     raise ModelError(f"architecture {', '.join(names)} {_reason(names, config)}; {LISTED}")
 
 
+def instead_of_family(way: Way, implementation: Implementation, error: UnsupportedByFamily) -> Way:
+    """Return transformers' way of a model that its family cannot serve because of `error`, which is raised if there is
+    none, or if the family was asked for."""
+    if implementation != "auto" or way.architecture not in with_replaceable_attention():
+        raise error
+    return Way(way.architecture, False, str(error))
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names of the model's class. Where there is none that says it, transformers goes by `model_type`."""
+    value = config.get("architectures") or []
+    names = [value] if isinstance(value, str) else convert(value, "architectures", list[str])
+    if names and (config.get("auto_map") or not all(map(_is_body_or_unknown, names))):
+        return names
+    kind = config.get("model_type")
+    if by_type := causal_by_type().get(str(kind)):
+        return [by_type]
+    if not names:
+        raise ModelError(f"config.json: no architectures named, and model_type {kind!r} is no causal language model's")
+    return names
+
+
+def _is_body_or_unknown(name: str) -> bool:
+    """Whether `name` is of a causal model's body, or another spelling of a causal model's class."""
+    return name not in ARCHITECTURES and name not in causal_models() and name.endswith(("Model", "ForCausalLM"))
+
+
 def family(architecture: str) -> "Family":
     """The family of an architecture that is in the table."""
     module = importlib.import_module(f"services.worker.models.{ARCHITECTURES[architecture]}")
@@ -85,7 +119,7 @@ def family(architecture: str) -> "Family":
 
 
 def _quantised(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """What says that the weights are quantised, although there is no quantization_config, if anything does."""
+    """Return what says that the weights are quantised although nothing says how, or None."""
     if config.get("compression_config"):
         return "config.json has a compression_config"
     there = next((name for name in _QUANTISED_FILES if (folder / name).exists()), None)

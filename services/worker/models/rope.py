@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.models.config_json import LARGEST, check_size, convert, number, size
+from services.worker.models.config_json import LARGEST, UnsupportedByFamily, check_size, convert, number, size
 from services.worker.models.spec import Rope
 from shared.errors import ModelError
 
@@ -33,11 +33,11 @@ def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA, *
 
     `theta` is the family's, for configs that have none. `partial`: the family may rotate a part of each head only.
     """
-    scaling = _scaling(config)
+    scaling = read_scaling(config)
     theta = number(scaling, "rope_theta", number(config, "rope_theta", theta))
     share = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
     rotated = _rotated(head_dim, share, partial)
-    kind = _kind(scaling)
+    kind = rope_kind(scaling)
     match kind:
         case "default":
             return Rope(_plain(theta, rotated))
@@ -49,7 +49,9 @@ def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA, *
         case _ if kind in _SCALED:
             return _scaled(config, {**scaling, "rope_type": kind, "rope_theta": theta}, head_dim, share)
         case _:
-            raise ModelError(f"config.json: rope_type {kind!r} is not supported (supported: {', '.join(_KNOWN)})")
+            raise UnsupportedByFamily(
+                f"config.json: rope_type {kind!r} is not supported (supported: {', '.join(_KNOWN)})"
+            )
 
 
 def _rotated(head_dim: int, share: float, partial: bool) -> int:
@@ -72,8 +74,8 @@ def _rotated(head_dim: int, share: float, partial: bool) -> int:
 def read_max_positions(config: Mapping[str, Any], default: int) -> int:
     """The longest context: what a linear or yarn scaling stretches it to, else `max_position_embeddings`."""
     positions = size(config, "max_position_embeddings", default)
-    scaling = _scaling(config)
-    kind = _kind(scaling)
+    scaling = read_scaling(config)
+    kind = rope_kind(scaling)
     if kind not in ("linear", "yarn"):
         return positions
     if kind == "yarn":
@@ -82,14 +84,16 @@ def read_max_positions(config: Mapping[str, Any], default: int) -> int:
     return check_size("max_position_embeddings times the rope's factor", int(min(stretched, 2.0 * LARGEST)))
 
 
-def _scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def read_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling under either of its names; where both are there, the older one, as transformers does."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise ModelError("config.json: rope_scaling must be an object")
     return scaling
 
 
-def _kind(scaling: Mapping[str, Any]) -> str:
+def rope_kind(scaling: Mapping[str, Any]) -> str:
+    """Return the kind of a scaling, under either of the field's names; raise ModelError if it is no string."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str):
         raise ModelError(f"config.json: rope_type must be a string, got {kind!r}")

@@ -5,7 +5,7 @@ The names of parameters are ours; which tensors of a checkpoint they come from i
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -15,6 +15,15 @@ from shared.errors import ModelError
 
 Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "relu"]
 """Those with `and_mul` apply to one half of the up projection and multiply by the other."""
+
+_GELU_BY_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+"""transformers' names of gelu's approximation by tanh: written differently, the same up to rounding."""
+PLAIN: Mapping[str, Activation] = {**dict.fromkeys(_GELU_BY_TANH, "gelu_tanh"), "relu": "relu"}
+GATES: Mapping[str, Activation] = {
+    **dict.fromkeys(("silu", "swish"), "silu_and_mul"),
+    **dict.fromkeys(_GELU_BY_TANH, "gelu_tanh_and_mul"),
+}
+"""The activations of feed-forward blocks without and with a gate, by the names that config.json has for them."""
 
 
 class Rope(Struct, frozen=True):
@@ -103,13 +112,17 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
 class WeightNames:
     """Where a family's checkpoints keep each parameter: module names, without `.weight` and `.bias`."""
 
-    prefixes: tuple[str, ...]  # before all names but the head's; the first that fits the checkpoint is taken
+    prefixes: tuple[str, ...]  # that a tensor may have before its name; of a missing one, the first is told
     layer: str  # prefix of a layer's names, with a place for its number
     modules: Mapping[str, str]  # of the model
     layer_modules: Mapping[str, tuple[str, ...]]
     """Of a layer. Several are stacked along the output dimension; one alone holds them stacked. An expert's have a
     place for its number."""
     head: str = "lm_head"
+    stacked_experts: Mapping[str, str] = field(default_factory=dict)
+    """Tensors, not modules, that hold a part of all experts of a layer (experts, outputs, inputs), by that part."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Pieces of names that some checkpoints have in place of others: theirs to ours."""
     transposed: tuple[str, ...] = ()  # those of `layer_modules` whose weights are stored as (in, out)
     ignored: tuple[str, ...] = ()  # endings of tensors that may be there and are not needed
     unserved: tuple[str, ...] = ()  # beginnings of tensors of other parts of the model, as those for images

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.config_json import check_size, convert
+from services.worker.models.config_json import UnsupportedByFamily, check_size, convert
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
 
@@ -33,7 +33,9 @@ def sliding(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool]:
         return list(default)
     kinds = convert(config["layer_types"], "layer_types", list[str])
     if unknown := set(kinds) - {_SLIDING, _FULL}:
-        raise ModelError(f"config.json: layer_types {min(unknown)!r} is not supported (supported: {_SLIDING}, {_FULL})")
+        raise UnsupportedByFamily(
+            f"config.json: layer_types {min(unknown)!r} is not supported (supported: {_SLIDING}, {_FULL})"
+        )
     if len(kinds) != len(default):
         raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers")
     return [kind == _SLIDING for kind in kinds]

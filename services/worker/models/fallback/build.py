@@ -45,7 +45,18 @@ def build(folder: Path, architecture: str, files: WeightFiles | None, dtype: tor
             raise
         except Exception as error:  # it checks configs in hundreds of ways, and may raise anything
             raise ModelError(f"{folder}: transformers cannot build {architecture}: {first_line(error)}") from error
+    _refit_experts(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _refit_experts(model: Any) -> None:
+    """Compute experts one by one where the rows of their weights are no multiple of 16 bytes.
+
+    transformers' own choice, one product for all experts, takes no others.
+    """
+    rows = [weight.shape[-1] * weight.itemsize for weight in model.parameters() if weight.ndim == 3]
+    if any(size % 16 for size in rows) and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def first_line(error: BaseException) -> str:

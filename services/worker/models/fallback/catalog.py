@@ -6,6 +6,7 @@ neither. What is read is what transformers declares. Whether a model really runs
 
 import ast
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +19,14 @@ _CALLS = "ALL_ATTENTION_FUNCTIONS.get_interface("
 _STATEFUL = re.compile(r"^    _is_stateful = True", re.MULTILINE)
 
 
-@cache
 def causal_models() -> frozenset[str]:
     """Names of the classes that transformers takes for causal language modelling."""
+    return frozenset(causal_by_type().values())
+
+
+@cache
+def causal_by_type() -> Mapping[str, str]:
+    """The class that transformers takes for causal language modelling, for each `model_type` of config.json."""
     path = _models() / "auto" / "modeling_auto.py"
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if (
@@ -29,7 +35,7 @@ def causal_models() -> frozenset[str]:
             and isinstance(node.value, ast.Call)
         ):
             names: list[tuple[str, str]] = ast.literal_eval(node.value.args[0])
-            return frozenset(name for _, name in names)
+            return dict(names)
     raise ModelError(f"{path}: no {_MAPPING}; this version of transformers is not known to Quire")
 
 

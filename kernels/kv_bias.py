@@ -1,0 +1,16 @@
+"""What a cache of keys and values leaves out, since it is the same for all tokens: their projections' biases.
+
+A vector in eight bits has steps of a 127th of its largest number. With a bias of 300 these are larger than all that
+tells one token from another, so keys and values are stored without it and attention adds it back, in float32.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class KVBias(NamedTuple):
+    """The parts that are left out, each (kv_head, D) float32, or None where nothing is."""
+
+    keys: Tensor | None = None  # before rotation
+    values: Tensor | None = None

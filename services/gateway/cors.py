@@ -1,0 +1,72 @@
+"""Cross-origin requests: which web pages a browser lets read this API's answers (the Fetch standard's CORS protocol).
+
+Off until `--allowed-origins` names some. A preflight, by which a browser asks whether it may send a request, carries no
+key and needs none. The headers stand on every answer, since a page is to see errors and streams too.
+"""
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from services.gateway.config import GatewayConfig
+from services.gateway.serving import GATEWAY
+from shared.errors import InvalidRequest
+
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+"""What "*" in `--allowed-methods` stands for. Written out, since with credentials browsers take "*" literally."""
+
+SIMPLE_HEADERS = frozenset({"accept", "accept-language", "content-language", "content-type"})
+"""Always allowed, as far as a preflight asks for them."""
+
+MAX_AGE = 600  # seconds for which a browser may keep the answer to a preflight
+
+
+@web.middleware
+async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers a browser that asks whether it may send a request. Raises `InvalidRequest` if it may not."""
+    config = request.app[GATEWAY].config
+    method = request.headers.get("Access-Control-Request-Method")
+    if request.method != "OPTIONS" or method is None or "Origin" not in request.headers or not config.allowed_origins:
+        return await handler(request)
+    if _origin(config, request) is None:
+        raise InvalidRequest("this origin is not one of --allowed-origins")
+    methods = METHODS if "*" in config.allowed_methods else config.allowed_methods
+    if method not in methods:
+        raise InvalidRequest("this method is not one of --allowed-methods")
+    headers = {"Access-Control-Allow-Methods": ", ".join(methods), "Access-Control-Max-Age": str(MAX_AGE)}
+    if names := _headers(config, request.headers.get("Access-Control-Request-Headers", "")):
+        headers["Access-Control-Allow-Headers"] = names
+    return web.Response(headers=headers)
+
+
+async def sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Says on an answer which pages may read it."""
+    config = request.app[GATEWAY].config
+    if not config.allowed_origins:
+        return
+    origin = _origin(config, request)
+    if origin != "*":
+        response.headers.add("Vary", "Origin")  # or a cache would hand one origin's answer to another
+    if origin is not None:
+        response.headers["Access-Control-Allow-Origin"] = origin
+        if config.allow_credentials:
+            response.headers["Access-Control-Allow-Credentials"] = "true"
+
+
+def _origin(config: GatewayConfig, request: web.Request) -> str | None:
+    """The value of Access-Control-Allow-Origin; None if the request's origin is not allowed, or it has none."""
+    every = "*" in config.allowed_origins
+    if every and not config.allow_credentials:
+        return "*"
+    origin = request.headers.get("Origin")
+    if origin is None or not origin.isascii():  # else it could not be written back
+        return None
+    return origin if every or origin in config.allowed_origins else None
+
+
+def _headers(config: GatewayConfig, requested: str) -> str:
+    """The value of Access-Control-Allow-Headers. Raises `InvalidRequest` if one is not allowed."""
+    allowed = {name.lower() for name in config.allowed_headers}
+    names = {name.strip().lower() for name in requested.split(",")} - {""}
+    if not requested.isascii() or ("*" not in allowed and names - allowed - SIMPLE_HEADERS):
+        raise InvalidRequest("a header that is to be sent is not one of --allowed-headers")
+    return ", ".join(sorted(names))

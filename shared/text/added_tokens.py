@@ -1,0 +1,143 @@
+"""What files beside tokenizer.json say of tokens, as transformers' `AutoTokenizer` takes it.
+
+A tokenizer.json can lack tokens that its model was trained with: people add some, and older programs wrote them into
+tokenizer_config.json, special_tokens_map.json or added_tokens.json only. Such a token has the id that the vocabulary
+gives it, or else the next free one, in this order: those of added_tokens_decoder (or, without it, added_tokens.json) by
+their ids, those with a name such as eos_token, and the extra special ones. Where added_tokens_decoder is there,
+the two older files say nothing of tokens.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from shared.text.json_file import read_json, whole_number
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens by name, as chat templates call them."""
+    config, older = _config(folder), read_json(folder / "special_tokens_map.json")
+    named = {name: _token((older | config).get(name)) for name in NAMES}
+    return {name: token.content for name, token in named.items() if token is not None}
+
+
+def add_tokens(backend: tokenizers.Tokenizer, folder: Path, vocab_size: int | None) -> None:
+    """Add to `backend` what the files beside tokenizer.json know of tokens.
+
+    A token whose id the model does not have, since it is not below `vocab_size`, is left out with a line in the log: a
+    prompt that held it could not be computed.
+    """
+    config = _config(folder)
+    here = backend.get_added_tokens_decoder()
+    named = list(_named(config).values())
+    wanted = {token.content: token for token in _listed(config, folder, here)}
+    known = wanted.keys() | {token.content for token in here.values()}
+    wanted |= {token.content: token for token in (*named, *_extra(config)) if token.content not in known}
+    always = {token.content for token in named} | {token.content for token in here.values() if token.special}
+    for token in wanted.values():
+        token.special = token.special or token.content in always  # what is special once stays so for the library
+    backend.add_tokens(_inside(list(wanted.values()), backend, vocab_size, folder))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with special_tokens_map.json over it if tokens are not listed with their ids."""
+    config = read_json(folder / "tokenizer_config.json")
+    if isinstance(config.get("added_tokens_decoder"), dict):
+        return config
+    older = read_json(folder / "special_tokens_map.json")
+    if _extra(config):
+        older.pop("additional_special_tokens", None)
+    return config | older
+
+
+def _listed(config: Mapping[str, Any], folder: Path, here: Mapping[int, AddedToken]) -> list[AddedToken]:
+    """The tokens that are listed with their ids, in the order of these, unless they are `here` just so."""
+    listed = config.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        numbered = {whole_number(id): _token(value) for id, value in listed.items()}
+    else:
+        # not those of special_tokens_map.json, which transformers reads too late to mark them
+        extra = _extra(read_json(folder / "tokenizer_config.json"))
+        special = {token.content for token in (*_named(config).values(), *extra)}
+        older = read_json(folder / "added_tokens.json")
+        numbered = {whole_number(id): AddedToken(text, special=text in special) for text, id in older.items()}
+        numbered = {id: token for id, token in numbered.items() if id not in here}
+    same = {repr(token) for token in here.values()}
+    ordered = sorted((id, token) for id, token in numbered.items() if id is not None and token is not None)
+    return [token for _, token in ordered if repr(token) not in same]
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """The special tokens with a name: those that every tokenizer may have, and those of the model's own."""
+    own = [name for name in config if name.endswith("_token") and name not in NAMES]
+    extra = config.get("extra_special_tokens")
+    values = {name: config.get(name) for name in (*NAMES, *own)} | (extra if isinstance(extra, dict) else {})
+    tokens = {name: _token(value) for name, value in values.items()}
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
+    """The special tokens without a name."""
+    values = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    tokens = [_token(value) for value in values] if isinstance(values, list) else []
+    return [token for token in tokens if token is not None]
+
+
+def _token(value: Any) -> AddedToken | None:
+    """A token, special if it is written as a mere string; None for what is no token."""
+    if isinstance(value, str) and value:
+        return AddedToken(value, special=True)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str) or not value["content"]:
+        return None
+    return AddedToken(value["content"], **{flag: value[flag] for flag in FLAGS if isinstance(value.get(flag), bool)})
+
+
+def _inside(
+    tokens: list[AddedToken], backend: tokenizers.Tokenizer, vocab_size: int | None, folder: Path
+) -> list[AddedToken]:
+    """Those that have a place among the ids of the model."""
+    new = [token for token in tokens if backend.token_to_id(token.content) is None]
+    if not new or vocab_size is None:
+        return tokens
+    room = vocab_size - 1 - max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    outside = [token.content for token in new[max(room, 0) :]]
+    if outside:
+        logger.warning("%s: tokens %.200s are left out: the model has only %d", folder, outside, vocab_size)
+    return [token for token in tokens if token.content not in outside]
+
+
+def disagrees_on_prefix_space(backend: tokenizers.Tokenizer, folder: Path) -> bool:
+    """True if tokenizer_config.json asks for a space before a text where tokenizer.json puts none, or the other way.
+
+    Left open, it is no to most classes of byte-level tokenizers. Which class counts, transformers knows.
+    """
+    parts = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
+    puts = [put for part in parts for put in _prefix_spaces(json.loads(part.__getstate__()))]
+    asked = read_json(folder / "tokenizer_config.json").get("add_prefix_space")
+    if asked is None:
+        return ("ByteLevel", True) in puts
+    return bool(puts) and any(put for _, put in puts) != asked
+
+
+def _prefix_spaces(part: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The kinds of parts of a tokenizer that can put a space before a text, and if they do."""
+    match part.get("type"):
+        case "Sequence":
+            for inner in part.get("pretokenizers") or part.get("normalizers") or ():
+                yield from _prefix_spaces(inner)
+        case "ByteLevel" if "add_prefix_space" in part:
+            yield "ByteLevel", part["add_prefix_space"]
+        case "Metaspace":
+            yield "Metaspace", part.get("prepend_scheme") != "never"
+        case "Prepend":
+            yield "Prepend", True

@@ -1,0 +1,158 @@
+"""Quantised checkpoints that say so beside config.json, in the spellings of the tools that write them (LDG-25)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kernels.load import ops
+from services.worker.config import WorkerConfig
+from services.worker.fingerprint import weights_digest
+from services.worker.model import load_model
+from services.worker.models.packed_format import packed_format
+from services.worker.models.registry import read_supported
+from services.worker.weight_files import WeightFiles
+from shared.errors import ModelError
+from tests.models.fallback_models import stablelm
+from tests.models.packing import Way, save_packed
+from tests.models.tiny import Forward, llama, reference_logits
+
+CPU = torch.device("cpu")
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+TOKENS = list(range(3, 40))
+
+GPTQ, AWQ = "quantize_config.json", "quant_config.json"
+AUTOGPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
+AUTOAWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+
+
+def beside(model: PreTrainedModel, folder: Path, way: Way, **files: dict[str, Any]) -> Path:
+    """The model, with these files in the place of a `quantization_config`."""
+    save_packed(model, folder, way)
+    config = json.loads((folder / "config.json").read_bytes())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, settings in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+    return folder
+
+
+def assert_exact(model: PreTrainedModel, folder: Path) -> None:
+    files = WeightFiles(folder, packed=packed_format(read_supported(folder)))
+    assert any(files.is_quantized(name) for name in files.names)
+    assert all(torch.equal(files.get(name), weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("way", "file", "settings"),
+    [
+        (Way(), GPTQ, AUTOGPTQ),
+        (Way(), GPTQ, {"bits": 4, "group_size": 32}),
+        (Way(bits=8), GPTQ, AUTOGPTQ | {"bits": 8}),
+        (Way(group=-1), GPTQ, AUTOGPTQ | {"group_size": -1}),
+        (Way(act_order=True), GPTQ, AUTOGPTQ | {"desc_act": True}),
+        (Way(symmetric=False), GPTQ, AUTOGPTQ | {"sym": False, "checkpoint_format": "gptq", "quant_method": "gptq"}),
+        (Way(symmetric=False, layout="gptq_v2"), GPTQ, AUTOGPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}),
+        (Way(symmetric=False, layout="gptq_v2"), GPTQ, AUTOGPTQ | {"format": "gptq_v2", "method": "gptq"}),
+        (Way(), GPTQ, AUTOGPTQ | {"quant_method": None, "checkpoint_format": None}),
+        (Way(), AWQ, AUTOGPTQ | {"quant_method": "gptq"}),
+        (Way("awq", symmetric=False), AWQ, AUTOAWQ),
+        (Way("awq", symmetric=False), AWQ, {"bits": 4, "group_size": 32}),
+        (Way("awq", symmetric=False), AWQ, AUTOAWQ | {"version": "gemm", "modules_to_not_convert": None}),
+        (Way("awq", symmetric=False), AWQ, {"zero_point": True, "bits": 4, "group_size": 32}),
+        (Way("awq", symmetric=False, group=-1), AWQ, AUTOAWQ | {"q_group_size": -1}),
+        (Way("awq", symmetric=False), GPTQ, AUTOAWQ),
+        (Way("awq", symmetric=False), GPTQ, {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemm"}),
+    ],
+    ids=str,
+)
+def test_settings_are_read_from_the_file_beside(
+    way: Way, file: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(**WIDE)
+    folder = beside(model, tmp_path, way, **{file.removesuffix(".json"): settings})
+    assert_exact(model, folder)
+    forward = Forward(folder, dtype="float32")
+    forward.enter(0, TOKENS, range(10))
+    ours = forward.step((0, 0, len(TOKENS)))[0]
+    assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_other_spellings_are_read_in_the_config_too(method: str, tmp_path: Path) -> None:
+    model, folder = llama(**WIDE), tmp_path
+    save_packed(model, folder, Way(method, symmetric=False))
+    config = json.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": method, "w_bit": 4, "q_group_size": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_exact(model, folder)
+
+
+def test_the_file_beside_is_read_for_transformers_code_too(tmp_path: Path) -> None:
+    model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    folder = beside(model, tmp_path, Way(), quantize_config=AUTOGPTQ)
+    forward = Forward(folder)
+    forward.enter(0, TOKENS, range(10))
+    assert (forward.step((0, 0, len(TOKENS)))[0] - reference_logits(model, TOKENS)).abs().max() < 1e-4
+
+
+def test_the_config_counts_and_a_disagreement_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(**WIDE)
+    folder = save_packed(model, tmp_path, Way(symmetric=False))
+    same, other = AUTOGPTQ | {"quant_method": None, "desc_act": True}, AUTOGPTQ | {"checkpoint_format": "gptq_v2"}
+    for text, said in ((json.dumps(same), False), (json.dumps(other), True), ('{"bits": 3}', True), ("{", True)):
+        (folder / GPTQ).write_text(text)
+        caplog.clear()
+        load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))
+        assert ("config.json and quantize_config.json say different things" in caplog.text) is said
+        assert_exact(model, folder)
+
+
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    folder = beside(llama(**WIDE), tmp_path, Way(), quantize_config=AUTOGPTQ, quant_config=AUTOAWQ)
+    with pytest.raises(ModelError, match=r"quantize_config\.json and quant_config\.json say different things"):
+        read_supported(folder)
+    (folder / AWQ).write_text(json.dumps({"bits": 4, "w_bit": 8, "group_size": 32}))
+    with pytest.raises(ModelError, match=r"quant_config\.json: bits is 4, and w_bit is 8"):
+        read_supported(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bits": 3}, "bits 3 is not supported"),
+        ({"group_size": 48}, "group_size 48 is not supported"),
+        ({"group_size": None}, "group_size is missing"),
+        ({"group_size": "32"}, "group_size: Expected `int`, got `str`"),
+        ({"group_size": None, "q_group_size": 16}, "q_group_size 16 is not supported"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+        ({"quant_method": "awq", "version": "GEMV"}, "version 'gemv' is not supported"),
+        ({"quant_method": "awq", "checkpoint_format": "gemv"}, "checkpoint_format 'gemv' is not supported"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
+    ],
+    ids=str,
+)
+def test_other_kinds_are_refused_by_the_name_of_the_file(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = beside(llama(**WIDE), tmp_path, Way(), quantize_config=AUTOGPTQ | changes)
+    with pytest.raises(ModelError, match=rf"{folder}: quantize_config\.json: {said}"):
+        read_supported(folder)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    folder = beside(llama(**WIDE), tmp_path, Way())
+    (folder / GPTQ).write_text("{")
+    with pytest.raises(ModelError, match=rf"{folder}: quantize_config\.json: "):
+        read_supported(folder)
+
+
+def test_the_file_beside_is_part_of_what_the_weights_are(tmp_path: Path) -> None:
+    """Since the same codes mean other numbers in another layout."""
+    folder = beside(llama(**WIDE), tmp_path, Way(), quantize_config=AUTOGPTQ)
+    paths = [folder / "model.safetensors"]
+    before = weights_digest(folder, paths)
+    (folder / GPTQ).write_text(json.dumps(AUTOGPTQ | {"checkpoint_format": "gptq_v2"}))
+    assert weights_digest(folder, paths) != before

@@ -1,0 +1,164 @@
+"""vLLM's start lines, configuration files and arguments work unchanged, or are refused by name and with a reason."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import settings, vllm
+from quire.llm import translated
+from shared.config import flag_parser
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(line: str) -> tuple[settings.Settings, list[str]]:
+    """The settings of a start line, and what was said of it."""
+    parser = flag_parser([settings.public_config()], prog="quire serve")
+    parser.add_argument("positional", nargs="?")
+    vllm.add_flags(parser)
+    flags = vars(parser.parse_args(vllm.spell_out(line.split())))
+    flags.pop("positional", None)
+    notes: list[str] = []
+    return settings.read(flags, {}, notes.append), notes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--enforce-eager",
+        "--seed 0",
+        "--enable-chunked-prefill",
+        "--disable-log-requests",
+        "--uvicorn-log-level info",
+        "--trust-remote-code",
+        "--max-logprobs 20",
+        '--allowed-origins ["*"] --allowed-methods ["GET","POST"] --allowed-headers ["*"] --allow-credentials',
+        "--uds /tmp/x.sock",
+        "--tensor-parallel-size 1 -pp 1 --swap-space 4 --max-model-len 32k",
+        "m --dtype auto --gpu-memory-utilization 0.9 --max-num-seqs 256 --disable-log-stats --no-enable-prefix-caching",
+        '--compilation-config {"mode":3} -O3 --compilation-config.cudagraph_mode none -cc.mode=3',
+        "--attention-backend FLASH_ATTN --distributed-executor-backend mp --enable-prefix-caching",
+        '--limit-mm-per-prompt {"image":0} --no-enable-log-requests --tokenizer-mode auto --load-format auto',
+        "--max_model_len 2048 --served_model_name a b --cuda-graph-sizes 1 2 4 --api-key x",
+        "--quantization gptq_marlin --kv-cache-memory-bytes 2G --generation-config vllm --stream-interval 4",
+    ],
+)
+def test_start_lines_of_vllm_are_taken(line: str) -> None:
+    """API-02: nearly every start line of a vLLM user was refused."""
+    parse(line)
+
+
+def test_what_is_renamed_has_its_effect() -> None:
+    """API-02: a flag that means something here is honoured, in vLLM's spelling."""
+    found, notes = parse(
+        "--uvicorn-log-level warning --shutdown-timeout 7 --kv-cache-memory-bytes 1.5G --max-model-len 2K "
+        "-q gptq_marlin"
+    )
+    assert notes == []
+    assert (found.gateway.log_level, found.scheduler.log_level, found.worker.log_level) == ("warning",) * 3
+    assert found.gateway.drain_timeout == found.scheduler.drain_timeout == 7
+    assert found.worker.kv_cache_memory == 1.5
+    assert (found.scheduler.max_model_len, found.worker.quantization) == (2048, "gptq")
+    assert parse("--max-model-len auto")[0].scheduler.max_model_len is None
+    assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
+    assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
+    assert parse("--max-logprobs 5")[0].gateway.max_logprobs == 5
+
+
+def test_what_is_taken_without_effect_is_said_once_each() -> None:
+    found, notes = parse("--seed 0 --enforce-eager -tp 1")
+    assert found == parse("")[0]
+    assert [note.partition(" is taken without effect: ")[0] for note in notes] == [
+        "--seed 0",
+        "--enforce-eager",
+        "--tensor-parallel-size 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("-tp 8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
+        ("--tensor_parallel_size=8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
+        ("--enable-lora", "--enable-lora is not supported: adapters are not supported"),
+        ("--no-enable-chunked-prefill", "--enable-chunked-prefill=false is not supported: prompts are always computed"),
+        ("--tool-call-parser hermes", "--tool-call-parser hermes is not supported: tool calls"),
+        ("--speculative-config {}", "--speculative-config {} is not supported: there is no speculative decoding"),
+        ("--tokenizer-mode mistral", "--tokenizer-mode mistral is not supported: "),
+        ("--middleware a.b c.d", "--middleware ['a.b', 'c.d'] is not supported: "),
+        ("--max-model-len 1.0001k", "--max-model-len 1.0001k: must be a whole number"),
+        ("--max-model-len many", "--max-model-len 'many': Expected `int"),
+        ("--no-such-flag-of-vllm", "unrecognized arguments: --no-such-flag-of-vllm"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_its_reason(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(line)
+    assert str(caught.value).startswith(message)
+
+
+def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
+    """API-02, API-03: a file of vLLM's, with strings where Quire has lists."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "served-model-name: foo\napi-key: 123\ntensor-parallel-size: 1\nenforce-eager: true\n"
+        "max-model-len: 2k\nkv_cache_memory_bytes: 1073741824\nrevision: null\n"
+    )
+    notes: list[str] = []
+    found = settings.read({"config": str(file)}, {}, notes.append)
+    assert found.gateway.served_model_name == ["foo"]
+    assert found.gateway.api_key == ["123"]
+    assert (found.scheduler.max_model_len, found.worker.kv_cache_memory) == (2000, 1.0)
+    assert [note.partition(" is taken")[0] for note in notes] == [
+        f"--config {file}: --tensor-parallel-size 1",
+        f"--config {file}: --enforce-eager",
+    ]
+    file.write_text("enable-lora: true\n")
+    with pytest.raises(ConfigError, match=r"vllm\.yaml: --enable-lora is not supported: adapters"):
+        settings.read({"config": str(file)}, {})
+
+
+def test_the_key_of_vllm_protects_the_server() -> None:
+    """API-02: who sets VLLM_API_KEY must not get a server that is open."""
+    assert settings.read({}, {"VLLM_API_KEY": "a,b"}).gateway.api_key == ["a,b"]
+    assert settings.read({}, {"VLLM_API_KEY": "a", "QUIRE_API_KEY": "b"}).gateway.api_key == ["b"]
+    found = settings.read({"api_key": ["c"]}, {"VLLM_API_KEY": "a"})
+    assert found.gateway.api_key == ["c"]
+    assert json.loads(settings.service_environment(found)["QUIRE_API_KEY"]) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own"),
+    [
+        ({"trust_remote_code": True, "swap_space": 4, "enforce_eager": True, "disable_log_stats": False}, {}),
+        ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
+        ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
+        ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),
+    ],
+)
+def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], own: dict[str, Any]) -> None:
+    """API-02: a script of vLLM's needs its import line changed, and nothing else."""
+    named = {"quantization": None, "max_model_len": None}
+    assert translated(named, arguments) == own
+
+
+def test_every_name_stands_once_and_none_is_a_setting_of_quire() -> None:
+    rows = [*vllm.TAKEN.values(), *vllm.REFUSED.values()]
+    names = [word.partition("=")[0].rstrip("!") for row in rows for word in row.split()]
+    own = {knob.name for knob in settings.public_knobs()}
+    assert sorted(names) == sorted(set(names))
+    assert not own & (set(names) | set(vllm.RENAMED))
+    assert set(vllm.RENAMED.values()) <= own
+    assert {name.replace("-", "_") for name in vllm.SHORT.values()} <= set(names) | own
+    assert set(names) >= vllm.SEVERAL
+
+
+def test_the_page_is_current() -> None:
+    """Made by `quire knobs --vllm`."""
+    page = (ROOT / "docs/vllm_flags.md").read_text(encoding="utf-8")
+    assert page == vllm.markdown_page()
+    assert len(re.findall(r"`--", page)) > 250

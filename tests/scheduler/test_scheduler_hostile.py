@@ -1,0 +1,269 @@
+"""A whole scheduler, without sockets, against peers that put something odd into one field of a message.
+
+Whatever it is, the scheduler's loop goes on, and another gateway is served by another worker afterwards.
+"""
+
+import itertools
+import logging
+import random
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.scheduler.config import MAX_BLOCKS, SchedulerConfig
+from services.scheduler.registration import MAX_MEMORY
+from services.scheduler.service import Service
+from shared.errors import ConfigError
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Accepted,
+    Beat,
+    Configure,
+    Fault,
+    Finish,
+    Hello,
+    Ping,
+    Progress,
+    Refused,
+    Register,
+    SampledRow,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Stop,
+    Submit,
+    TokenLogprobs,
+    decode_from_gateway,
+    decode_from_worker,
+    decode_to_gateway,
+    decode_to_worker,
+    encode,
+    pack_tokens,
+)
+from tests.scheduler.examples import FACTS, REGISTER
+from tests.scheduler.peers import FakeListener, as_listener
+from tests.shared.hostile import FLOATS, INTEGERS, ODD, STRINGS, changed, leaves
+
+HOSTILE: tuple[Any, ...] = (*FLOATS, *INTEGERS, *STRINGS, *ODD)
+GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
+SAMPLING = Sampling(4, 7, 0.5, 0.9, 4, 0.1, 0.1, 0.1, 1.1, [(7, 1.0)], 1, [9], 1, 0)
+SCORES = [TokenLogprobs(-0.5, 2, [4], [-0.25])]
+
+
+class World:
+    """A scheduler with a gateway and a worker, and what it has sent to them."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.gateways, self.workers = FakeListener(), FakeListener()
+        self.service = Service(SchedulerConfig(**settings), as_listener(self.gateways), as_listener(self.workers))
+        self.now = time.monotonic()
+        self._ids = itertools.count(100)
+        self._fds = itertools.count(10)
+
+    def turn(self, times: int = 2) -> None:
+        for _ in range(times):
+            self.now += 0.3  # more than a tick
+            self.service._turn(self.now)
+
+    def connect(self, name: bytes) -> int:
+        """Another gateway says Hello; the descriptor of its connection."""
+        fd = next(self._fds)
+        self.gateways.hear(name, Hello(VERSION, name.decode()), fd)
+        return fd
+
+    def register(self, name: bytes, register: Register = REGISTER) -> int:
+        """Another worker comes; the descriptor of its connection."""
+        fd = next(self._fds)
+        self.workers.hear(name, msgspec.structs.replace(register, worker=name.decode()), fd)
+        self.turn()
+        return fd
+
+    def told(self, name: bytes) -> list[Any]:
+        return self.workers.take(name, decode_to_worker)
+
+    def serves(self) -> bool:
+        """Whether a gateway and a worker that come now get a request done."""
+        for worker in self.service._workers._registered.copy().values():
+            self.workers.leave(worker.fd)  # whoever is left makes room
+        self.turn()
+        gateway, worker = self.connect(GOOD), self.register(SPARE)
+        self.workers.hear(SPARE, Beat(), worker)
+        id = next(self._ids)
+        self.gateways.hear(GOOD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0)), gateway)
+        self.turn()
+        for _ in range(20):
+            for plan in [plan for plan in self.told(SPARE) if isinstance(plan, StepPlan)]:
+                slots = [row.slot for row in plan.rows if row.samples]
+                result = StepResult(plan.epoch, plan.step, [SampledRow(slot, [5]) for slot in slots], 0.01)
+                self.workers.hear(SPARE, result, worker)
+            self.turn()
+        said = self.gateways.take(GOOD, decode_to_gateway)
+        rows = [row for message in said if isinstance(message, Progress) for row in message.rows]
+        accepted = [one for message in said if isinstance(message, Accepted) for one in message.ids]
+        return accepted == [id] and [(row.id, row.finish) for row in rows] == [(id, Finish.LENGTH)]
+
+
+def running() -> tuple[World, int, int, list[StepPlan]]:
+    """A world in which the bad gateway has a request running; its connection, the worker's, and the plans."""
+    world = World()
+    gateway, worker = world.connect(BAD), world.register(WORKER)
+    world.workers.hear(WORKER, Beat(), worker)
+    world.gateways.hear(BAD, Submit(1, pack_tokens([1, 2, 3]), 3, SAMPLING), gateway)
+    world.turn()
+    return world, gateway, worker, [plan for plan in world.told(WORKER) if isinstance(plan, StepPlan)]
+
+
+SUBMIT = Submit(2, pack_tokens([1, 2, 70]), 3, SAMPLING, 2, 0, 0, 1.5)
+FROM_GATEWAY = (Hello(VERSION, "bad"), SUBMIT, Abort(1, 0), Ping())
+
+
+@pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda message: type(message).__name__)
+def test_no_value_of_a_gateway_ends_the_scheduler(message: Any) -> None:
+    """PRC-26: what is a message is served or refused, what is none costs its sender at most its connection."""
+    whole = encode(message)
+    world, *_ = running()
+    for path, _ in leaves(msgspec.msgpack.decode(whole)):
+        for value in HOSTILE:
+            gateway = world.connect(BAD)
+            world.gateways.hear(BAD, changed(whole, path, value), gateway)
+            world.turn(1)
+            world.gateways.hear(BAD, encode(SUBMIT), gateway)  # something to be put in order with it
+            world.gateways.hear(BAD, encode(Abort(2)), gateway)
+            world.turn(1)
+    assert world.serves()
+
+
+def results(plan: StepPlan) -> list[msgspec.Struct]:
+    rows = [SampledRow(row.slot, [5], SCORES, SCORES * (row.count - 1)) for row in plan.rows]
+    return [StepResult(plan.epoch, plan.step, rows, 0.01), Fault(plan.epoch, plan.step, "why"), Beat()]
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["StepResult", "Fault", "Beat"])
+def test_no_value_of_a_worker_ends_the_scheduler(kind: int) -> None:
+    """PRC-26: a worker that says what cannot be is given up, and its requests go on elsewhere."""
+    *_, plans = running()
+    paths = [path for path, _ in leaves(msgspec.msgpack.decode(encode(results(plans[0])[kind])))]
+    for path, value in itertools.product(paths, HOSTILE):
+        world, _, worker, (plan, *_) = running()
+        world.workers.hear(WORKER, changed(encode(results(plan)[kind]), path, value), worker)
+        world.turn()
+    assert world.serves() if paths else kind == 2
+
+
+def test_no_figure_of_a_worker_ends_the_scheduler() -> None:
+    """PRC-27: of the first worker or a later one. Only too little memory in the first is an error of the settings."""
+    whole = encode(REGISTER)
+    later, *_ = running()
+    for path, _ in leaves(msgspec.msgpack.decode(whole)):
+        for value in HOSTILE:
+            body = changed(whole, path, value)
+            first, fd = World(), 5
+            first.workers.hear(WORKER, body, fd)
+            try:
+                first.turn()
+            except ConfigError:
+                said = decode_from_worker(body)
+                assert isinstance(said, Register)
+                assert said.kv_memory < said.kv_bytes_per_token * 16, "not one block"
+                continue
+            for told in first.told(WORKER):
+                assert isinstance(told, Stop) or told.num_blocks <= MAX_BLOCKS
+            later.workers.hear(SPARE, body, fd)
+            later.turn(1)
+            later.workers.leave(fd)
+    assert later.serves()
+
+
+TOO_SMALL = msgspec.structs.replace(REGISTER, kv_memory=160 * 49)
+
+
+def test_a_spare_worker_with_less_memory_is_dismissed_and_the_next_one_is_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """PRC-27: it could not hold what was promised, which is no reason for the scheduler to end."""
+    world = World(max_model_len=800)
+    first = world.register(WORKER)
+    world.register(b"small", TOO_SMALL)
+    world.workers.leave(first)
+    world.turn()
+    assert [type(message) for message in world.told(b"small")] == [Stop]
+    assert "its memory holds 784 tokens, but requests of 800" in caplog.text
+    assert world.serves()
+
+
+ABSURD: list[dict[str, Any]] = [
+    {"kv_memory": 2**62},
+    {"kv_memory": MAX_MEMORY + 1, "kv_bytes_per_token": 1},
+    {"kv_bytes_per_token": 2**62},
+    {"kv_bytes_per_token": 0},
+    {"step_seconds": 1e9},
+    {"token_seconds": 1e6},
+    {"step_seconds": float("nan")},
+    {"step_seconds": -1.0},
+    {"token_seconds": float("inf")},
+    {"facts": msgspec.structs.replace(FACTS, max_positions=0)},
+    {"facts": msgspec.structs.replace(FACTS, vocab_size=2**40)},
+]
+
+
+@pytest.mark.parametrize("figures", ABSURD, ids=str)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_figures_beyond_reason_are_refused_at_once(
+    figures: dict[str, Any], is_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PRC-27: the worker is told to end, with a line in the log, and the next one is waited for."""
+    world = World()
+    if not is_first:
+        world.register(WORKER)
+    with caplog.at_level(logging.WARNING):
+        world.register(b"absurd", msgspec.structs.replace(REGISTER, **figures))
+    assert [type(message) for message in world.told(b"absurd")] == [Stop]
+    assert "absurd" in caplog.text
+    assert world.serves()
+
+
+def test_a_token_of_one_byte_makes_no_table_of_gigabytes() -> None:
+    """PRC-27: a pool has no more blocks than can be of use."""
+    world = World()
+    world.register(WORKER, msgspec.structs.replace(REGISTER, kv_memory=2**40, kv_bytes_per_token=1))
+    (told,) = world.told(WORKER)
+    assert isinstance(told, Configure)
+    assert told.num_blocks == MAX_BLOCKS
+
+
+def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
+    """PRC-26: arrivals far in the past or the future are taken for now, or for a little earlier."""
+    world = World(max_num_seqs=1, max_num_batched_tokens=4)
+    gateway, worker = world.connect(BAD), world.register(WORKER)
+    world.workers.hear(WORKER, Beat(), worker)
+    world.turn()
+    chance = random.Random(26)
+    arrivals = [0.0, 1.0, 5e-324, 1e11, time.time() + 3600, time.time() - 3600]
+    chance.shuffle(arrivals)
+    for id, arrival in enumerate(arrivals):
+        world.gateways.hear(BAD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0), arrival=arrival), gateway)
+    before = time.time()
+    world.turn(1)
+    core = world.service.engine._core
+    assert core is not None
+    waiting = [sequence.request.rank[1] for sequence in core._roster.waiting.items]
+    assert len(waiting) == len(arrivals) - 1
+    assert all(before - 11 < arrival <= time.time() for arrival in waiting)
+
+
+def test_a_submit_out_of_range_does_not_cost_its_gateway_the_others() -> None:
+    """PRC-26: it is refused by its id; the request before it goes on."""
+    world, gateway, worker, (plan, *_) = running()
+    body = changed(encode(SUBMIT), (8,), float("nan"))
+    with pytest.raises(Exception, match="not a message"):
+        decode_from_gateway(body)
+    world.gateways.hear(BAD, body, gateway)
+    world.turn()
+    world.workers.hear(WORKER, results(plan)[0], worker)
+    world.turn()
+    said = world.gateways.take(BAD, decode_to_gateway)
+    assert [message.id for message in said if isinstance(message, Refused)] == [2]
+    assert [row.tokens for message in said if isinstance(message, Progress) for row in message.rows] == [[5]]

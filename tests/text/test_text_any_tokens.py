@@ -1,0 +1,176 @@
+"""Whatever ids a model emits, in whatever kind of vocabulary, its text is that of decoding all of them at once.
+
+The library is the judge of every kind. Where bytes of a byte-fallback vocabulary are no text, it makes U+FFFD of all
+bytes of the run, good characters included, which no stream can know in time; there it is given the same run with U+FFFD
+spelled where no character is. QUIRE_TEST_SEQUENCES=100000 draws that many sequences for each kind, instead of a few.
+"""
+
+import os
+import random
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import pytest
+
+from shared.text.detokenizer import Detokenizer
+from tests.text.vocabulary import KINDS, Vocabulary, make_vocabulary
+
+SEQUENCES = int(os.environ.get("QUIRE_TEST_SEQUENCES", "1000"))
+CHARACTERS = ["a", " ", "\n", "é", "\u07ff", "\u0800", "一", "\ufffd", "\uffff", "😀", "\U0010ffff"]
+UNFINISHED = re.compile(  # the beginning of a character, by the table of well-formed UTF-8 in the Unicode standard
+    rb"(?:[\xc2-\xdf]|\xe0[\xa0-\xbf]?|[\xe1-\xec\xee\xef][\x80-\xbf]?|\xed[\x80-\x9f]?"
+    rb"|\xf0(?:[\x90-\xbf][\x80-\xbf]?)?|[\xf1-\xf3](?:[\x80-\xbf][\x80-\xbf]?)?|\xf4(?:[\x80-\x8f][\x80-\xbf]?)?)\Z"
+)
+
+
+def sequence(rng: random.Random, vocabulary: Vocabulary) -> list[int]:
+    """Up to some 30 ids: texts with their bytes changed, silent tokens, runs of one byte, and ids drawn at random."""
+    ids: list[int] = []
+    for _ in range(rng.randint(1, 6)):
+        draw = rng.random()
+        if draw < 0.5 and vocabulary.byte_ids:
+            ids += [vocabulary.byte_ids[byte] for byte in mutated(rng)]
+        elif draw < 0.6 and vocabulary.byte_ids:
+            ids += [vocabulary.byte_ids[rng.choice([0x80, 0xBF, 0xC3, 0xE4, 0xF0, 0xFF])]] * rng.randint(1, 20)
+        elif draw < 0.75:
+            ids += rng.choices(vocabulary.silent_ids, k=rng.choice([1, 2, 20]))
+        else:
+            ids += rng.choices(vocabulary.shown_ids, k=rng.randint(1, 5))
+    return ids
+
+
+def mutated(rng: random.Random) -> bytes:
+    data = bytearray("".join(rng.choices(CHARACTERS, k=rng.randint(1, 4))).encode())
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        at = rng.randrange(len(data))
+        if rng.random() < 0.5 and len(data) > 1:
+            del data[at]
+        else:
+            data[at] = rng.randrange(256)
+    return bytes(data)
+
+
+def decoded(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int]) -> str:
+    """The library's text of `ids`, those that are `hidden` left out."""
+    known = [id for id in ids if id not in hidden and vocabulary.tokenizer.backend.id_to_token(id) is not None]
+    return vocabulary.tokenizer.backend.decode(list(_spelled(vocabulary, known)), skip_special_tokens=False)
+
+
+def _spelled(vocabulary: Vocabulary, ids: Sequence[int]) -> Iterator[int]:
+    """The ids with each run of byte-fallback tokens replaced by one that is text."""
+    value = {id: byte for byte, id in enumerate(vocabulary.byte_ids)}
+    is_fallback = bool(value) and "ByteFallback" in str(vocabulary.tokenizer.backend.decoder)
+    for is_run, run in groupby(ids, lambda id: is_fallback and id in value):
+        if is_run:
+            text = bytes(value[id] for id in run).decode(errors="replace")
+            yield from (vocabulary.byte_ids[byte] for byte in text.encode())
+        else:
+            yield from run
+
+
+def unfinished(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int]) -> bool:
+    """Whether the bytes of all ids end inside a character."""
+    return (
+        UNFINISHED.search(b"".join(vocabulary.tokenizer.token_bytes(id) for id in ids if id not in hidden)) is not None
+    )
+
+
+def certain(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int]) -> str:
+    """The text of `ids` but for a character that they end inside of."""
+    text = decoded(vocabulary, ids, hidden)
+    return text[:-1] if unfinished(vocabulary, ids, hidden) else text
+
+
+def draws(kind: str, count: int = SEQUENCES) -> Iterator[tuple[random.Random, Vocabulary, list[int]]]:
+    vocabulary, rng = make_vocabulary(kind), random.Random(kind)
+    for _ in range(count):
+        yield rng, vocabulary, sequence(rng, vocabulary)
+
+
+@pytest.mark.timeout(0 if SEQUENCES > 1000 else 120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_of_any_tokens_is_that_of_one_decoding_and_only_an_unfinished_character_waits(kind: str) -> None:
+    """TXT-01, TXT-02, TXT-03: the text so far is that of the tokens so far, after each token."""
+    for rng, vocabulary, ids in draws(kind):
+        skip = rng.random() < 0.5
+        hidden = vocabulary.tokenizer.special_ids if skip else frozenset()
+        detokenizer = Detokenizer(vocabulary.tokenizer, [], skip)
+        text = ""
+        for at, token in enumerate(ids, 1):
+            text += detokenizer.push(token)
+            assert text == certain(vocabulary, ids[:at], hidden), (ids[:at], skip)
+        whole = decoded(vocabulary, ids, hidden)
+        assert text + detokenizer.flush() == vocabulary.tokenizer.decode(ids, skip) == whole, (ids, skip)
+
+
+@pytest.mark.timeout(0 if SEQUENCES > 1000 else 120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_behind_any_prompt_the_text_goes_on_where_the_prompts_last_whole_character_ends(kind: str) -> None:
+    """TXT-01, TXT-03: also where the prompt ends inside a character, or in hidden tokens behind a part of one."""
+    for rng, vocabulary, ids in draws(kind):
+        skip, cut = rng.random() < 0.5, rng.randrange(len(ids) + 1)
+        hidden = vocabulary.tokenizer.special_ids if skip else frozenset()
+        detokenizer = Detokenizer(vocabulary.tokenizer, ids[:cut], skip)
+        text = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
+        behind = [id for id in ids[cut:] if id not in hidden and vocabulary.tokenizer.token_bytes(id)]
+        if unfinished(vocabulary, ids[:cut], hidden) and not behind:
+            assert text == ""  # nothing of the prompt alone
+        else:
+            before = certain(vocabulary, ids[:cut], hidden)
+            assert before + text == decoded(vocabulary, ids, hidden), (ids[:cut], ids[cut:], skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_echo_and_what_follows_are_one_text(kind: str) -> None:
+    """TXT-05: the special tokens of the prompt show, and those behind it by choice."""
+    for rng, vocabulary, ids in draws(kind, 200):
+        skip, cut = rng.random() < 0.5, rng.randrange(len(ids) + 1)
+        tokenizer = vocabulary.tokenizer
+        shown = [*ids[:cut], *(id for id in ids[cut:] if not (skip and id in tokenizer.special_ids))]
+        detokenizer = Detokenizer(tokenizer, ids[:cut], skip, echo=True)
+        echo = tokenizer.decode(ids[:cut], skip_special_tokens=False, final=False)
+        text = echo + "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
+        assert text == decoded(vocabulary, shown, frozenset())
+
+
+def pieces(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
+    """What each token shows, and at last what waits."""
+    detokenizer = Detokenizer(vocabulary.tokenizer, [])
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+@pytest.mark.parametrize(
+    ("spelled", "shown"),
+    [
+        (b"\xc3\xa9\xe9a", ["", "é", "", "\ufffda", ""]),
+        (b"\xff" * 14 + "😀A".encode(), ["\ufffd"] * 14 + ["", "", "", "😀", "A", ""]),
+        (b"\xef\xbf\xbd" * 20, ["", "", "\ufffd"] * 20 + [""]),
+        (b"\xf0\x9f\x98", ["", "", "", "\ufffd"]),
+        (b"\xed\xa0\x80", ["", "\ufffd\ufffd", "\ufffd", ""]),  # half of a surrogate pair is no character
+        (b"\xe4\xb8\xe4\xb8\x80", ["", "", "\ufffd", "", "一", ""]),
+    ],
+)
+def test_bytes_that_are_no_character_show_as_soon_as_that_is_certain(
+    kind: str, spelled: bytes, shown: list[str]
+) -> None:
+    """TXT-01, TXT-02"""
+    vocabulary = make_vocabulary(kind)
+    ids = [vocabulary.byte_ids[byte] for byte in spelled]
+    assert pieces(vocabulary, ids) == shown
+    assert vocabulary.tokenizer.decode(ids) == "".join(shown) == spelled.decode(errors="replace")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("count", [1, 13, 15, 16, 40])
+def test_hidden_tokens_before_and_inside_a_character_do_not_harm_it(kind: str, count: int) -> None:
+    """TXT-03"""
+    vocabulary = make_vocabulary(kind)
+    smile = [vocabulary.byte_ids[byte] for byte in "😀".encode()]
+    for silent in vocabulary.silent_ids:
+        for at in range(4):
+            ids = [*smile[:at], *[silent] * count, *smile[at:]]
+            assert "".join(pieces(vocabulary, ids)) == "😀"
+            detokenizer = Detokenizer(vocabulary.tokenizer, ids[: at + count])
+            assert "".join(map(detokenizer.push, ids[at + count :])) == "😀"
