@@ -24,14 +24,15 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.checkpoint import locate, locate_tokenizer
 from shared.config import resolve
-from shared.errors import ConfigError, InvalidRequest, QuireError
+from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.params import SamplingParams
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Ids may be an integer array of numpy's or
+torch's, and a prompt for each row of one with two dimensions."""
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -136,8 +137,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt. One output a prompt, in the prompts' order, whichever was finished first.
 
-        Sampling parameters are one for all, or one a prompt. Raises `InvalidRequest`, before anything runs, if one of
-        the prompts cannot be served.
+        Sampling parameters are one for all, or one a prompt. Raises `InvalidRequest`, before anything runs, for an
+        argument of a wrong type, or if one of the prompts cannot be served.
         """
         listed = as_list(prompts)
         with self._lock:
@@ -158,12 +159,19 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through the model's chat template or `chat_template` (Jinja)."""
+        """Answer a conversation, or each of several, through the model's chat template or `chat_template` (Jinja).
+
+        Raises as `generate` does.
+        """
+        check_type("messages", messages, Sequence, "a list of messages, or of such lists")
+        check_type("chat_template", chat_template, (str, type(None)), "a text")
+        check_type("chat_template_kwargs", chat_template_kwargs, (Mapping, type(None)), "a mapping")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         template = self._template if chat_template is None else ChatTemplate(chat_template, self._tokenizer.special)
         prompts: list[Prompt] = []
         for conversation in conversations:
+            check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
             text = template.render(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
@@ -184,8 +192,11 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.get_default_sampling_params()] * count
+        check_type("sampling_params", given, Sequence, "a SamplingParams, or a list of one for each prompt")
         if len(given) != count:
             raise InvalidRequest(f"there are {count} prompts, but {len(given)} sampling_params", "sampling_params")
+        for one in given:
+            check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
         return given
 
     def _prepare(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> Pending:
@@ -206,20 +217,19 @@ class LLM:
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise InvalidRequest(f"a prompt cannot have {', '.join(sorted(unknown))}", "prompt")
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise InvalidRequest(f"a prompt cannot have {brief(sorted(map(str, unknown)))}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None:
+            check_type("prompt", text, str, "a text")
         if ids is not None:
-            tokens = list(ids)
-        elif isinstance(text, str):
+            tokens = token_ids(ids, vocab_size)
+        elif text is not None:
             tokens = self._tokenizer.encode(text)
         else:
             raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", "prompt")
         if not tokens:
             raise InvalidRequest("a prompt must have at least one token", "prompt")
-        for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}, got {token!r}", "prompt")
         return text, tokens
 
 
@@ -246,12 +256,43 @@ def run(engine: Engine, requests: Sequence[Pending], *, use_tqdm: bool) -> list[
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list; a list of ints is one prompt."""
+    """One prompt or several as a list; a list of ints is one prompt. Raises `InvalidRequest` for anything else."""
+    prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    check_type("prompts", prompts, Sequence, "a text, token ids, a mapping, or a list of these")
+    if len(prompts) and is_integer(plain(prompts[0])):
         return [prompts]  # type: ignore[list-item]  # its first item shows that it holds token ids
-    return list(prompts)  # type: ignore[arg-type]
+    return [plain(prompt) for prompt in prompts]
+
+
+def plain(value: Any) -> Any:
+    """Return an array of numpy's or torch's as lists of numbers, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def is_integer(value: object) -> bool:
+    """Return whether `value` is an integer of Python's, numpy's or torch's; a bool is none."""
+    return type(value) is int or (hasattr(value, "__index__") and not isinstance(value, bool))
+
+
+def token_ids(ids: Any, vocab_size: int) -> list[int]:
+    """Return a prompt's token ids as ints. Raises `InvalidRequest` naming what is none."""
+    ids = plain(ids)
+    check_type("prompt", ids, Sequence, "a text, token ids or a mapping")
+    if isinstance(ids, (str, bytes)):
+        raise InvalidRequest(f"prompt_token_ids must be a list of ids, got {brief(ids)}", "prompt")
+    tokens = [token if type(token) is int else plain(token) for token in ids]
+    for token in tokens:
+        if not is_integer(token) or not 0 <= token < vocab_size:
+            raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}, got {brief(token)}", "prompt")
+    return tokens
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise `InvalidRequest` naming the argument unless `value` is of `kind`, which `what` says in words."""
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{name} must be {what}, got {brief(value)}", name)
 
 
 def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,11 @@ Each boundary translates them: the gateway into OpenAI error bodies, the command
 offline `LLM` raises them as they are. Anything else that escapes is a bug of ours and is treated as one.
 """
 
+import reprlib
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
 
 class QuireError(Exception):
     """Base of the errors that are meant for a user's eyes."""
@@ -45,3 +50,11 @@ class ConfigError(QuireError):
 
 class ProtocolError(QuireError):
     """A peer sent something that is not a message of this protocol version."""
+
+
+def brief(value: object) -> str:
+    """Return the repr of something that a client sent, cut to a line: it may be megabytes, and is not copied whole."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python does not print integers of more than some thousand digits
+        return f"<{type(value).__name__}>"

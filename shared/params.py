@@ -1,30 +1,48 @@
 """`SamplingParams`: how one request is to be sampled, as its user said it.
 
-Both front doors make one of these; it checks itself when it is made, so that a wrong value is refused in the same
-words everywhere. `lower` turns it into the wire's `Sampling`.
+Both front doors make one of these. It checks itself when it is made, types included, so that a wrong value is refused
+in the same words everywhere and before anything runs. `lower` turns it into the wire's `Sampling`.
+
+Whole numbers may be written as 5.0, since some clients' languages have no other numbers, or come as numpy's and
+torch's scalars; what is kept is an int. Every list's length is checked before anything loops over it.
 """
 
 import math
+import operator
+import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, brief
 from shared.protocol import Sampling
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1024  # characters; as many may be held back from a stream
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 16_384  # tokens; some ten milliseconds for each process that they pass
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
+REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_ID = re.compile(r"[0-9]{1,12}")
+OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"})
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of one request. Raises `InvalidRequest`, naming the field, for a value out of its range.
+    """Sampling of one request. Raises `InvalidRequest`, naming the field, for a value of another type or range.
 
     `max_tokens` of None means to the end of the context. `seed` of None or -1 means unseeded. `logprobs` asks for
     so many alternatives for each output token (0: only the token's own); `top_logprobs` is the chat API's name for
-    the same number. `top_k` of 0 or -1 is off. A temperature of 0 is greedy.
+    the same number. `top_k` of 0 or -1 is off. A temperature of 0 is greedy. Keys of `logit_bias` may be strings, as
+    in JSON; `lower` checks them, since only the model tells which ids there are.
     """
 
     n: int = 1
@@ -41,7 +59,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Mapping[Any, float] | None = None
     logprobs: int | None = None
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -49,6 +67,26 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+        self._check_stops()
+        self._check_bias()
+
+    def _check_types(self) -> None:
+        for name in WHOLE:
+            self._set(name, whole)
+        for name in REAL:
+            self._set(name, real)
+        for name in FLAGS:
+            self._set(name, flag)
+
+    def _set(self, name: str, convert: Any) -> None:
+        """Replace a field's value by what `convert` makes of it."""
+        value = getattr(self, name)
+        if value is not None or name not in OPTIONAL:
+            force_setattr(self, name, convert(name, value))
+
+    def _check_ranges(self) -> None:
         _between("n", self.n, 1, MAX_N)
         _between("temperature", self.temperature, 0.0, 2.0)
         _check(0.0 < self.top_p <= 1.0, "top_p", "must be greater than 0 and at most 1", self.top_p)
@@ -69,11 +107,28 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None:
                 _between(name, value, 0, MAX_LOGPROBS)
-        stops = self.stop_strings
-        _check(len(stops) <= MAX_STOP_STRINGS, "stop", f"must hold at most {MAX_STOP_STRINGS} strings", len(stops))
-        _check(all(stops), "stop", "must not hold an empty string", "")
-        for token, bias in (self.logit_bias or {}).items():
-            _check(-100.0 <= bias <= 100.0, "logit_bias", f"must be between -100 and 100 for token {token}", bias)
+
+    def _check_stops(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, str):
+            _check_length("stop", self.stop, MAX_STOP_STRINGS, "strings")
+            _check(all(isinstance(stop, str) for stop in self.stop), "stop", "must hold strings only", self.stop)
+        for stop in self.stop_strings:
+            _check(stop != "", "stop", "must not hold an empty string", stop)
+            _check(len(stop) <= MAX_STOP_LENGTH, "stop", f"must hold at most {MAX_STOP_LENGTH} characters", len(stop))
+        if self.stop_token_ids is not None:
+            _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
+            force_setattr(self, "stop_token_ids", [whole("stop_token_ids", token) for token in self.stop_token_ids])
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        _check(isinstance(self.logit_bias, Mapping), "logit_bias", "must map token ids to numbers", self.logit_bias)
+        _check_length("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "tokens")
+        biases = {
+            key if isinstance(key, str) else whole("logit_bias", key): _bias(key, value)
+            for key, value in self.logit_bias.items()
+        }
+        force_setattr(self, "logit_bias", biases)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -97,8 +152,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
-        for token in self.logit_bias or ():
-            _token_in_vocabulary("logit_bias", token, vocab_size)
         stop_ids = dict.fromkeys(self.stop_token_ids or ())  # a set in order
         if not self.ignore_eos:
             stop_ids |= dict.fromkeys(eos_token_ids)
@@ -121,17 +174,24 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            logit_bias=sorted((self.logit_bias or {}).items()),
+            logit_bias=self._biases(vocab_size),
             min_tokens=self.min_tokens,
             stop_token_ids=list(stop_ids),
             logprobs=-1 if wanted is None else wanted,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
         )
 
+    def _biases(self, vocab_size: int) -> list[tuple[int, float]]:
+        """Return `logit_bias` as (token id, bias), in order. Raises `InvalidRequest`, naming the key at fault."""
+        biases = {
+            _token_in_vocabulary("logit_bias", key, vocab_size): bias for key, bias in (self.logit_bias or {}).items()
+        }
+        return sorted(biases.items())
+
     def _room(self, prompt_len: int, max_model_len: int) -> int:
         wanted = 1 if self.max_tokens is None else self.max_tokens
         if prompt_len + wanted > max_model_len:
-            asked = "" if self.max_tokens is None else f" and max_tokens is {self.max_tokens}"
+            asked = "" if self.max_tokens is None else f" and max_tokens is {brief(self.max_tokens)}"
             raise InvalidRequest(
                 f"the context of this model is {max_model_len} tokens, but the prompt has {prompt_len}{asked}",
                 "prompt" if prompt_len >= max_model_len else "max_tokens",
@@ -139,14 +199,63 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return max_model_len - prompt_len if self.max_tokens is None else self.max_tokens
 
 
+def whole(name: str, value: Any) -> int:
+    """Return a whole number as an int, however it was written. Raises `InvalidRequest` naming the field."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, bool):
+        with suppress(TypeError):  # neither an integer nor a scalar of numpy's or torch's that is one
+            return operator.index(value)
+    raise InvalidRequest(f"{name} must be a whole number, got {brief(value)}", name)
+
+
+def real(name: str, value: Any) -> float:
+    """Return a number as it is, or as a float. Raises `InvalidRequest` naming the field."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if hasattr(value, "dtype") and "bool" not in str(value.dtype):  # numpy's and torch's scalars
+        with suppress(TypeError, ValueError, RuntimeError):  # or an array
+            return float(value)
+    raise InvalidRequest(f"{name} must be a number, got {brief(value)}", name)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a bool. Raises `InvalidRequest`, naming the field, for anything that is only true or false to Python."""
+    _check(isinstance(value, bool), name, "must be true or false", value)
+    return bool(value)
+
+
 def _check(holds: bool, param: str, rule: str, value: object) -> None:
     if not holds:
-        raise InvalidRequest(f"{param} {rule}, got {value!r}", param)
+        raise InvalidRequest(f"{param} {rule}, got {brief(value)}", param)
 
 
 def _between(param: str, value: float, low: float, high: float) -> None:
     _check(low <= value <= high, param, f"must be between {low} and {high}", value)
 
 
-def _token_in_vocabulary(param: str, token: int, vocab_size: int) -> None:
-    _check(0 <= token < vocab_size, param, f"must hold token ids from 0 to {vocab_size - 1}", token)
+def _check_length(param: str, values: Any, most: int, of: str) -> None:
+    """Raise `InvalidRequest` unless `values` is a list or the like of at most so many."""
+    sized = hasattr(values, "__len__") and hasattr(values, "__iter__") and not isinstance(values, (str, bytes))
+    _check(sized, param, f"must be a list of {of}", values)
+    _check(len(values) <= most, param, f"must hold at most {most} {of}", len(values))
+
+
+def _bias(key: object, value: Any) -> float:
+    try:
+        bias = real("logit_bias", value)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error.message} for token {brief(key)}", "logit_bias") from error
+    if not -100.0 <= bias <= 100.0:
+        raise InvalidRequest(
+            f"logit_bias must be between -100 and 100 for token {brief(key)}, got {brief(bias)}", "logit_bias"
+        )
+    return bias
+
+
+def _token_in_vocabulary(param: str, token: object, vocab_size: int) -> int:
+    """Return a token id, which in JSON's keys is a string."""
+    id = int(token) if isinstance(token, str) and _ID.fullmatch(token) else token
+    if not isinstance(id, int) or not 0 <= id < vocab_size:
+        raise InvalidRequest(f"{param} must hold token ids from 0 to {vocab_size - 1}, got {brief(token)}", param)
+    return id

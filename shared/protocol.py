@@ -132,6 +132,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     sample: Index = 0  # index of the first sample
     priority: Annotated[int, Meta(ge=-(2**63), le=_INT64)] = 0  # lower is served first
     arrival: Time = 0.0  # when the gateway took it in; orders the queue across gateways
+    turn: Index = 0  # samples of the same user's request before the first of these; others' may be served between
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):

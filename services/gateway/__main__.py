@@ -7,6 +7,7 @@ one line on stderr and status 2.
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -40,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
         set_log_level(config.log_level)
         follow(config.supervisor)
-        uvloop.run(serve(config, ServedModel.load(config)))
+        model = ServedModel.load(config)
+        gc.collect()
+        gc.freeze()  # a full collection, which stops the loop, need not look at what stays until the end
+        uvloop.run(serve(config, model))
     except QuireError as error:
         print(printable(f"gateway: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
         return EXIT_REFUSED

@@ -6,21 +6,20 @@ from typing import Any
 
 from aiohttp import web
 
-from services.gateway import access, cors, expect, faults
+from services.gateway import access, cors, expect, faults, ignored
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
 from services.gateway.serving import GATEWAY, Gateway
 from shared.errors import Unavailable
 
-MIB = 1024 * 1024
 STARTED = int(time.time())
 
 
 def make_app(gateway: Gateway) -> web.Application:
     """The HTTP application of a gateway. Its backend is the caller's to start and stop."""
-    app = web.Application(middlewares=access.MIDDLEWARES, client_max_size=gateway.config.max_body_size * MIB)
+    app = web.Application(middlewares=access.MIDDLEWARES)
     app[GATEWAY] = gateway
-    app.on_response_prepare.extend([access.sign, cors.sign])
+    app.on_response_prepare.extend([access.sign, cors.sign, ignored.sign])
     app.add_routes(
         [
             web.post("/v1/chat/completions", chat_completions, expect_handler=expect.check),

@@ -9,7 +9,8 @@ from aiohttp import web
 
 from services.gateway.body import Head, read
 from services.gateway.generation import Generation, Update
-from services.gateway.logprobs import chat_logprobs, prompt_logprobs
+from services.gateway.logprobs import chat_logprobs, has_many_scores, prompt_logprobs
+from services.gateway.offload import off_loop_if
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import chat_prompt
 from services.gateway.sampling import chat_params, priority_of
@@ -31,7 +32,8 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
         head = Head.now(id, "chat.completion.chunk", gateway.model.name)
         return await stream(http, gateway, [job], _Chunks(head, bool(request.logprobs)), request.stream_options)
     head = Head.now(id, "chat.completion", gateway.model.name)
-    return _answer(head, request, await collect(gateway, [job]))
+    generations = await collect(gateway, [job])
+    return await off_loop_if(has_many_scores(generations), _answer, head, request, generations)
 
 
 async def _job(gateway: Gateway, request: ChatRequest, arrived: float) -> Job:
@@ -77,6 +79,9 @@ class _Chunks:
 
     def opening(self, index: int, generation: Generation) -> bytes:
         return _OPENING % index
+
+    async def prepare(self, position: int, generation: Generation) -> None:
+        """Do nothing: a chat echoes nothing."""
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample = generation.samples[update.sample]

@@ -9,8 +9,10 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.body import Head, read
+from services.gateway.bounds import MAX_LISTED, MAX_SAMPLES
 from services.gateway.generation import Generation, Update
-from services.gateway.logprobs import completion_logprobs, prompt_logprobs
+from services.gateway.logprobs import completion_logprobs, has_many_scores, prompt_logprobs
+from services.gateway.offload import off_loop_if
 from services.gateway.openai import CompletionRequest
 from services.gateway.prompt import Prompt, completion_prompts
 from services.gateway.sampling import COMPLETION_TOKENS, completion_params, priority_of
@@ -20,9 +22,6 @@ from services.gateway.usage import usage
 from shared.errors import InvalidRequest
 from shared.params import SamplingParams
 from shared.text.logprobs import LogprobEntry
-
-MAX_CHOICES = 4096
-"""Prompts times n. Each choice costs the gateway some kilobytes, and the answer is in one piece."""
 
 MAX_SCORES = 1_000_000
 """Log-probabilities of prompt tokens in one answer, alternatives included. They make some 30 MB of JSON."""
@@ -39,11 +38,13 @@ async def completions(http: web.Request) -> web.StreamResponse:
     if request.stream:
         return await stream(http, gateway, jobs, _Chunks(head), request.stream_options)
     generations = await collect(gateway, jobs)
-    scores = request.prompt_logprobs is not None
+    return await off_loop_if(has_many_scores(generations), _answer, head, request, generations)
+
+
+def _answer(head: Head, request: CompletionRequest, generations: Sequence[Generation]) -> web.Response:
     choices: list[dict[str, Any]] = []
     for at, generation in enumerate(generations):
-        choices += _choices(at, generation, scores)
-        await asyncio.sleep(0)  # the other requests' turn: many log-probabilities take long
+        choices += _choices(at, generation, request.prompt_logprobs is not None)
     return head.answer(choices, usage=usage(generations))
 
 
@@ -55,17 +56,24 @@ async def _jobs(gateway: Gateway, request: CompletionRequest, arrived: float) ->
     prompts = await completion_prompts(
         request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.facts.vocab_size
     )
-    if len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}", "prompt")
+    _check_samples(len(prompts), params)
     default = COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
     _check_scores(prompts, params)
-    return [
-        gateway.job(
-            prompt, params, default_max_tokens=default, priority=priority, arrived=arrived, echo=request.echo is True
+    jobs: list[Job] = []
+    for at, prompt in enumerate(prompts):
+        job = gateway.job(
+            prompt,
+            params,
+            default_max_tokens=default,
+            priority=priority,
+            arrived=arrived,
+            turn=at * params.n,
+            echo=request.echo is True,
         )
-        for prompt in prompts
-    ]
+        jobs.append(job)
+        await asyncio.sleep(0)  # the other requests' turn
+    return jobs
 
 
 def _choices(position: int, generation: Generation, with_scores: bool) -> list[dict[str, Any]]:
@@ -86,6 +94,16 @@ def _choices(position: int, generation: Generation, with_scores: bool) -> list[d
         }
         for at, sample in enumerate(generation.samples)
     ]
+
+
+def _check_samples(prompts: int, params: SamplingParams) -> None:
+    if prompts * params.n > MAX_SAMPLES:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {prompts * params.n}", "prompt")
+    listed = len(params.logit_bias or ()) + len(params.stop_token_ids or ())
+    if prompts > 1 and prompts * listed > MAX_LISTED:
+        raise InvalidRequest(
+            f"prompts times entries of logit_bias and stop_token_ids must be at most {MAX_LISTED}", "prompt"
+        )
 
 
 def _check_scores(prompts: Sequence[Prompt], params: SamplingParams) -> None:
@@ -132,6 +150,10 @@ class _Chunks:
             return b""
         return _MIDDLE % (index, _text(job.echo), b"null")
 
+    async def prepare(self, position: int, generation: Generation) -> None:
+        """Make the echo's log-probabilities, of which each choice's first chunk has all."""
+        self._echoed[position] = await off_loop_if(has_many_scores([generation]), _echoed, generation)
+
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample, job = generation.samples[update.sample], generation.job
         echoed = self._once(index, generation)
@@ -146,10 +168,7 @@ class _Chunks:
         if index in self._begun:
             return None
         self._begun.add(index)
-        prompt = index // generation.job.params.n
-        if prompt not in self._echoed:
-            self._echoed[prompt] = _echoed(generation)
-        return self._echoed[prompt]
+        return self._echoed[index // generation.job.params.n]
 
 
 _MIDDLE = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null,"stop_reason":null}'

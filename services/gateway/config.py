@@ -61,7 +61,16 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int, Meta(ge=0, le=MAX_LOGPROBS, description="Log-probabilities for each token that a request may ask for.")
     ] = MAX_LOGPROBS
-    max_body_size: Annotated[int, Meta(ge=1, description="MiB of a request's body; longer ones get status 413.")] = 32
+    max_body_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="MiB of a request's body; longer ones get status 413. Unset: 4, and 32 bytes for each token of "
+            "the context, but at most 16; beyond that, bodies may hold up other requests' streams."
+        ),
+    ] = None
+    strict_fields: Annotated[
+        bool, Meta(description="Refuse a request with a field that this server does not know, instead of ignoring it.")
+    ] = False
     keep_alive_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
     ] = 75.0

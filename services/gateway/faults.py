@@ -28,6 +28,9 @@ TYPES: Mapping[int, str] = {
     503: "ServiceUnavailableError",
 }
 
+MESSAGE = 500  # characters; a client's own words, such as a template's error about them, may be megabytes
+PARAM = 100  # characters
+
 SOON = 1  # seconds after which it is worth trying an unavailable server again
 
 
@@ -88,7 +91,9 @@ def fault_of(error: BaseException) -> Fault:
 
 def body(fault: Fault) -> bytes:
     """The JSON object of a fault."""
-    error = {"message": fault.message, "type": _type(fault.status), "param": fault.param, "code": fault.status}
+    param = None if fault.param is None else _cut(fault.param, PARAM)
+    message = _cut(fault.message, MESSAGE)
+    error = {"message": message, "type": _type(fault.status), "param": param, "code": fault.status}
     return msgspec.json.encode({"error": error})
 
 
@@ -97,6 +102,10 @@ def respond(fault: Fault) -> web.Response:
     return web.Response(
         status=fault.status, body=body(fault), content_type="application/json", headers=dict(fault.headers)
     )
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _type(status: int) -> str:

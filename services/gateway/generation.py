@@ -155,7 +155,7 @@ class Generation:
 @asynccontextmanager
 async def submit(gateway: Gateway, job: Job) -> AsyncIterator[Generation]:
     """Runs `job` at an engine for as long as the region is not left."""
-    submitted = gateway.backend.submit(job.tokens, job.sampling, n=job.params.n, priority=job.priority)
+    submitted = gateway.backend.submit(job.tokens, job.sampling, n=job.params.n, priority=job.priority, turn=job.turn)
     async with submitted as attempt:
         generation = Generation(job, attempt, gateway.model.tokenizer, gateway.metrics)
         try:

@@ -97,7 +97,7 @@ class Link:
     def name(self) -> str:
         return self.welcome.engine if self.welcome else self.address
 
-    def submit(self, tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> Attempt:
+    def submit(self, tokens: "array[int]", sampling: Sampling, n: int, priority: int, turn: int = 0) -> Attempt:
         """Start a request."""
         attempt = Attempt(next(self._ids), n, self.name, self._send)
         self._attempts[attempt.id] = attempt
@@ -111,6 +111,7 @@ class Link:
                 n=n,
                 priority=priority,
                 arrival=time.time(),
+                turn=turn,
             )
         )
         return attempt

@@ -1,23 +1,40 @@
 """Log-probabilities in the three shapes of the API: a chat's, a completion's, and vLLM's for prompts.
 
-There is one entry for each token generated, the token that ended the sample included.
+There is one entry for each token generated, the token that ended the sample included. Each is made JSON at once: an
+answer may have a million of them, and a tree of so many objects would be one long call to encode, and to free.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from services.gateway.generation import Generation
 from shared.text.logprobs import LogprobEntry
+
+_encode = msgspec.json.Encoder().encode
+
+
+MANY = 2000  # log-probabilities, of which JSON is made in a few milliseconds
+
+
+def has_many_scores(generations: Sequence[Generation]) -> bool:
+    """Return whether the log-probabilities of an answer, alternatives included, take the loop too long."""
+    return sum(map(_scores, generations)) > MANY
+
+
+def _scores(generation: Generation) -> int:
+    params, count = generation.job.params, 0
+    if params.num_logprobs is not None:
+        count += generation.output_tokens * (params.num_logprobs + 1)
+    if params.prompt_logprobs is not None:
+        count += len(generation.job.tokens) * (params.prompt_logprobs + 1)
+    return count
 
 
 def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
     """`{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}`"""
-    return {
-        "content": [
-            _token(entry.token, entry.bytes, entry.logprob)
-            | {"top_logprobs": [_token(other.token, other.bytes, other.logprob) for other in entry.top]}
-            for entry in entries
-        ]
-    }
+    return {"content": [_raw(_with_alternatives(entry)) for entry in entries]}
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, list[Any]]:
@@ -26,13 +43,22 @@ def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str
         "text_offset": [entry.offset for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "tokens": [entry.token for entry in entries],
-        "top_logprobs": [_alternatives(entry, count) for entry in entries],
+        "top_logprobs": [_raw(_alternatives(entry, count)) for entry in entries],
     }
 
 
-def prompt_logprobs(entries: Sequence[LogprobEntry], count: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[LogprobEntry], count: int) -> list[msgspec.Raw | None]:
     """For each token of a prompt what is known by token id; null for the first."""
-    return [None if entry.logprob is None else _by_id(entry, count) for entry in entries]
+    return [None if entry.logprob is None else _raw(_by_id(entry, count)) for entry in entries]
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))
+
+
+def _with_alternatives(entry: LogprobEntry) -> dict[str, Any]:
+    top = [_token(other.token, other.bytes, other.logprob) for other in entry.top]
+    return _token(entry.token, entry.bytes, entry.logprob) | {"top_logprobs": top}
 
 
 def _token(token: str, raw: bytes, logprob: float | None) -> dict[str, Any]:

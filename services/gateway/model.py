@@ -12,7 +12,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
 from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
-from shared.errors import ConfigError, ModelError
+from shared.errors import ConfigError, ModelError, brief
 from shared.text.generation import SamplingDefaults
 from shared.text.json_file import read_json
 from shared.text.template import ChatTemplate
@@ -56,7 +56,7 @@ class ServedModel(Struct, frozen=True):
         """Raises `UnknownModel` unless `name` is one of ours, or left open."""
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
-            raise UnknownModel(f"the model {name!r} is not served here; there is: {known}", "model")
+            raise UnknownModel(f"the model {brief(name)} is not served here; there is: {known}", "model")
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:

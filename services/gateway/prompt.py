@@ -1,8 +1,8 @@
 """From a request's prompt or messages to token ids, checked against the vocabulary and the context.
 
-One loop serves all streams of this gateway, so whatever may take long is done in a thread: the tokenizer lets go of the
-interpreter meanwhile, a template is interrupted every few milliseconds. What cannot fit is refused before that, by its
-number of characters or messages.
+One loop serves all streams of this gateway, so whatever may take long is done off it: the tokenizer lets go of the
+interpreter meanwhile, all else shares one thread (offload.py). What cannot fit is refused before that, by its number
+of characters, ids or messages.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.gateway.bounds import MAX_SAMPLES
+from services.gateway.offload import off_loop_if
 from services.gateway.openai import ChatRequest, CompletionRequest
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, brief
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
-MAX_PROMPTS = 1024
-LONG = 20_000  # characters; about ten milliseconds of tokenizing
+LONG = 20_000  # characters or ids; about ten milliseconds of tokenizing
 MANY = 64  # messages; about a millisecond of rendering
 GROUP = 1_000_000  # characters that are tokenized at once; what the library makes of them is some hundred megabytes
 
@@ -35,13 +36,14 @@ async def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
 ) -> list[Prompt]:
     """One prompt for each text or list of ids in the request. Raises `InvalidRequest` naming `prompt`."""
-    given = _split(request.prompt)
+    given = _split(request.prompt, max_model_len)
     texts = [part for part in given if isinstance(part, str)]
     if texts:
         special = request.add_special_tokens is not False
         offsets = request.echo is True and request.logprobs is not None
         return await _from_texts(texts, tokenizer, special, max_model_len, "prompt", offsets)
-    return [_from_ids(part, max_model_len, vocab_size) for part in given if not isinstance(part, str)]
+    ids = [part for part in given if not isinstance(part, str)]
+    return await off_loop_if(sum(map(len, ids)) > LONG, _from_all_ids, ids, max_model_len, vocab_size)
 
 
 async def chat_prompt(
@@ -53,7 +55,7 @@ async def chat_prompt(
             f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
             "messages",
         )
-    text = render(request, template) if _is_short(request) else await asyncio.to_thread(render, request, template)
+    text = await off_loop_if(not _is_short(request), render, request, template)
     (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
     return prompt
 
@@ -68,21 +70,22 @@ def render(request: ChatRequest, template: ChatTemplate) -> str:
     )
 
 
-def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
-    """The prompts one by one, from any of the four ways to write them."""
+def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Sequence[str | list[int]]:
+    """Return the prompts one by one, from any of the four ways to write them. Their number is checked first."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt must not be empty", "prompt")
+    single = isinstance(prompt[0], int)
+    if single:
+        _check_length(len(prompt), max_model_len, "prompt")
+    elif len(prompt) > MAX_SAMPLES:
+        raise InvalidRequest(f"prompt must hold at most {MAX_SAMPLES} prompts, got {len(prompt)}", "prompt")
     if len(kinds := {type(part) for part in prompt}) > 1:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise InvalidRequest(f"prompt must hold only texts, only ids or only lists of ids, got {names}", "prompt")
     parts: list[Any] = prompt
-    if isinstance(parts[0], int):
-        return [parts]
-    if len(parts) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(parts)}", "prompt")
-    return parts
+    return [parts] if single else parts
 
 
 def _is_short(request: ChatRequest) -> bool:
@@ -147,11 +150,15 @@ def _check_length(count: int, max_model_len: int, param: str) -> None:
         raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
 
 
+def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[Prompt]:
+    return [_from_ids(ids, max_model_len, vocab_size) for ids in prompts]
+
+
 def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> Prompt:
     _check_length(len(ids), max_model_len, "prompt")
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
         raise InvalidRequest(
-            f"prompt holds {wrong}, which is no token id: they go from 0 to {vocab_size - 1}", "prompt"
+            f"prompt holds {brief(wrong)}, which is no token id: they go from 0 to {vocab_size - 1}", "prompt"
         )
     return Prompt(array("i", ids))

@@ -8,28 +8,29 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.openai import ChatRequest, CompletionRequest, GenerationRequest, whole
-from shared.errors import InvalidRequest
-from shared.params import SamplingParams
+from services.gateway.openai import ChatRequest, CompletionRequest, GenerationRequest
+from shared.errors import InvalidRequest, brief
+from shared.params import SamplingParams, whole
 from shared.text.generation import SamplingDefaults
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 
-PLAIN = (
-    "temperature", "top_p", "min_p", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "skip_special_tokens",
+GIVEN = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "prompt_logprobs", "skip_special_tokens",
 )  # fmt: skip
-WHOLE = ("n", "top_k", "seed", "min_tokens", "prompt_logprobs")
+"""Fields that go into `SamplingParams` as they are, under the same names; it checks and converts them."""
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
     """Parameters of a chat, `max_tokens` None if the request leaves it open. Raises `InvalidRequest`."""
-    top = whole("top_logprobs", request.top_logprobs) or 0
     asked = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    tokens = whole(asked, getattr(request, asked))
-    if tokens is not None and tokens < 0:
-        raise InvalidRequest(f"{asked} must be at least 0, got {tokens}", asked)
+    tokens = _whole_or_none(request, asked)
+    if tokens is not None and not 0 <= tokens < 2**63:
+        raise InvalidRequest(f"{asked} must be between 0 and 2**63 - 1, got {brief(tokens)}", asked)
     fields = _fields(request, defaults) | {"max_tokens": tokens}
+    top = _whole_or_none(request, "top_logprobs") or 0
     return SamplingParams(**fields, top_logprobs=top if request.logprobs else None)
 
 
@@ -38,10 +39,10 @@ def completion_params(request: CompletionRequest, defaults: SamplingDefaults) ->
 
     An echo with log-probabilities needs those of the prompt too.
     """
-    fields = _fields(request, defaults) | {"max_tokens": whole("max_tokens", request.max_tokens)}
-    logprobs = whole("logprobs", request.logprobs)
+    fields = _fields(request, defaults) | {"max_tokens": request.max_tokens}
+    logprobs = _whole_or_none(request, "logprobs")
     if request.echo and logprobs is not None:
-        fields["prompt_logprobs"] = max(logprobs, fields.get("prompt_logprobs", 0))
+        fields["prompt_logprobs"] = max(logprobs, whole("prompt_logprobs", fields.get("prompt_logprobs", 0)))
     return SamplingParams(**fields, logprobs=logprobs)
 
 
@@ -54,14 +55,18 @@ def with_room(params: SamplingParams, default: int | None, room: int) -> Samplin
 
 def priority_of(request: GenerationRequest) -> int:
     """The request's priority; lower is served first. Raises `InvalidRequest` beyond 63 bits and sign."""
-    priority = whole("priority", request.priority) or 0
+    priority = _whole_or_none(request, "priority") or 0
     if not -(2**63) <= priority < 2**63:
         raise InvalidRequest("priority must be between -2**63 and 2**63 - 1", "priority")
     return priority
 
 
 def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str, Any]:
-    given = {name: getattr(request, name) for name in PLAIN}
-    given |= {name: whole(name, getattr(request, name)) for name in WHOLE}
+    given = {name: getattr(request, name) for name in GIVEN}
     own = {name: value for name, value in defaults.given().items() if name != "max_tokens"}
     return own | {name: value for name, value in given.items() if value is not None}
+
+
+def _whole_or_none(request: GenerationRequest, name: str) -> int | None:
+    value = getattr(request, name)
+    return None if value is None else whole(name, value)

@@ -6,6 +6,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from services.gateway.backend import Backend
+from services.gateway.bounds import MIB, body_size
 from services.gateway.config import GatewayConfig
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
@@ -25,6 +26,7 @@ class Job(Struct, frozen=True):
     sampling: Sampling
     priority: int
     arrived: float  # on the monotonic clock
+    turn: int = 0  # samples of the same request that come before the first of these
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # where in a prompt's text its tokens begin, if `Prompt` has them
 
@@ -58,6 +60,13 @@ class Gateway(Struct, frozen=True):
             raise Unavailable("no engine is ready yet")
         return self.backend.welcome
 
+    @property
+    def max_body_size(self) -> int:
+        """Bytes that a request's body may have: as it was set, or as the model's context asks for."""
+        if self.config.max_body_size is not None:
+            return self.config.max_body_size * MIB
+        return body_size(self.backend.welcome.max_model_len if self.backend.welcome else 0)
+
     def job(
         self,
         prompt: Prompt,
@@ -66,6 +75,7 @@ class Gateway(Struct, frozen=True):
         default_max_tokens: int | None,
         priority: int,
         arrived: float,
+        turn: int = 0,
         echo: bool = False,
     ) -> Job:
         """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
@@ -79,7 +89,7 @@ class Gateway(Struct, frozen=True):
             eos_token_ids=self.model.tokenizer.eos_token_ids,
         )
         text = self._text(prompt) if echo else None
-        return Job(prompt.tokens, params, sampling, priority, arrived, text, prompt.offsets)
+        return Job(prompt.tokens, params, sampling, priority, arrived, turn, text, prompt.offsets)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most = self.config.max_logprobs

@@ -45,6 +45,9 @@ class Choices(Protocol):
     def opening(self, index: int, generation: Generation) -> bytes:
         """What comes before the first text of a choice; b'' if nothing does."""
 
+    async def prepare(self, position: int, generation: Generation) -> None:
+        """Make ready what the first chunks of the prompt at `position` need and would keep the loop too long."""
+
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         """The choice object of an update."""
 
@@ -52,10 +55,19 @@ class Choices(Protocol):
 async def collect(gateway: Gateway, jobs: Sequence[Job]) -> list[Generation]:
     """Runs all jobs to their ends. Raises what the first failing one raised."""
     async with gateway.lifecycle.running(), AsyncExitStack() as stack:
-        generations = [await stack.enter_async_context(submit(gateway, job)) for job in jobs]
+        generations = await _submit_all(stack, gateway, jobs)
         async with asyncio.TaskGroup() as tasks:
             for generation in generations:
                 tasks.create_task(generation.finish())
+    return generations
+
+
+async def _submit_all(stack: AsyncExitStack, gateway: Gateway, jobs: Sequence[Job]) -> list[Generation]:
+    """Enter the regions of all jobs. There may be a thousand, so other requests get their turn in between."""
+    generations: list[Generation] = []
+    for job in jobs:
+        generations.append(await stack.enter_async_context(submit(gateway, job)))
+        await asyncio.sleep(0)
     return generations
 
 
@@ -66,7 +78,7 @@ async def stream(
     writer = _Writer(request, choices, options)
     try:
         async with gateway.lifecycle.running(), AsyncExitStack() as stack:
-            writer.generations = [await stack.enter_async_context(submit(gateway, job)) for job in jobs]
+            writer.generations = await _submit_all(stack, gateway, jobs)
             await writer.open()
             async with asyncio.TaskGroup() as tasks:
                 comments = tasks.create_task(writer.keep_alive())
@@ -123,6 +135,7 @@ class _Writer:
         generation = self.generations[position]
         base = position * len(generation.samples)
         updates = await generation.updates()
+        await self._choices.prepare(position, generation)
         opening = b"".join(
             self._chunk(self._choices.opening(base + at, generation)) for at in range(len(generation.samples))
         )

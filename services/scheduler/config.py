@@ -55,9 +55,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, le=1e9, description="Seconds of waiting that one unit of priority is worth; 0: priority is strict."),
     ] = 0.0
-    max_num_queued_reqs: Annotated[int, Meta(ge=1, description="Requests waiting before new ones get status 429.")] = (
-        1024
-    )
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=1, description="Samples waiting before new requests get status 429.")
+    ] = 1024
     max_num_queued_tokens: Annotated[
         int, Meta(ge=0, description="Tokens waiting before new requests get status 429; 0: no such bound.")
     ] = 0

@@ -50,9 +50,9 @@ def test_only_the_more_urgent_displaces() -> None:
         _sequence(limits, priority, arrival, serial)
         for serial, (priority, arrival) in enumerate([(1, 100.0), (1, 50.0), (0, 105.0), (0, 120.0)])
     )
-    assert not may_displace(equal, running)
-    assert may_displace(urgent, running)
-    assert not may_displace(late, running), "it is behind, urgent or not"
+    assert not may_displace(limits, equal, running)
+    assert may_displace(limits, urgent, running)
+    assert not may_displace(limits, late, running), "it is behind, urgent or not"
 
 
 def test_ordered_keeps_the_order() -> None:

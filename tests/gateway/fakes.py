@@ -5,6 +5,7 @@ max_tokens, min_tokens, log-probabilities. Behind the script's end comes the end
 """
 
 import asyncio
+import io
 import itertools
 import json
 from array import array
@@ -69,6 +70,7 @@ class FakeAttempt:
     """One submit. `left` is set once its region was left; `aborted` are the samples that were aborted one by one."""
 
     engine = "0"
+    turn = 0
 
     def __init__(self, backend: "FakeBackend", tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> None:
         self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
@@ -171,11 +173,12 @@ class FakeBackend:
 
     @asynccontextmanager
     async def submit(
-        self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int
+        self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int, turn: int = 0
     ) -> AsyncIterator[FakeAttempt]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
         attempt = FakeAttempt(self, tokens, sampling, n, priority)
+        attempt.turn = turn
         self.attempts.append(attempt)
         self.submitted.set()
         try:
@@ -204,7 +207,7 @@ class Client(TestClient[Request, Application]):
 
     async def refused(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Status and error of a body that is to be refused."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, (bytes, io.BytesIO)) else json.dumps(body).encode()
         async with self.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
             return response.status, await error_of(response)
 

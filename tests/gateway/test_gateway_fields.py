@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from services.gateway.openai import ChatRequest, CompletionRequest, StreamOptions
-from services.gateway.unsupported import NEUTRAL
+from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
 
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
@@ -13,7 +13,6 @@ SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gatewa
 PROOFS = {
     "add_generation_prompt": (CHATS, "test_tpl05_without_a_generation_prompt_the_message_is_closed"),
     "add_special_tokens": (CHATS, "test_a_template_that_prints_bos_gives_one_only"),
-    "best_of": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "chat_template_kwargs": (CHATS, "test_template_variables_reach_the_template"),
     "continue_final_message": (CHATS, "test_tpl05_a_message_is_continued"),
     "continuous_usage_stats": (STREAMS, "test_continuous_usage_grows_with_the_chunks"),
@@ -30,13 +29,10 @@ PROOFS = {
     "min_tokens": (STOPS, "test_min_tokens_delays_stop_strings_and_stop_tokens"),
     "model": (HTTP, "test_an_unknown_model_is_not_found"),
     "n": (STREAMS, "test_str13_choices_end_one_by_one"),
-    "parallel_tool_calls": (LIMITS, "test_what_changes_nothing_is_taken"),
     "presence_penalty": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
     "priority": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
     "prompt": (STREAMS, "test_str15_choices_are_numbered_by_prompt_then_sample"),
     "prompt_logprobs": (SCORES, "test_prompt_logprobs_are_by_token_id"),
-    "prompt_cache_key": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
-    "safety_identifier": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
     "repetition_penalty": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
     "response_format": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "seed": (LIMITS, "test_smp04_seeds_at_the_limits_and_unseeded_requests"),
@@ -45,22 +41,25 @@ PROOFS = {
     "stop_token_ids": (STOPS, "test_stp08_a_stop_token"),
     "stream": (STREAMS, "test_str13_choices_end_one_by_one"),
     "stream_options": (STREAMS, "test_str02_stream_options_need_a_stream"),
-    "suffix": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "temperature": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
-    "tool_choice": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
-    "tools": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "top_k": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
     "top_logprobs": (SCORES, "test_lgp11_a_chats_entries"),
     "top_p": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
+    **dict.fromkeys(HINTS | STREAM_HINTS, (LIMITS, "test_hints_are_taken_in_silence")),
     **dict.fromkeys(NEUTRAL, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
+    "best_of": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "echo": (STREAMS, "test_str18_an_echo_comes_once_and_first"),
-    "user": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
 }
 
 
 def test_the_table_has_every_field_and_no_other() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *StreamOptions.__struct_fields__}
-    assert set(PROOFS) == fields | set(NEUTRAL)
+    assert set(PROOFS) == fields | set(NEUTRAL) | HINTS | STREAM_HINTS
+
+
+def test_no_field_is_in_two_tables() -> None:
+    fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    assert not HINTS & (fields | set(NEUTRAL))
 
 
 @pytest.mark.parametrize(("module", "test"), sorted(set(PROOFS.values())))

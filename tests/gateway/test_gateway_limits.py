@@ -1,15 +1,20 @@
 """What is too long, too much or out of range is refused, naming the field, and the next request is served."""
 
+import asyncio
+import io
+import json
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from services.gateway import ignored
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import chat_prompt
-from services.gateway.unsupported import NEUTRAL
+from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -101,9 +106,22 @@ async def test_lim05_the_last_id_of_the_vocabulary_is_one() -> None:
     assert backend.attempts[0].tokens == [VOCAB - 1, 0]
 
 
-async def test_lim06_ten_thousand_tokens_are_refused() -> None:
-    async with serve() as client:
-        await refuses(client, PATHS[0], {"prompt": [20] * 10_000}, "prompt", "10000")
+@pytest.mark.parametrize("path", PATHS)
+async def test_lim06_ten_thousand_tokens_are_refused_at_once_and_those_behind_are_served(path: str) -> None:
+    backend = FakeBackend()
+    prompt: Any = [20] * 10_000 if path == PATHS[0] else "x " * 10_000
+    fields = {"prompt": prompt} if path == PATHS[0] else {"messages": [{"role": "user", "content": prompt}]}
+    async with serve(backend) as client, asyncio.timeout(10), asyncio.TaskGroup() as group:
+        started = time.monotonic()
+        long = group.create_task(client.refused(path, fields))
+        behind = [group.create_task(client.complete(prompt="hi", max_tokens=3)) for _ in range(5)]
+        status, error = await long
+        assert status == 400
+        assert time.monotonic() - started < 5, "about a second, with room for a busy machine"
+        assert "256" in error["message"]
+        answers = [await task for task in behind]
+        assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 5
+    assert [len(attempt.tokens) for attempt in backend.attempts] == [len(ids("hi"))] * 5, "it never reached an engine"
 
 
 @pytest.mark.parametrize("extra", [{}, {"max_tokens": None}, {"max_completion_tokens": None}])
@@ -142,8 +160,77 @@ async def test_lim10_n_has_a_limit(path: str, n: int) -> None:
 
 async def test_lim10_prompts_times_n_have_a_limit() -> None:
     async with serve() as client:
-        await refuses(client, PATHS[0], {"prompt": [[20]] * 100, "n": 50}, "prompt", "4096")
+        await refuses(client, PATHS[0], {"prompt": [[20]] * 64, "n": 64}, "prompt", "1024")
         await refuses(client, PATHS[0], {"prompt": [[20]] * 1025}, "prompt", "1024")
+
+
+async def test_samples_of_a_request_say_how_many_come_before() -> None:
+    """LOOP-02: so that an engine may serve others between."""
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        await client.complete(prompt=["a", "b", "c"], n=4, max_tokens=1)
+        await client.chat(n=4, max_tokens=1)
+    assert [attempt.turn for attempt in backend.attempts] == [0, 4, 8, 0]
+
+
+async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:
+    """LOOP-01: a thousand prompts with a thousand stop tokens each would be a million to check and to send."""
+    async with serve() as client:
+        stops = [5] * 1000
+        await client.complete(prompt=["a"] * 60, stop_token_ids=stops, max_tokens=1)
+        await refuses(client, PATHS[0], {"prompt": ["a"] * 70, "stop_token_ids": stops}, "prompt", "65536")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_token_ids", [1] * 1025),
+        ("stop", ["a"] * 5),
+        ("stop", "a" * 1025),
+        ("logit_bias", {str(at): 1 for at in range(16_385)}),
+    ],
+    ids=["stop_token_ids", "stop", "long stop", "logit_bias"],
+)
+async def test_lists_and_strings_have_a_limit(path: str, field: str, value: Any) -> None:
+    """LOOP-01: checked before anything loops over them, and said in the error."""
+    async with serve() as client:
+        await refuses(client, path, body(path, **{field: value}), field, "at most")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"' * 300_000,
+        "[{," * 400_000,
+        "\\" * 600_000,
+        '\\"' * 300_000,
+        '\\\\"' * 100_000,
+        "\\\\" + '[{"' * 40_000,
+        "\n" * 600_000,
+    ],
+    ids=range(7),
+)
+async def test_what_is_inside_of_strings_does_not_count(text: str) -> None:
+    """LOOP-01: a text of commas and brackets is one value, however it is escaped."""
+    async with serve(FakeBackend(max_model_len=2_000_000)) as client:
+        data = json.dumps({"prompt": text, "max_tokens": 1}).encode()
+        async with client.post(
+            PATHS[0], data=io.BytesIO(data), headers={"Content-Type": "application/json"}
+        ) as response:
+            assert response.status == 200, await response.text()
+
+
+@pytest.mark.parametrize("item", ["[],", "{},", '"\\\\",', '"[",', '"\\"",', '"a":"\\\\\\"",'])
+async def test_values_of_a_body_are_counted(item: str) -> None:
+    """LOOP-01: more than any request needs are refused, before they are built."""
+    listed = "[" + item * 150_000 + "1]" if ":" not in item else "{" + item * 150_000 + '"b":1}'
+    data = f'{{"prompt": "x", "unknown": {listed}}}'.encode()
+    async with serve() as client:
+        assert json.loads(data)
+        status, error = await client.refused(PATHS[0], io.BytesIO(data))
+        assert (status, "at most" in error["message"] or "more than" in error["message"]) == (400, True)
+        assert "the body holds" in error["message"]
 
 
 async def test_lim12_a_long_prompt_is_never_cut() -> None:
@@ -201,8 +288,19 @@ async def test_smp12_infinity_is_no_json_and_tiny_penalties_are_fine() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bias", [{str(VOCAB): -100}, {"-1": 5}, {"abc": 1}, {"10": 1000}, {"10": "x"}, {"9" * 30: 1}])
 async def test_smp16_a_bias_on_nothing(path: str, bias: dict[str, Any]) -> None:
+    """HTTP-09: the error names the key, and the range that it is out of."""
+    (key,) = bias
     async with serve() as client:
-        await refuses(client, path, body(path, logit_bias=bias), "logit_bias", "logit_bias")
+        fields = body(path, logit_bias={"1": 1, **bias})
+        await refuses(client, path, fields, "logit_bias", key)
+        value = bias[key]
+        await refuses(client, path, fields, "logit_bias", _range_of_bias(value))
+
+
+def _range_of_bias(value: Any) -> str:
+    if isinstance(value, str):
+        return "must be a number"
+    return "between -100 and 100" if abs(value) > 100 else f"from 0 to {VOCAB - 1}"
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -229,8 +327,7 @@ async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
     fields = {
         "top_k": 7.0, "min_p": 0.1, "top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "min_tokens": 2,
         "presence_penalty": 0.3, "frequency_penalty": -0.3, "ignore_eos": True, "stop_token_ids": [9, 8], "n": 2,
-        "max_tokens": 4, "priority": -3, "user": "someone", "safety_identifier": "a",
-        "prompt_cache_key": "b", "response_format": {"type": "text"},
+        "max_tokens": 4, "priority": -3, "response_format": {"type": "text"},
     }  # fmt: skip
     async with serve(backend) as client, client.post(path, json=body(path, **fields)) as response:
         assert response.status == 200
@@ -245,9 +342,58 @@ async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["foo", "best_off", "top_logprob", "maximum"])
-async def test_smp22_an_unknown_field_is_refused_by_name(path: str, field: str) -> None:
+async def test_smp22_an_unknown_field_is_refused_by_name_if_asked_for(path: str, field: str) -> None:
+    async with serve(strict_fields=True) as client:
+        await refuses(client, path, body(path, **{field: None}), field, f"{field} is not a field")
+        nested = body(path, stream=True, stream_options={field: 1})
+        await refuses(client, path, nested, f"stream_options.{field}", f"stream_options.{field} is not a field")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_unknown_fields_are_ignored_and_named(
+    path: str, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP-06: an unknown field is named in a header of every answer, and in the log once."""
+    monkeypatch.setattr(ignored, "_logged", set())
+    fields = body(path, stream=stream, foo=1, response_format={"type": "text", "strict": True}) | {"gr\r\nün,": [{}]}
+    if stream:
+        fields["stream_options"] = {"include_usage": False, "include_what": True}
     async with serve() as client:
-        await refuses(client, path, body(path, **{field: None}), field, field)
+        for _ in range(2):
+            async with client.post(path, json=fields) as response:
+                assert response.status == 200
+                named = set(response.headers["X-Quire-Ignored-Fields"].split(", "))
+        wanted = {"foo", "gr%0D%0A%C3%BCn%2C", "response_format.strict"}
+        assert named == wanted | ({"stream_options.include_what"} if stream else set())
+        async with client.post(path, json=body(path, foo=1, temperature=9)) as response:
+            assert (response.status, response.headers["X-Quire-Ignored-Fields"]) == (400, "foo")
+        async with client.post(path, json=body(path)) as response:
+            assert "X-Quire-Ignored-Fields" not in response.headers
+    logged = [record.getMessage() for record in caplog.records]
+    assert sorted(sum(f"field {name}," in line for line in logged) for name in named) == [1] * len(named)
+
+
+async def test_what_is_told_of_unknown_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP-06: whatever the names are, header and log stay short."""
+    monkeypatch.setattr(ignored, "_logged", set())
+    fields = {"\u00e9" * 300 + str(at): 1 for at in range(400)}
+    async with serve() as client, client.post(PATHS[0], json=body(PATHS[0]) | fields) as response:
+        assert response.status == 200
+        assert len(response.headers["X-Quire-Ignored-Fields"]) < 8000
+    assert len(ignored._logged) <= 1000
+
+
+@pytest.mark.parametrize("value", [True, False, 0, "flex", {"a": "b"}, [], None])
+@pytest.mark.parametrize("path", PATHS)
+async def test_hints_are_taken_in_silence(path: str, value: Any) -> None:
+    """HTTP-06: what asks for nothing that changes the text is taken, whatever its value, even by strict servers."""
+    hints = dict.fromkeys(HINTS, value)
+    async with serve(strict_fields=True) as client:
+        fields = body(path, stream=True, stream_options=dict.fromkeys(STREAM_HINTS, value), **hints)
+        async with client.post(path, json=fields) as response:
+            assert response.status == 200, await response.text()
+            assert "X-Quire-Ignored-Fields" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -262,14 +408,14 @@ async def test_smp22_an_unknown_field_is_refused_by_name(path: str, field: str) 
         (PATHS[1], {"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         (PATHS[0], {"response_format": {"type": "json_object"}}, "response_format"),
         (PATHS[1], {"response_format": {}}, "response_format"),
-        (PATHS[0], {"stream_options": {"foo": 1}}, "stream_options.foo"),
         (PATHS[0], {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        (PATHS[1], {"store": True}, "store"),
-        (PATHS[1], {"store": 0}, "store"),
         (PATHS[1], {"length_penalty": True}, "length_penalty"),
-        (PATHS[1], {"metadata": {"a": "b"}, "service_tier": "auto"}, "metadata"),
+        (PATHS[1], {"best_of": 2, "n": 2}, "best_of"),
+        (PATHS[1], {"suffix": "x"}, "suffix"),
+        (PATHS[0], {"tools": [{"type": "function"}]}, "tools"),
+        (PATHS[1], {"use_beam_search": True}, "use_beam_search"),
+        (PATHS[1], {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         (PATHS[1], {"store": False, "temperature": 9}, "temperature"),
-        (PATHS[0], {"service_tier": "flex"}, "service_tier"),
     ],
 )
 async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[str, Any], param: str) -> None:
@@ -280,7 +426,7 @@ async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[
 @pytest.mark.parametrize("path", PATHS)
 async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -> None:
     async with serve() as client:
-        for name in NEUTRAL.keys() - ({"echo"} if path == PATHS[0] else set()):
+        for name in NEUTRAL.keys() - ({"echo", "best_of"} if path == PATHS[0] else set()):
             await refuses(client, path, body(path, **{name: "x"}), name, f"{name} is not supported")
 
 

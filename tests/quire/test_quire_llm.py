@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import OPTForCausalLM
@@ -184,11 +185,64 @@ def test_one_bad_prompt_stops_the_call_before_anything_runs(llm: LLM, monkeypatc
     assert llm._engine is not None
     with monkeypatch.context() as patch:
         patch.setattr(llm._engine, "step", lambda: pytest.fail("something ran"))
-        bad: list[Any] = [[], [10**6], {"text": "x"}, {}, "x" * 1000, ["a"]]
+        bad: list[Any] = [[], [10**6], {"text": "x"}, {}, "x" * 1000, ["a"], [-1], [1.5], [True], [[1]], None, 5, 1.5,
+                          {"prompt": 5}, {"prompt": None}, {"prompt_token_ids": "x"}, {"prompt_token_ids": 5}, b"x",
+                          {1: 2}, np.array([1.0]), np.array([-1]), np.array([True]), np.zeros((1, 2), int),
+                          torch.tensor([0.5]), torch.tensor(5), [np.float32(1)], [10**5000]]  # fmt: skip
         for prompt in bad:
             with pytest.raises(InvalidRequest):
                 llm.generate([PROMPTS[0], prompt], GREEDY)
     assert texts(llm, PROMPTS, GREEDY) == alone(llm, GREEDY)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, b"x", object(), {1, 2}, iter(["x"]), np.array(5)])
+def test_what_are_no_prompts_is_refused(llm: LLM, prompts: Any) -> None:
+    """API-01: an argument of a wrong type is an `InvalidRequest`, as over HTTP."""
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize("params", [5, "x", {"n": 1}, [{"n": 1}], [None], [GREEDY, 5]])
+def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    """API-01: so is one that is no `SamplingParams`."""
+    with pytest.raises(InvalidRequest, match="sampling_params"):
+        llm.generate("x", params)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"messages": None},
+        {"messages": 5},
+        {"messages": "hi"},
+        {"messages": [5]},
+        {"messages": [[5]]},
+        {"messages": [[]]},
+        {"chat_template": 5},
+        {"chat_template_kwargs": [1]},
+        {"chat_template_kwargs": {"messages": []}},
+    ],
+)
+def test_what_is_no_chat_is_refused(llm: LLM, arguments: dict[str, Any]) -> None:
+    """API-01: the same for `chat`."""
+    with pytest.raises(InvalidRequest):
+        llm.chat(**{"messages": [{"role": "user", "content": "Hello!"}], "sampling_params": GREEDY} | arguments)
+
+
+def test_integer_arrays_are_taken_as_ids(llm: LLM) -> None:
+    """API-01: numpy's and torch's integers, one prompt or several."""
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    (wanted,) = texts(llm, ids, GREEDY)
+    for kind in (np.int64, np.int32, np.uint16):
+        found = np.array(ids, kind)
+        for form in (found, list(found), {"prompt_token_ids": found}, [found], found[None]):
+            assert texts(llm, form, GREEDY) == [wanted]
+    tensor = torch.tensor(ids)
+    for form in (tensor, list(tensor), {"prompt_token_ids": tensor}, [tensor], tensor[None]):
+        assert texts(llm, form, GREEDY) == [wanted]
+    assert texts(llm, np.array([ids, ids]), GREEDY) == [wanted] * 2
+    (output,) = llm.generate(np.array(ids), GREEDY, use_tqdm=False)
+    assert [type(token) for token in output.prompt_token_ids] == [int] * len(ids)
 
 
 def test_an_interrupt_leaves_it_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from shared.errors import InvalidRequest
@@ -32,7 +33,7 @@ def lower(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 
         ("logprobs", [-1, 21]),
         ("top_logprobs", [-1, 21]),
         ("prompt_logprobs", [-1, 21]),
-        ("stop", ["", ["a", ""], ["a"] * 5]),
+        ("stop", ["", ["a", ""], ["a"] * 5, "a" * 1025]),
         ("logit_bias", [{1: 100.5}, {1: -101.0}, {1: math.nan}]),
     ],
 )
@@ -42,6 +43,69 @@ def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> 
             SamplingParams(**{field: value})
         assert caught.value.param == field
         assert caught.value.message.startswith(field)
+
+
+NO_NUMBER: list[Any] = ["5", True, False, b"5", [5], {}, object(), 1j, np.bool_(True), np.array([5, 6])]
+WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
+FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        *((field, [*NO_NUMBER, 1.5, math.nan, math.inf]) for field in WHOLE),
+        *((field, NO_NUMBER) for field in REAL),
+        *((field, [1, 0, "true", None]) for field in FLAGS),
+        *((field, [None]) for field in ("n", "top_k", "min_tokens", *REAL)),
+        ("stop", [5, ["a", 5], [None], b"a", {"a": 1}.__iter__()]),
+        ("stop_token_ids", [5, "12", ["1"], [1.5], [True], [None], range(1025)]),
+        ("logit_bias", [5, [1], {1: "x"}, {1: None}, {1: True}, {1.5: 1}, {None: 1}, {True: 1},
+                        dict.fromkeys(range(16_385), 1)]),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_name_their_field(field: str, values: list[Any]) -> None:
+    """API-01: the same error as over HTTP, when the parameters are made."""
+    for value in values:
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
+        assert caught.value.message.startswith(field)
+
+
+def test_whole_numbers_may_be_written_in_other_ways() -> None:
+    """API-01: 5.0, as over HTTP, and numpy's scalars; what is kept is an int."""
+    for field in WHOLE:
+        for value in (5.0, np.int64(5), np.uint8(5)):
+            kept = getattr(SamplingParams(**{field: value}), field)
+            assert (type(kept), kept) == (int, 5)
+    params = SamplingParams(
+        stop_token_ids=np.array([3, 4]), logit_bias={np.int32(5): np.float32(0.5)}, min_p=np.float32(0)
+    )
+    sampling = lower(params)
+    assert (sampling.stop_token_ids[:2], sampling.logit_bias) == ([3, 4], [(5, 0.5)])
+    assert msgspec.msgpack.encode(sampling)
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), "x" * 10**7], ids=["large", "small", "long"])
+def test_what_is_huge_is_cut_in_the_error(value: Any) -> None:
+    """LOOP-03: an error is a line long, and can be made at all: Python does not print such integers."""
+    for field in ("n", "min_tokens", "logprobs", "stop", "logit_bias", "ignore_eos"):
+        given = {value: 1} if field == "logit_bias" else value
+        with pytest.raises(InvalidRequest) as caught:
+            lower(SamplingParams(**{field: given}))
+        assert len(caught.value.message) < 300
+    if isinstance(value, int) and value > 0:
+        with pytest.raises(InvalidRequest, match="the context"):
+            lower(SamplingParams(max_tokens=value))
+
+
+@pytest.mark.parametrize("key", ["abc", "-1", "50", "1.0", " 1", "", "9" * 30, -1, 50])
+def test_a_key_of_the_bias_that_is_no_token_is_named_with_the_range(key: Any) -> None:
+    """HTTP-09: the error says which key, and which there may be."""
+    with pytest.raises(InvalidRequest, match="logit_bias must hold token ids from 0 to 49") as caught:
+        lower(SamplingParams(logit_bias={"1": 1, key: 1}))
+    assert repr(key) in caught.value.message
 
 
 @pytest.mark.parametrize(

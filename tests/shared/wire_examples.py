@@ -59,7 +59,7 @@ TOKENS = pack_tokens([1, 2, 70_000])
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
-    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5),
     Abort(9, 3),
     Ping(),
 ]

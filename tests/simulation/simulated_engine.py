@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from simulated_worker import SimulatedWorker, Stream, alone
 
 from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core.policy import may_displace
 from services.scheduler.core.sequence import State
 from shared.protocol import (
     Admission,
@@ -88,8 +89,8 @@ class Order:
             return
         first, stay = self._first, [sequence for sequence in self._waiting if sequence.state is State.WAITING]
         if first is not None and first.state is not State.RUNNING:
-            urgent = [one for one in self._waiting if one.key < first.key]
-            assert any(one.request.priority < first.request.priority for one in urgent), "the first is no victim"
+            displacing = [one for one in self._waiting if may_displace(self._core.limits, one, first)]
+            assert displacing, "the first is no victim"
         if plan is not None and plan.new and stay:
             slots = {new.slot for new in plan.new}
             admitted = [one for one in self._core._roster.running.items if one.slot in slots]
@@ -153,6 +154,7 @@ class SimulatedEngine:
         sample: int = 0,
         priority: int = 0,
         arrival: float = 0.0,
+        turn: int = 0,
         stops: list[int] = [],  # noqa: B006 - read only
         min_tokens: int = 0,
         prompt_logprobs: int = -1,
@@ -166,9 +168,8 @@ class SimulatedEngine:
             min_tokens=min_tokens,
             prompt_logprobs=prompt_logprobs,
         )
-        request = Submit(
-            self._ids, pack_tokens(prompt + output), len(prompt), sampling, n, sample, priority, arrival or self.now
-        )
+        tokens, came = pack_tokens(prompt + output), arrival or self.now
+        request = Submit(self._ids, tokens, len(prompt), sampling, n, sample, priority, came, turn)
         refused = self.core.submit(request, self.now)
         if refused is not None:
             assert refused.id == self._ids

@@ -125,6 +125,7 @@ class _Script:
             sample=chance.choice([0, 0, 3]),
             priority=priority,
             arrival=engine.now - chance.choice([0.0, 0.0, 0.02, 5.0]),
+            turn=chance.choice([0, 0, 0, 1, 7]),
             stops=stops,
             min_tokens=least,
             prompt_logprobs=scores,

@@ -86,6 +86,6 @@ async def chat(official: openai.AsyncOpenAI, content: str, fields: dict[str, Any
 async def test_str_16_tools_are_refused_for_now(server: Server) -> None:
     tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
     async with client(server) as official:
-        with pytest.raises(openai.BadRequestError, match="tools are not supported") as caught:
+        with pytest.raises(openai.BadRequestError, match="tools is not supported") as caught:
             await official.chat.completions.create(model=MODEL, messages=says("hello"), tools=[tool], stream=True)
     assert caught.value.param == "tools"

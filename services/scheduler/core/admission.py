@@ -1,7 +1,8 @@
 """Whether a `Submit` is accepted: at once, with a reason, and never for what could not be served.
 
-Judged a sequence at a time: the samples of one request need not run together. A resubmission (a request that comes
-with output) is never refused for load, since somebody is in the middle of reading it.
+Whether it fits is judged a sequence at a time, since the samples of one request need not run together; the queue's
+length counts them all. A resubmission (a request that comes with output) is never refused for load, since somebody is
+in the middle of reading it.
 """
 
 from array import array
@@ -16,15 +17,18 @@ from shared.protocol import Refusal, Refused, Submit, unpack_tokens
 class Load(Struct, frozen=True):
     """How things stand when the request comes."""
 
-    waiting: int  # sequences
+    waiting: int  # samples, those included that are no sequences yet
     waiting_tokens: int
     draining: bool
     known: bool  # a request of this id is still there
     retry_after: float  # seconds
 
-    def has_too_many_requests(self, limits: Limits) -> bool:
-        """Return whether a new request would be refused for those that wait, however short they are."""
-        return self.waiting >= limits.max_queued_requests
+    def has_too_many_requests(self, samples: int, limits: Limits) -> bool:
+        """Return whether a new request of so many samples is refused for those that wait, however short they are.
+
+        One request alone always has room: it could never come in otherwise.
+        """
+        return self.waiting > 0 and self.waiting + samples > limits.max_queued_requests
 
 
 def judge(submit: Submit, limits: Limits, load: Load) -> "Refused | array[int]":
@@ -44,7 +48,7 @@ def judge(submit: Submit, limits: Limits, load: Load) -> "Refused | array[int]":
         return tokens
     if load.draining:
         return Refused(submit.id, Refusal.DRAINING, "the engine is shutting down")
-    if full := _overload(tokens, limits, load):
+    if full := _overload(submit.n, tokens, limits, load):
         return Refused(submit.id, Refusal.QUEUE_FULL, full, load.retry_after)
     return tokens
 
@@ -65,9 +69,10 @@ def _fault(submit: Submit, tokens: "array[int]", limits: Limits, load: Load) -> 
     return next((fault for fault, is_so in faults.items() if is_so), "")
 
 
-def _overload(tokens: "array[int]", limits: Limits, load: Load) -> str:
-    if load.has_too_many_requests(limits):
-        return f"{load.waiting} requests are waiting already"
+def _overload(samples: int, tokens: "array[int]", limits: Limits, load: Load) -> str:
+    if load.has_too_many_requests(samples, limits):
+        more = f", and {samples} more are too many" if samples > 1 else ""
+        return f"{load.waiting} requests are waiting already" + more
     waiting = load.waiting_tokens
     if limits.max_queued_tokens and waiting and waiting + len(tokens) > limits.max_queued_tokens:
         return f"requests of {waiting} tokens are waiting already"

@@ -105,9 +105,10 @@ class Planner:
     def _find_slot(self, sequence: Sequence) -> bool:
         roster = self._roster
         if not roster.slots and not roster.draining:
-            victim = next((other for other in reversed(roster.running.items) if may_displace(sequence, other)), None)
-            if victim is not None:
-                roster.preempt(victim)
+            for other in reversed(roster.running.items):
+                if may_displace(self._limits, sequence, other):
+                    roster.preempt(other)
+                    break
         return bool(roster.slots)
 
     def _find_blocks(self, sequence: Sequence) -> Claim | None:
@@ -129,7 +130,7 @@ class Planner:
         for other in reversed(self._roster.running.items):
             if short <= -spare or other.key < sequence.key:
                 break
-            if may_displace(sequence, other):
+            if may_displace(self._limits, sequence, other):
                 victims.append(other)
                 short -= self._memory.exclusive(other)
         if len(victims) < len(self._roster.running):  # else nobody is left to spare a block for

@@ -12,8 +12,10 @@ The rules of this package, all of which the simulation checks after every step:
 
 Why everything accepted comes to its end (no request starves, except by strict priority, which is meant to):
 
-1. One static order (policy.py). A running sequence takes blocks only from those behind it, so nobody takes them
-   from the first, and two sequences cannot push each other out in turn. Whoever is skipped keeps what it has.
+1. One static order (policy.py), in which a sequence's turn among its siblings is counted as so much later an arrival,
+   so that only finitely many come before it. A running sequence takes blocks only from those behind it, so nobody
+   takes them from the first, and two sequences cannot push each other out in turn. Whoever is skipped keeps what it
+   has.
 2. One sequence of the longest context fits the pool alone (limits.py), and admission takes it to have all known
    tokens placed at once. So the first in order, once running, always gets its next block, now or as soon as the plans
    that name its victims are back, and it ends after at most `limit` positions. Then another is the first.
@@ -37,7 +39,7 @@ from services.scheduler.core.draft import Flight
 from services.scheduler.core.limits import Limits, check_pool
 from services.scheduler.core.memory import Memory
 from services.scheduler.core.planner import Planner
-from services.scheduler.core.policy import rank
+from services.scheduler.core.policy import rank, spread
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.roster import Counters, Roster
 from services.scheduler.core.sequence import Request, Sequence
@@ -109,7 +111,7 @@ class Scheduler:
         self._clock = now
         roster = self._roster
         load = Load(
-            waiting=len(roster.waiting),
+            waiting=len(roster.waiting) + roster.unborn,
             waiting_tokens=roster.waiting_tokens,
             draining=self._draining,
             known=request.id in roster.requests,
@@ -119,12 +121,21 @@ class Scheduler:
         if isinstance(verdict, Refused):
             self._counters.refused += 1
             if verdict.reason is Refusal.QUEUE_FULL:
-                self._counters.rejected(by_requests=load.has_too_many_requests(self.limits))
+                self._counters.rejected(by_requests=load.has_too_many_requests(request.n, self.limits))
             return verdict
         place = rank(self.limits, request.priority, request.arrival or now, self._serial)
         self._serial += 1
         self._counters.accepted += 1
-        made = Request(request.id, request.prompt_len, request.sampling, place, request.priority, now)
+        made = Request(
+            request.id,
+            request.prompt_len,
+            request.sampling,
+            place,
+            request.priority,
+            now,
+            request.turn,
+            spread(self.limits),
+        )
         roster.add(made, verdict, list(range(request.sample, request.sample + request.n)))
         return None
 

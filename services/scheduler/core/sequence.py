@@ -74,6 +74,7 @@ class Sequence:
         "strikes",
         "tokens",
         "tried",
+        "turn",
     )
 
     def __init__(self, request: "Request", sample: int, tokens: "array[int]") -> None:
@@ -83,7 +84,9 @@ class Sequence:
         self.tokens = tokens  # prompt and output, as far as committed
         self.prompt_len = request.prompt_len
         self.sampling = sampling
-        self.key: Key = (*request.rank, sample)
+        self.turn = request.turn + sample
+        first, arrival, serial = request.rank
+        self.key: Key = (first, arrival + self.turn * request.spread, serial, sample)
         self.stops = frozenset(sampling.stop_token_ids)
         self.samples = 1 if sampling.max_tokens else 0  # tokens sampled by a row that reaches `known`
         self.limit = self.prompt_len + sampling.max_tokens  # `known` never passes it
@@ -153,9 +156,9 @@ class Sequence:
 
 
 class Request:
-    """What one `Submit` asked for: its samples share the prompt and the place in the order."""
+    """What one `Submit` asked for: its samples share the prompt, and take their places in the order by turns."""
 
-    __slots__ = ("accepted", "id", "live", "priority", "prompt_len", "rank", "sampling", "unborn")
+    __slots__ = ("accepted", "id", "live", "priority", "prompt_len", "rank", "sampling", "spread", "turn", "unborn")
 
     def __init__(
         self,
@@ -165,6 +168,8 @@ class Request:
         rank: tuple[float, float, int],
         priority: int = 0,
         accepted: float = 0.0,
+        turn: int = 0,
+        spread: float = 0.0,
     ) -> None:
         self.id = id
         self.prompt_len = prompt_len
@@ -172,6 +177,8 @@ class Request:
         self.rank = rank
         self.priority = priority
         self.accepted = accepted  # time
+        self.turn = turn  # samples of the same user's request before sample 0 of this one
+        self.spread = spread  # seconds by which each sample's place is behind the one's before
         self.live: dict[int, Sequence] = {}  # by sample index
         self.unborn: list[int] = []  # samples that begin when the prompt has been computed once
 

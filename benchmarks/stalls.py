@@ -1,0 +1,55 @@
+"""How long does one client's body keep a gateway's loop from everybody else?
+
+    python -m benchmarks.stalls [--size MIB] [--context TOKENS] [--at-once N] [--only TEXT]
+
+The gateway's application listens on loopback, in front of an engine that answers at once. Bodies of all shapes in
+`tests/gateway/hostile.py`, as long as the gateway takes them, are sent by threads; beside them a task on the gateway's
+loop wakes every two milliseconds and notes the longest delay. Printed are the statuses, the longest stall of some
+rounds' best (what the body costs) and worst (with what the machine was doing), in milliseconds.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from services.gateway.bounds import MIB
+from tests.gateway.fakes import FakeBackend, serve
+from tests.gateway.hostile import bodies, stall
+
+ROUNDS = 3
+
+
+async def measure(options: argparse.Namespace) -> None:
+    """Print a line for each shape, the worst last."""
+    found: list[tuple[float, float, str]] = []
+    async with serve(FakeBackend(max_model_len=options.context), max_body_size=options.size) as client:
+        size, port = client.gateway.max_body_size, client.port
+        assert port is not None
+        gc.collect()
+        gc.freeze()  # as a gateway does
+        print(f"{size / MIB:.2f} MiB a body, {options.at_once} at once, {ROUNDS} rounds")
+        for name, path, body in bodies(size):
+            if options.only not in name:
+                continue
+            rounds = [await stall(port, path, [body] * options.at_once) for _ in range(ROUNDS)]
+            stalls = [1000 * longest for longest, _, _ in rounds]
+            found.append((min(stalls), max(stalls), f"{name} {sorted(set(rounds[0][1]))}"))
+    for best, worst, name in sorted(found):
+        print(f"{best:7.1f} {worst:7.1f}  {name}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Take the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, help="MiB; as the context asks for, if unset")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--only", default="", help="shapes whose names have this text")
+    uvloop.run(measure(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

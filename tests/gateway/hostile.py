@@ -1,0 +1,135 @@
+"""Bodies of many shapes, as long as a gateway takes them, and how long they keep its loop from other work."""
+
+import asyncio
+import http.client
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
+
+ITEMS = {
+    "digits": b"1,",
+    "ids": b"12345, ",
+    "lists": b"[1],",
+    "empty lists": b"[],",
+    "objects": b"{},",
+    "strings": b'"",',
+    "texts": b'"hello, world",',
+    "nulls": b"null,",
+    "floats": b"1.2345678901234567890123e-300,",
+    "messages": b'{"role":"user","content":"x"},',
+    "parts": b'{"role":"user","content":[{"type":"text","text":"x"}]},',
+}
+"""What a list is filled with."""
+
+TEXTS = {
+    "letters": b"a",
+    "words": b"hello, world [1], ",
+    "escapes": b"\\u0041",
+    "accents": b"\\u00e9",
+    "characters": "é".encode(),
+    "quotes": b'\\"',
+    "backslashes": b"\\\\",
+    "newlines": b"\\n",
+}
+"""What a string is filled with."""
+
+LISTS = ("prompt", "messages", "stop", "stop_token_ids", "tools", "documents", "unknown")
+OBJECTS = ("chat_template_kwargs", "logit_bias", "metadata", "response_format", "stream_options", "unknown")
+STRINGS = ("prompt", "content", "model", "user", "stop", "key")
+
+
+def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (name, path, body), each of nearly `size` bytes: fields of all kinds, filled with values of all kinds."""
+    for field, (name, item) in itertools.product(LISTS, ITEMS.items()):
+        yield f"{field}: {name}", *_body(field, b"[" + _fill(item, size)[:-1] + b"]")
+    for field in OBJECTS:
+        yield f"{field}: keys", *_body(field, _keys(size))
+        yield f"{field}: lists", *_body(field, b'{"a":[' + _fill(b"[],", size)[:-1] + b"]}")
+        yield f"{field}: one key", *_body(field, b"{" + _fill(b'"1":1,', size)[:-1] + b"}")
+    for field, (name, text) in itertools.product(STRINGS, TEXTS.items()):
+        yield f"{field}: {name}", *_body(field, b'"' + _fill(text, size) + b'"')
+    for name, number in (("digits", b"1" * (size - 200)), ("fraction", b"0." + b"1" * (size - 200))):
+        yield f"temperature: {name}", *_body("temperature", number)
+        yield f"unknown: {name}", *_body("unknown", number)
+    yield "depth", *_body("unknown", b"[" * (size - 200))
+    yield "fields", CHAT, b"{" + MESSAGES + b"," + _keys(size)[1:]
+    yield "one field", CHAT, b"{" + MESSAGES + b"," + _fill(b'"unknown":[],', size)[:-1] + b"}"
+    yield "spaces", CHAT, b" " * (size - 200) + b"{" + MESSAGES + b"}"
+
+
+def _fill(item: bytes, size: int) -> bytes:
+    return item * ((size - 200) // len(item))
+
+
+def _keys(size: int) -> bytes:
+    return b"{" + b",".join(b'"%07d":1' % at for at in range((size - 200) // 12)) + b"}"
+
+
+def _body(field: str, value: bytes) -> tuple[str, bytes]:
+    """The request in which `field` has this value."""
+    if field == "messages":
+        return CHAT, b'{"messages":' + value + b"}"
+    if field == "content":
+        return CHAT, b'{"messages":[{"role":"user","content":' + value + b"}]}"
+    if field == "key":
+        return CHAT, b"{" + MESSAGES + b"," + value + b":1}"
+    if field in ("prompt", "logit_bias", "stop_token_ids"):
+        return COMPLETION, b'{"prompt":"hi","' + field.encode() + b'":' + value + b"}"
+    return CHAT, b"{" + MESSAGES + b',"' + field.encode() + b'":' + value + b"}"
+
+
+class Ticker:
+    """Runs on a loop beside all else it does; `longest` is the most seconds that it was kept from its turn."""
+
+    PAUSE = 0.002
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(self.PAUSE)
+            now = time.perf_counter()
+            self.longest, last = max(self.longest, now - last - self.PAUSE), now
+
+
+@contextmanager
+def ticking() -> Iterator[Ticker]:
+    """A ticker on the running loop for the time of the block."""
+    ticker = Ticker()
+    task = asyncio.get_running_loop().create_task(ticker.run())
+    try:
+        yield ticker
+    finally:
+        task.cancel()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def post(port: int, path: str, body: bytes, headers: Mapping[str, str] = JSON) -> tuple[int, int]:
+    """Send a body from this thread, which lets go of the interpreter; returns the status and the answer's length."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
+            connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, len(response.read())
+    finally:
+        connection.close()
+
+
+async def stall(
+    port: int, path: str, sent: Sequence[bytes], headers: Mapping[str, str] = JSON
+) -> tuple[float, list[int], int]:
+    """The loop's longest stall while these bodies are sent at once, their statuses, and the longest answer."""
+    with ticking() as ticker:
+        answers = await asyncio.gather(*(asyncio.to_thread(post, port, path, body, headers) for body in sent))
+        await asyncio.sleep(0.01)  # what is freed behind the answer counts too
+    return ticker.longest, [status for status, _ in answers], max(length for _, length in answers)

@@ -1,0 +1,120 @@
+"""Whatever one client sends, and however long its answer is, the loop has turns for the others.
+
+The bound is wide, since tests run on busy machines: what a body costs on a quiet one is for `benchmarks/stalls.py`.
+"""
+
+import gzip
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.gateway.bounds import MIB
+from tests.gateway.fakes import Client, FakeBackend, endless, serve
+from tests.gateway.hostile import CHAT, COMPLETION, bodies, stall
+
+BOUND = 0.25  # seconds
+ROUNDS = 4
+
+
+async def longest(client: Client, path: str, sent: Sequence[bytes], statuses: set[int]) -> float:
+    """The stall that these bodies cost: the least of some rounds, until one is within the bound."""
+    stalls: list[float] = []
+    assert client.port is not None
+    for _ in range(ROUNDS):
+        found, given, _ = await stall(client.port, path, sent)
+        assert set(given) <= statuses
+        stalls.append(found)
+        if found < BOUND:
+            break
+    return min(stalls)
+
+
+async def test_bodies_of_all_shapes_at_the_size_limit() -> None:
+    """LOOP-01: none keeps the loop, whether it is refused or served."""
+    async with serve() as client:
+        found = {
+            name: await longest(client, path, [body], {200, 400, 404})
+            for name, path, body in bodies(client.gateway.max_body_size)
+        }
+        await client.complete(prompt="hi")
+    assert len(found) > 100
+    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda one: -one[1])[:5]
+
+
+REPORTED = {
+    "stop_token_ids": b'{"prompt":"hi","stop_token_ids":[' + b"1," * 15_000_000 + b"1]}",
+    "prompt": b'{"prompt":[' + b"[1]," * 7_500_000 + b"[1]]}",
+    "fields": b'{"prompt":"hi"' + b"".join(b',"%07d":1' % at for at in range(2_200_000)) + b"}",
+    "chat_template_kwargs": b'{"prompt":"hi","chat_template_kwargs":{"a":[' + b"[]," * 9_000_000 + b"[]]}}",
+}
+
+
+@pytest.mark.parametrize("size", [None, 32])
+@pytest.mark.parametrize("name", REPORTED)
+async def test_three_bodies_of_thirty_megabytes_at_once(name: str, size: int | None) -> None:
+    """LOOP-01: too long by default; where the user allows for so much, refused for its number of values."""
+    async with serve(max_body_size=size) as client:
+        path = CHAT if name == "chat_template_kwargs" else COMPLETION
+        stalled = await longest(client, path, [REPORTED[name]] * 3, {413} if size is None else {400})
+    assert stalled < (BOUND if size is None else 2 * BOUND)
+
+
+async def test_a_body_that_is_long_inside_is_unpacked_in_pieces() -> None:
+    """LOOP-01: a small compressed body of a gigabyte is given up once there is too much of it."""
+    packed = gzip.compress(b'{"prompt":"' + b"x" * 256 * MIB, 1)
+    async with serve() as client:
+        assert client.port is not None
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        found, status, _ = await stall(client.port, COMPLETION, [packed], headers)
+        assert status == [413]
+        assert found < 2 * BOUND
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20}),
+        (COMPLETION, {"prompt": "hi", "logprobs": 20}),
+    ],
+)
+async def test_a_long_answer_with_many_log_probabilities(path: str, fields: dict[str, Any]) -> None:
+    """LOOP-01: on the way out too, nothing is made in one piece."""
+    async with serve(FakeBackend(endless, max_model_len=4096)) as client:
+        body = json.dumps(fields | {"n": 8, "max_tokens": 2000}).encode()
+        assert await longest(client, path, [body], {200}) < BOUND
+
+
+async def test_prompts_log_probabilities_in_an_answer_and_in_a_stream() -> None:
+    """LOOP-01: those of a long prompt come at once, before anything else."""
+    async with serve(FakeBackend(max_model_len=10_000)) as client:
+        fields = {"prompt": [20] * 9000, "max_tokens": 1, "echo": True, "logprobs": 20}
+        for more in ({}, {"stream": True}):
+            body = json.dumps(fields | more).encode()
+            assert await longest(client, COMPLETION, [body], {200}) < BOUND
+
+
+async def test_names_of_megabytes_are_cut_in_errors() -> None:
+    """LOOP-03: whatever an error quotes, it is some lines long."""
+    name = b"n" * 3 * MIB
+    message = b'"messages":[{"role":"user","content":"x"}]'
+    bad = [
+        (COMPLETION, b'{"prompt":"x","model":"' + name + b'"}', 404),
+        (COMPLETION, b'{"prompt":"x","' + name + b'":1,"temperature":9}', 400),
+        (COMPLETION, b'{"prompt":"x","logit_bias":{"' + name + b'":1}}', 400),
+        (COMPLETION, b'{"prompt":"x","response_format":{"type":"' + name + b'"}}', 400),
+        (COMPLETION, b'{"prompt":"x","stop":"' + name + b'"}', 400),
+        (COMPLETION, b'{"prompt":["x",' + b"1" * MIB + b"]}", 400),
+        (COMPLETION, b'{"prompt":"x","max_tokens":' + b"1" * MIB + b"}", 400),
+        (CHAT, b'{"messages":[{"role":"user","content":[{"type":"' + name + b'"}]}]}', 400),
+        (CHAT, b'{"chat_template_kwargs":{"why":"' + name + b'"},' + message + b"}", 400),
+        (CHAT, b'{"chat_template_kwargs":{"' + name + b'":1,"messages":1},' + message + b"}", 400),
+    ]
+    for strict in (False, True):
+        async with serve(strict_fields=strict, template="{{ raise_exception(why) }}") as client:
+            assert client.port is not None
+            for path, body, status in bad:
+                _, given, length = await stall(client.port, path, [body])
+                assert (given, length < 1000) == ([status], True), body[:40]
+            await client.complete(prompt="hi")
