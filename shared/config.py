@@ -188,6 +188,8 @@ def _from_file(knob: Knob, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):  # of a knob that holds JSON
+        return json.dumps(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(value) if number else value
 

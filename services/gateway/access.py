@@ -83,9 +83,11 @@ def _id(given: str) -> str:
 
 
 def _route(request: web.Request) -> str:
-    """The declared path that the request resolved to; 'none' if to no path of ours."""
+    """The declared path that the request resolved to, without --root-path; 'none' if to no path of ours."""
     resource = request.match_info.route.resource
-    return "none" if resource is None else resource.canonical
+    if resource is None:
+        return "none"
+    return resource.canonical.removeprefix(request.app[GATEWAY].config.root_path.rstrip("/"))
 
 
 def _carries(header: str, keys: Sequence[str]) -> bool:

@@ -20,20 +20,23 @@ def make_app(gateway: Gateway) -> web.Application:
     app = web.Application(middlewares=access.MIDDLEWARES)
     app[GATEWAY] = gateway
     app.on_response_prepare.extend([access.sign, cors.sign, ignored.sign])
-    app.add_routes(
-        [
-            web.post("/v1/chat/completions", chat_completions, expect_handler=expect.check),
-            web.post("/v1/completions", completions, expect_handler=expect.check),
-            web.get("/v1/models", models),
-            web.get("/v1/models/{model:.*[^/]}", model),
-            web.get("/health", health),
-            web.get("/ping", health),
-            web.post("/ping", health, expect_handler=expect.check),
-            web.get("/version", show_version),
-            web.get("/metrics", metrics),
-        ]
-    )
+    for root in dict.fromkeys(["", gateway.config.root_path.rstrip("/")]):
+        app.add_routes(_routes(root))
     return app
+
+
+def _routes(root: str) -> list[web.RouteDef]:
+    return [
+        web.post(f"{root}/v1/chat/completions", chat_completions, expect_handler=expect.check),
+        web.post(f"{root}/v1/completions", completions, expect_handler=expect.check),
+        web.get(f"{root}/v1/models", models),
+        web.get(root + "/v1/models/{model:.*[^/]}", model),
+        web.get(f"{root}/health", health),
+        web.get(f"{root}/ping", health),
+        web.post(f"{root}/ping", health, expect_handler=expect.check),
+        web.get(f"{root}/version", show_version),
+        web.get(f"{root}/metrics", metrics),
+    ]
 
 
 async def models(request: web.Request) -> web.Response:

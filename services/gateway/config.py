@@ -1,6 +1,6 @@
 """The gateway's settings. Their table in the documentation and `--help` are made from this struct."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
@@ -18,6 +18,13 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     )
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any that is free.")] = 8000
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[^/{}?#\s]+)*/?$",
+            description="Path under which a proxy publishes the API; with it and without, requests are answered.",
+        ),
+    ] = ""
     uds: Annotated[str | None, Meta(description="Path of a Unix socket to listen on, instead of host and port.")] = None
     reuse_port: Annotated[
         bool, Meta(description="Let several gateways listen on one port; the system spreads connections over them.")
@@ -54,6 +61,19 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     chat_template: Annotated[str | None, Meta(description="File of a chat template, instead of the model's own.")] = (
         None
     )
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(
+            description="Form of content that the chat template gets, openai being parts; auto: what it is found to "
+            "read."
+        ),
+    ] = "auto"
+    default_chat_template_kwargs: Annotated[
+        str, Meta(description="JSON object of variables for the chat template; a request's own win.")
+    ] = ""
+    override_generation_config: Annotated[
+        str, Meta(description="JSON object of sampling defaults that win over generation_config.json.")
+    ] = ""
     generation_config: Annotated[
         Name,
         Meta(description="Folder whose generation_config.json gives sampling defaults; auto: the model's; vllm: none."),
@@ -71,6 +91,15 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     strict_fields: Annotated[
         bool, Meta(description="Refuse a request with a field that this server does not know, instead of ignoring it.")
     ] = False
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="Let every stream end with its usage, as if stream_options.include_usage were set.")
+    ] = False
+    sse_keep_alive_interval: Annotated[
+        float,
+        Meta(
+            ge=0, description="Seconds of silence after which a stream gets a comment, before twice as many; 0: never."
+        ),
+    ] = 15.0
     keep_alive_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
     ] = 75.0

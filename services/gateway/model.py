@@ -4,8 +4,11 @@ Its names in the API, tokenizer, chat template and sampling defaults, all read a
 to text, from the one that `--tokenizer` names. Limits of the context and the vocabulary come from the engine instead.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from services.gateway.config import GatewayConfig
@@ -36,8 +39,15 @@ class ServedModel(Struct, frozen=True):
         texts = tokenizer_folder(config) or folder
         tokenizer = Tokenizer.load(texts, folder if config.tokenizer else None)
         file = Path(config.chat_template) if config.chat_template else None
-        template = ChatTemplate.load(texts, tokenizer.special, file)
+        template = ChatTemplate.load(
+            texts,
+            tokenizer.special,
+            file,
+            content_format=config.chat_template_content_format,
+            variables=json_object("--default-chat-template-kwargs", config.default_chat_template_kwargs),
+        )
         template.try_out()
+        defaults = sampling_defaults(config.generation_config, folder, config.override_generation_config)
         root = config.model or EMBEDDED
         return cls(
             names=tuple(config.served_model_name) or (root,),
@@ -45,7 +55,7 @@ class ServedModel(Struct, frozen=True):
             digest=text_digest(folder),
             tokenizer=tokenizer,
             template=template,
-            defaults=sampling_defaults(config.generation_config, folder),
+            defaults=defaults,
         )
 
     @property
@@ -68,8 +78,28 @@ def tokenizer_folder(config: GatewayConfig) -> Path | None:
     return None
 
 
-def sampling_defaults(source: str, folder: Path) -> SamplingDefaults:
-    """By the flag --generation-config. Raises `ModelError` for a file that is named there and cannot be read."""
+def sampling_defaults(source: str, folder: Path, override: str = "") -> SamplingDefaults:
+    """By the flag --generation-config, under what --override-generation-config says.
+
+    Raises `ModelError` for a named file that cannot be read, and `ConfigError` for a value that cannot be used.
+    """
+    flag = "--override-generation-config"
+    demanded = SamplingDefaults.demand(json_object(flag, override), flag)
+    return msgspec.structs.replace(_from_file(source, folder), **demanded.given())
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The JSON object that a flag holds; empty for ''. Raises `ConfigError`."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag} {text}: is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} {text}: must be a JSON object")
+    return value
+
+
+def _from_file(source: str, folder: Path) -> SamplingDefaults:
     if source == "vllm":
         return SamplingDefaults()
     if source == "auto":

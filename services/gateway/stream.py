@@ -13,6 +13,7 @@ All rows that wait for one prompt are written together, one chunk a sample.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Protocol
@@ -21,13 +22,11 @@ import msgspec
 from aiohttp import web
 
 from services.gateway import faults
+from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation, Update, submit
 from services.gateway.openai import StreamOptions
 from services.gateway.serving import Gateway, Job
 from services.gateway.usage import usage
-
-KEEP_ALIVE = 15.0
-"""Seconds without a byte after which, and before twice as many, a comment is written."""
 
 COMMENT = b": keep-alive\n\n"
 AFTER_COMMENT = b":\n\n"
@@ -75,7 +74,7 @@ async def stream(
     request: web.Request, gateway: Gateway, jobs: Sequence[Job], choices: Choices, options: StreamOptions | None
 ) -> web.StreamResponse:
     """Runs all jobs, writing as they go. Raises only what can still be answered with a status."""
-    writer = _Writer(request, choices, options)
+    writer = _Writer(request, choices, options, gateway.config)
     try:
         async with gateway.lifecycle.running(), AsyncExitStack() as stack:
             writer.generations = await _submit_all(stack, gateway, jobs)
@@ -100,13 +99,16 @@ def _gone(error: BaseException) -> bool:
 class _Writer:
     """One stream. The pumps of its prompts share the response; each write is whole chunks."""
 
-    def __init__(self, request: web.Request, choices: Choices, options: StreamOptions | None) -> None:
+    def __init__(
+        self, request: web.Request, choices: Choices, options: StreamOptions | None, config: GatewayConfig
+    ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self.generations: list[Generation] = []
         self._request = request
         self._choices = choices
         self._sent: dict[int, int] = {}  # tokens whose text was sent, by choice
-        self._usage = options is not None and bool(options.include_usage)
+        self._patience = config.sse_keep_alive_interval or math.inf
+        self._usage = config.enable_force_include_usage or (options is not None and bool(options.include_usage))
         self._usage_always = options is not None and self._usage and bool(options.continuous_usage_stats)
         self._silent = False  # nothing was written since the last look
         self._before = b""  # what comes before the next event
@@ -120,9 +122,9 @@ class _Writer:
 
     async def keep_alive(self) -> None:
         """Write a comment whenever nothing else was written for a while, until cancelled."""
-        while True:
+        while self._patience < math.inf:
             self._silent = True
-            await asyncio.sleep(KEEP_ALIVE)
+            await asyncio.sleep(self._patience)
             if self._silent:
                 self._before = AFTER_COMMENT
                 await self.response.write(COMMENT)

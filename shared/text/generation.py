@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.errors import InvalidRequest, ModelError
+from shared.errors import ConfigError, InvalidRequest, ModelError
 from shared.params import SamplingParams
 from shared.text.json_file import number, read_json, whole_number
 
@@ -63,6 +63,19 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
         if ignored:
             logger.warning("%s: ignored, since it is out of range or no number: %s", path, ", ".join(ignored))
         return cls(**usable)
+
+    @classmethod
+    def demand(cls, config: Mapping[str, Any], place: str) -> "SamplingDefaults":
+        """Take the values that a user wrote at `place`. Raise `ConfigError` for one that cannot be used."""
+        found: dict[str, Any] = {}
+        for name in cls.__struct_fields__:
+            key = KEYS.get(name, name)
+            if (given := config.get(key)) is None:
+                continue
+            if (value := _usable(name, given)) is None:
+                raise ConfigError(f"{place}: {key} {repr(given)[:SHOWN]} is out of range or no number")
+            found[name] = value
+        return cls(**found)
 
     def given(self) -> dict[str, Any]:
         """The fields that have a value."""

@@ -21,12 +21,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import origin
-from shared.text.content import ContentForms, Message, find_forms
+from shared.text.content import ContentForms, Form, Message, find_forms
 from shared.text.json_file import read_json
 from shared.text.messages import append_text, plain_messages
 
 TRIAL = 10.0
 """Seconds for the first messages, which take a millisecond each."""
+
+FORMS = {"string": Form.STRING, "openai": Form.PARTS}
+"""vLLM's words for the forms of content that a template may be given."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
 
@@ -35,13 +38,27 @@ class ChatTemplate:
     """`render` messages to the text of a prompt. A `source` of None stands for a model that has no template."""
 
     def __init__(
-        self, source: str | None, special: Mapping[str, str] | None = None, origin: Path | None = None
+        self,
+        source: str | None,
+        special: Mapping[str, str] | None = None,
+        origin: Path | None = None,
+        *,
+        content_format: str = "auto",
+        variables: Mapping[str, Any] = {},
     ) -> None:
-        """Compile `source`. Raise `ModelError`, naming `origin` if there is one, for a template that does not parse."""
+        """Compile `source`. Raise `ModelError`, naming `origin` if there is one, for a template that does not parse.
+
+        `content_format` is the form of content that all messages get, `string` or `openai`; `auto`: what the template
+        is found to read. `variables` are for the template where a call of `render` does not name them.
+        """
         self._special = dict(special or {})
         self._origin = origin
+        self._form = FORMS.get(content_format)
+        self._variables = dict(variables)
         environment = _environment()
         self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
+        if taken := sorted(self._reserved & self._variables.keys()):
+            raise self._error(f"the chat template cannot be given values for {', '.join(taken)}")
         try:
             self._template = None if source is None else environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -50,14 +67,22 @@ class ChatTemplate:
             raise self._error("the chat template is nested too deeply") from error
 
     @classmethod
-    def load(cls, folder: Path, special: Mapping[str, str], file: Path | None = None) -> "ChatTemplate":
+    def load(
+        cls,
+        folder: Path,
+        special: Mapping[str, str],
+        file: Path | None = None,
+        *,
+        content_format: str = "auto",
+        variables: Mapping[str, Any] = {},
+    ) -> "ChatTemplate":
         """The template of a model folder, or the one in `file`. Raises `ModelError`."""
         try:
             source = _find(folder) if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {why}") from error
-        return cls(source, special, file or origin(folder))
+        return cls(source, special, file or origin(folder), content_format=content_format, variables=variables)
 
     @property
     def exists(self) -> bool:
@@ -116,6 +141,8 @@ class ChatTemplate:
         """The form of content that the template reads, found when it is first needed."""
         if self._template is None:
             return ContentForms()
+        if self._form is not None:
+            return ContentForms({"user": self._form})
         return find_forms(lambda messages: self._run(messages, True, {}))
 
     def _error(self, message: str) -> ModelError:
@@ -125,7 +152,7 @@ class ChatTemplate:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
         context: dict[str, Any] = {"tools": None, "documents": None}  # templates ask whether these are none
-        context |= self._special | variables
+        context |= self._special | self._variables | variables
         context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(context)

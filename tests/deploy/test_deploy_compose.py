@@ -32,7 +32,7 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "worker": WorkerConfig,
 }
-FIXED = {"host", "port", "reuse_port", "metrics_port"}  # inside a container there is nothing to choose
+FIXED = {"host", "port", "reuse_port", "uds", "metrics_port"}  # inside a container there is nothing to choose
 
 
 def service(name: str) -> dict[str, Any]:

@@ -352,3 +352,27 @@ async def test_a_body_that_does_not_come_is_given_up(path: str, monkeypatch: pyt
             assert response.headers["Connection"] == "close"
         monkeypatch.undo()
         await client.complete(prompt="x")
+
+
+async def test_the_api_is_also_under_the_path_of_a_proxy() -> None:
+    """API-02: --root-path, with which a proxy may or may not have taken the path off."""
+    async with serve(root_path="/llm/one/", api_key=["k"]) as client:
+        key = {"Authorization": "Bearer k"}
+        for root in ("", "/llm/one"):
+            async with client.get(f"{root}/v1/models") as response:
+                assert response.status == 401
+            async with client.get(f"{root}/health") as response:
+                assert response.status == 200
+            async with client.post(f"{root}/v1/completions", json={"prompt": "hi"}, headers=key) as response:
+                assert (await response.json())["choices"][0]["text"] == "one two three"
+        async with client.get("/llm/v1/models", headers=key) as response:
+            assert response.status == 404
+        async with client.get("/metrics") as response:
+            assert 'handler="/v1/completions"} 2.0' in await response.text()
+
+
+async def test_a_server_may_end_every_stream_with_its_usage() -> None:
+    """API-02: --enable-force-include-usage."""
+    async with serve(enable_force_include_usage=True) as client:
+        last = (await client.stream_completion(prompt="hi"))[-1]
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)

@@ -320,15 +320,12 @@ def patient_pieces(pieces: list[bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_accepted_stream_is_kept_alive_and_loses_nothing_by_it(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_accepted_stream_is_kept_alive_and_loses_nothing_by_it(path: str) -> None:
     """HTTP-05: comments come after the acceptance only, in silence only, and no reader takes an event for one."""
-    monkeypatch.setattr("services.gateway.stream.KEEP_ALIVE", 0.05)
     backend = FakeBackend()
     backend.pause_at = 0
     backend.answers.clear()
-    async with serve(backend) as client:
+    async with serve(backend, sse_keep_alive_interval=0.05) as client:
         asking = asyncio.ensure_future(client.post(path, json=body(path, stream=True)))
         assert not (await asyncio.wait([asking], timeout=0.3))[0], "no byte before the acceptance"
         backend.answers.set()
@@ -345,10 +342,28 @@ async def test_an_accepted_stream_is_kept_alive_and_loses_nothing_by_it(
         assert ('"one"' if path == PATHS[0] else '"assistant"') in patient_pieces(pieces)[0]
 
 
-async def test_a_stream_that_is_not_silent_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_comments_can_be_left_out() -> None:
+    """API-02: --sse-keep-alive-interval 0."""
+    backend = FakeBackend()
+    backend.pause_at = 0
+    fields = {"prompt": "hi", "stream": True}
+    async with (
+        serve(backend, sse_keep_alive_interval=0.0) as client,
+        client.post("/v1/completions", json=fields) as response,
+    ):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(response.content.readany(), 0.3)
+        backend.go_on.set()
+        assert texts(events(await response.text())) == {0: "one two three"}
+
+
+async def test_a_stream_that_is_not_silent_has_no_comments() -> None:
     """HTTP-05: what is written counts as life, whichever prompt it is of."""
-    monkeypatch.setattr("services.gateway.stream.KEEP_ALIVE", 60.0)
-    async with serve() as client, client.post("/v1/completions", json={"prompt": "hi", "stream": True}) as response:
+    fields = {"prompt": "hi", "stream": True}
+    async with (
+        serve(sse_keep_alive_interval=60.0) as client,
+        client.post("/v1/completions", json=fields) as response,
+    ):
         assert ":" not in [line[:1] for line in (await response.text()).splitlines()]
 
 

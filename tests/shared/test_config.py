@@ -148,6 +148,8 @@ OTHERS: list[object] = [
     "--x y",
     "transformers",
     "warning",
+    "/under/here",
+    "openai",
 ]
 
 
