@@ -1,7 +1,9 @@
 """Every message between Quire's processes. This file is the architecture.
 
-    gateway ──Hello, Submit, Abort, Ping──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
-    gateway ◀─Welcome, Progress, Refused, Status── scheduler ◀─Register, StepResult, Fault, Beat── worker
+    gateway ──Hello, Submit, Abort, Beat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
+    gateway ◀─Welcome, Progress, Refused, Status, Unknown── scheduler
+    scheduler ◀─Register, StepResult, Fault, Beat, Configured── worker
+    supervisor ◀─Beat── gateway, scheduler, worker
 
 Rules of the file:
 - One union a direction, each member tagged by a small integer; encoders and decoders are built once, below.
@@ -25,7 +27,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 3
+VERSION = 4
 """Bumped by every change of the wire; peers with another version are refused at the first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -90,6 +92,24 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     top_logprobs: list[float]  # theirs
 
 
+# every process → those that watch it
+
+
+class Vitals(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a process has done lately, by its own account. Peers judge by it whether it lives (`shared.liveness`)."""
+
+    busy: float = 0.0  # seconds that its loop has spent in the present turn; 0 while it waits for messages
+    cpu: float = 0.0  # CPU seconds used so far, by all threads
+    delayed: float = 0.0  # seconds that its threads have waited for a CPU so far; 0 where the kernel does not tell
+
+
+class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """A process lives. A thread of its own sends it, over a socket of its own, whatever the loop does."""
+
+    name: str  # identity of the socket that the process talks over; its role, if it is for the supervisor
+    vitals: Vitals
+
+
 # gateway → scheduler
 
 
@@ -118,10 +138,6 @@ class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
     id: Count
     sample: int = -1  # -1: all of them
-
-
-class Ping(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A gateway lives; a silent one is given up and its requests are aborted."""
 
 
 # scheduler → gateway
@@ -213,6 +229,11 @@ class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
     ready: bool  # steps can be made: workers are there and none is overdue
     draining: bool
     snapshot: Snapshot
+    vitals: Vitals = Vitals()  # the scheduler's
+
+
+class Unknown(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Answers whatever comes from a gateway that said no Hello, or was given up: nothing of its requests remains."""
 
 
 # scheduler → worker
@@ -335,20 +356,24 @@ class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
     detail: str  # the traceback
 
 
-class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A worker's loop is alive and idle."""
+class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+    """Answers `Configure`: plans of this epoch can come."""
+
+    epoch: Epoch
 
 
-GatewayToScheduler = Hello | Submit | Abort | Ping
-SchedulerToGateway = Welcome | Progress | Refused | Status
+GatewayToScheduler = Hello | Submit | Abort | Beat
+SchedulerToGateway = Welcome | Progress | Refused | Status | Unknown
 SchedulerToWorker = Configure | StepPlan | Stop
-WorkerToScheduler = Register | StepResult | Fault | Beat
+WorkerToScheduler = Register | StepResult | Fault | Beat | Configured
+ToSupervisor = Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _from_gateway = msgspec.msgpack.Decoder(GatewayToScheduler)
 _to_gateway = msgspec.msgpack.Decoder(SchedulerToGateway)
 _to_worker = msgspec.msgpack.Decoder(SchedulerToWorker)
 _from_worker = msgspec.msgpack.Decoder(WorkerToScheduler)
+_to_supervisor = msgspec.msgpack.Decoder(ToSupervisor)
 
 M = TypeVar("M")
 
@@ -376,6 +401,11 @@ def decode_to_worker(data: bytes) -> SchedulerToWorker:
 def decode_from_worker(data: bytes) -> WorkerToScheduler:
     """A message that a scheduler got from a worker."""
     return _decode(_from_worker, data)
+
+
+def decode_to_supervisor(data: bytes) -> ToSupervisor:
+    """A message that a supervisor got from a service."""
+    return _decode(_to_supervisor, data)
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[M]", data: bytes) -> M:

@@ -19,6 +19,7 @@ from services.scheduler.gateways import Gateways
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
+from shared.reporter import Loop, Reporter, supervisor_post
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,11 @@ class Service:
         self.engine = Engine(config)
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
         self._config = config
-        self._gateways = Gateways(gateways)
-        self._workers = Workers(workers, config.worker_timeout)
+        self._loop = Loop()
+        self._reporter = Reporter(self._loop, supervisor_post(config.supervisor_address, "scheduler"))
+        self._gateways = Gateways(gateways, self._reporter.short)
+        self._workers = Workers(workers, config.worker_timeout, self._reporter.short)
+        self._listeners = (gateways, workers)
         self._poller = zmq.Poller()
         for listener in (workers, gateways):
             self._poller.register(listener.socket, zmq.POLLIN)
@@ -56,10 +60,13 @@ class Service:
 
     def run(self) -> None:
         """Serve until stopped. Raises `ConfigError` if a worker's memory is too small for what was asked."""
-        while not self._over(time.monotonic()):
-            self._poller.poll(int(TICK * 1000))
-            self._turn(time.monotonic())
-        self._finish(time.monotonic())
+        with self._reporter:
+            while not self._over(time.monotonic()):
+                self._loop.waiting()
+                self._poller.poll(int(TICK * 1000))
+                self._loop.turned()
+                self._turn(time.monotonic())
+            self._finish(time.monotonic())
 
     def _turn(self, now: float) -> None:
         self._forgive(now - self.turned)
@@ -69,6 +76,8 @@ class Service:
         self._plan(now)
         for request in self._gateways.receive(MESSAGES, now):
             self._serve(request, now)
+        for listener in self._listeners:
+            listener.cut_floods()
         self._configure(now)
         self._plan(now)
         if now - self._ticked >= TICK:
@@ -120,7 +129,8 @@ class Service:
         self._ticked = now
         self._gateways.expire(now)
         self.snapshot = self.engine.snapshot
-        self._gateways.status(Status(self._workers.ready, self._stops > 0, self.snapshot))
+        ready = self._workers.progressing(now)
+        self._gateways.status(Status(ready, self._stops > 0, self.snapshot, self._reporter.vitals))
 
     def _forgive(self, seconds: float) -> None:
         if seconds > TICK + STANDSTILL:

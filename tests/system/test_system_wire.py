@@ -14,13 +14,14 @@ from shared.errors import Unavailable
 from shared.protocol import (
     VERSION,
     Abort,
+    Beat,
     Epoch,
     Hello,
-    Ping,
     Register,
     Sampling,
     StepResult,
     Submit,
+    Vitals,
     encode,
     pack_tokens,
 )
@@ -37,6 +38,9 @@ async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
             yield found
     finally:
         context.destroy(linger=0)
+
+
+BEAT = encode(Beat("nobody", Vitals()))
 
 
 def workers(made: Engine) -> str:
@@ -63,9 +67,9 @@ async def test_garbage_at_both_sockets_harms_nobody() -> None:
     async with serving() as (made, backend):
         for address in (made.address, workers(made)):
             async with stranger(address) as sender:
-                for body in (b"", b"\x00" * 100, b"\xff" * 100_000, encode(Ping()), encode(Abort(5)), b"\x91" * 5000):
+                for body in (b"", b"\x00" * 100, b"\xff" * 100_000, BEAT, encode(Abort(5)), b"\x91" * 5000):
                     await sender.send(body)
-                await sender.send_multipart([b"many", b"frames", encode(Ping())])
+                await sender.send_multipart([b"many", b"frames", BEAT])
                 raw = socket.socket(socket.AF_UNIX)
                 raw.connect(address.removeprefix("ipc://"))
                 raw.send(b"GET / HTTP/1.1\r\n\r\n" * 100)
