@@ -17,7 +17,7 @@ import zmq
 from shared.liveness import Shortage
 from shared.protocol import Beat, Vitals, encode
 from shared.transport import dial_beats
-from shared.usage import Process
+from shared.usage import Process, name_helper
 
 BEAT = 0.25
 """Seconds between two beats; far less than any patience."""
@@ -75,6 +75,7 @@ class Reporter:
         return self._shortage.felt(now) or self._shortage.overdue(now)
 
     def _run(self) -> None:
+        name_helper()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the loop's, and wake its poll
         with zmq.Context() as context, ExitStack() as stack:
             sockets = [stack.enter_context(dial_beats(context, post.address)) for post in self._posts]

@@ -64,7 +64,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             description="Seconds without a sign of life after which a worker is given up; a step gets 8 times its "
-            "predicted duration if that is more.",
+            "predicted duration if that is more, and longer while it is seen to compute or to wait for a CPU.",
         ),
     ] = 2.0
     drain_timeout: Annotated[

@@ -30,6 +30,9 @@ TICK = 0.25
 MESSAGES = 32
 """Messages of gateways that are read in one turn: about a millisecond's work."""
 
+CUT = 0.05
+"""Seconds between two looks for peers that send more than is read, at least."""
+
 STANDSTILL = 1.0
 """Seconds for which the loop itself may be stopped before peers are forgiven for what it did not hear."""
 
@@ -46,6 +49,7 @@ class Service:
         self._gateways = Gateways(gateways, self._reporter.short)
         self._workers = Workers(workers, config.worker_timeout, self._reporter.short)
         self._listeners = (gateways, workers)
+        self._cut = 0.0  # when floods were last looked for
         self._poller = zmq.Poller()
         for listener in (workers, gateways):
             self._poller.register(listener.socket, zmq.POLLIN)
@@ -76,8 +80,7 @@ class Service:
         self._plan(now)
         for request in self._gateways.receive(MESSAGES, now):
             self._serve(request, now)
-        for listener in self._listeners:
-            listener.cut_floods()
+        self._cut_floods(now)
         self._configure(now)
         self._plan(now)
         if now - self._ticked >= TICK:
@@ -85,6 +88,12 @@ class Service:
         self._gateways.flush(now)
         for abort in self._gateways.orphans():
             self._serve(abort, now)
+
+    def _cut_floods(self, now: float) -> None:
+        if now - self._cut >= CUT:
+            self._cut = now
+            for listener in self._listeners:
+                listener.cut_floods()
 
     def _settle(self, news: StepResult | Ready | Lost, now: float) -> None:
         match news:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from services.scheduler.deadlines import FIRST_STEP
 from services.scheduler.workers import MESSAGES, Lost, Ready, Workers
-from shared.liveness import INDULGENCE
+from shared.liveness import INDULGENCE, Usage
 from shared.protocol import (
     VERSION,
     Beat,
@@ -29,6 +28,7 @@ from shared.protocol import (
     Vitals,
     decode_to_worker,
 )
+from shared.usage import Process
 from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.peers import FakeListener, as_listener
 
@@ -153,7 +153,8 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
     world.receive()
     world.activate()
     if how == "late":
-        assert world.receive(TIMEOUT - 0.1) == []
+        for tenth in range(10 * int(TIMEOUT)):
+            assert world.receive(tenth / 10) == []
         news = world.receive(TIMEOUT + 0.1)
     elif how == "nonsense":
         news = world.hear(b"nonsense")
@@ -168,26 +169,30 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
         assert process.poll() is None
 
 
-@pytest.mark.parametrize(("device", "spared"), [("cpu", True), ("cuda:0", False)])
-def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(device: str, spared: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        net = FakeListener()
-        workers = Workers(as_listener(net), TIMEOUT, fed)
-        net.hear(A, replace(REGISTER, pid=child.pid, device=device), 1, pid=child.pid)
-        workers.receive(0.0)
-        workers.configure(CONFIGURE, 0.0)
-        net.hear(A, Configured(EPOCH), 1)
-        net.hear(A, StepResult(EPOCH, 0, []), 1)
-        workers.send(plan(0), 0.0)
-        assert workers.receive(1.0) == [Ready(), StepResult(EPOCH, 0, [])]
-        workers.send(plan(1), 1.0)
-        for now in (2.0, 3.0, 1.1 + TIMEOUT):
-            net.hear(b"reporter", beat(), 2)
-            news = workers.receive(now)
-        assert news == ([] if spared else [Lost()])
+@pytest.mark.parametrize(("device", "found"), [("cpu", 3.0 + INDULGENCE), ("cuda:0", 3.0)])
+def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
+    device: str, found: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a GPU a thread may spin while it waits, which says nothing."""
+    clock = [0.0]
+    monkeypatch.setattr(Process, "usage", lambda self: Usage(clock[0], 0.0, True))
+    net = FakeListener()
+    workers = Workers(as_listener(net), TIMEOUT, fed)
+    net.hear(A, replace(REGISTER, pid=process.pid, device=device), 1, pid=process.pid)
+    workers.receive(0.0)
+    workers.configure(CONFIGURE, 0.0)
+    net.hear(A, Configured(EPOCH), 1)
+    net.hear(A, StepResult(EPOCH, 0, []), 1)
+    workers.send(plan(0), 0.0)
+    assert workers.receive(1.0) == [Ready(), StepResult(EPOCH, 0, [])]
+    workers.send(plan(1), 1.0)
+    news = []
+    for tenth in range(10, 10 * int(found + 2.0)):
+        clock[0] = tenth / 10
         net.hear(b"reporter", beat(), 2)
-        assert workers.receive(1.1 + TIMEOUT + INDULGENCE) == ([Lost()] if spared else [])
-        assert child.wait(10) == -signal.SIGKILL
+        news += [(tenth / 10, one) for one in workers.receive(tenth / 10)]
+    assert news == [(pytest.approx(found + 0.1, abs=0.01), Lost())]
+    assert process.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("phase", ["configuring", "first step", "idle"])
