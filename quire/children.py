@@ -109,6 +109,16 @@ class Child:
         self._unwanted.set()
         self._signal(signal.SIGKILL)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether it is to run: it has not been told to end."""
+        return not self._unwanted.is_set()
+
+    def replace(self, fault: str) -> None:
+        """End the process because it is dead in all but name; `keep_running` starts another one."""
+        self.log.write(self.name, f"is killed: {fault}\n".encode())
+        self._signal(signal.SIGKILL)
+
     async def _run(self) -> int:
         self.process = process = await asyncio.create_subprocess_exec(
             *self.argv,

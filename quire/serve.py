@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from quire.banner import banner
 from quire.checks import check_files, check_model
@@ -16,10 +17,15 @@ from quire.children import Child, Log
 from quire.instance import instance_folder
 from quire.settings import Settings, service_arguments, service_environment
 from quire.supervisor import Supervisor, is_healthy
+from quire.watch import Patience, Watch
 from services.gateway.config import GatewayConfig
 from services.gateway.model import tokenizer_folder
 from shared.checkpoint import locate
 from shared.errors import ConfigError
+from shared.transport import listen
+
+STILL = 4.0
+"""Seconds for which a gateway or a scheduler may stand still; with its restart, it is back in less than ten."""
 
 
 def serve(settings: Settings, began: float) -> int:
@@ -35,7 +41,11 @@ def serve(settings: Settings, began: float) -> int:
     texts = tokenizer_folder(settings.gateway) or folder
     template = Path(settings.gateway.chat_template) if settings.gateway.chat_template else None
     check_model(folder, settings.worker.load_format, settings.worker.model_impl, texts, template)
-    with instance_folder() as sockets:
+    with (
+        instance_folder() as sockets,
+        zmq.Context() as context,
+        listen(context, beats_address(sockets)) as beats,
+    ):
         bound = bind_together(settings, port, sockets)
         supervisor = Supervisor(
             children(bound, Log(sys.stderr.buffer)),
@@ -44,6 +54,7 @@ def serve(settings: Settings, began: float) -> int:
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.drain_timeout,
+            watch=Watch(beats, patience(settings)),
         )
         return asyncio.run(supervisor.run())
 
@@ -77,12 +88,26 @@ def reachable(host: str) -> str:
 def bind_together(settings: Settings, port: int, folder: Path) -> Settings:
     """The settings with what connects the services: sockets in `folder`."""
     gateways, workers = f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock"
-    replace, me = msgspec.structs.replace, os.getpid()
+    replace, me = msgspec.structs.replace, {"supervisor": os.getpid(), "supervisor_address": beats_address(folder)}
     return settings._replace(
-        gateway=replace(settings.gateway, port=port, engines=[gateways], supervisor=me),
-        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, supervisor=me),
-        worker=replace(settings.worker, scheduler=workers, supervisor=me),
+        gateway=replace(settings.gateway, port=port, engines=[gateways], **me),
+        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, **me),
+        worker=replace(settings.worker, scheduler=workers, **me),
     )
+
+
+def beats_address(folder: Path) -> str:
+    """Where the supervisor awaits signs of life."""
+    return f"ipc://{folder}/beats.sock"
+
+
+def patience(settings: Settings) -> dict[str, Patience]:
+    """How long each service may give no sign of life. What a worker does is its scheduler's to judge, and sooner."""
+    return {
+        "gateway": Patience(STILL, STILL),
+        "scheduler": Patience(STILL, STILL),
+        "worker": Patience(STILL + 2 * settings.scheduler.worker_timeout, None),
+    }
 
 
 def children(settings: Settings, log: Log) -> list[Child]:

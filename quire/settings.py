@@ -21,7 +21,7 @@ from shared.config import Knob, arguments, knobs, read_file, resolve
 from shared.errors import ConfigError
 from shared.progress import VARIABLE, on_terminal
 
-INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "insecure"})
+INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"})
 
 SECRET = frozenset({"api_key"})
 """Travels to the services by environment, since everybody on the machine can read the arguments of a process."""

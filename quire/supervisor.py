@@ -1,16 +1,19 @@
 """The life of one server: its children are started together, watched, and stopped in order.
 
-It knows processes, signals and readiness; it does not know what the children do. The order of `children` is the order
-of stopping: first the one that takes work in, last the one that does it, so that work in hand can be finished.
+It knows processes, signals, readiness and signs of life; it does not know what the children do. The order of `children`
+is the order of stopping: first the one that takes work in, last the one that does it, so that work in hand can be
+finished.
 """
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from quire.children import Child, StartFailed
+from quire.watch import PERIOD, Watch
 
 PROBE_PAUSE = 0.05
 PROBE_PATIENCE = 2.0
@@ -24,6 +27,7 @@ class Supervisor:
     """Runs `children` until a signal. `ready` tells whether they serve; `announce` is called once they do.
 
     `say` gets a line for the user when the first signal has come, and when all is ended by one.
+    `watch` tells which of them live no more, though their processes are there; those are replaced.
     `drain_timeout` is what the first child may take to finish its work after SIGTERM, in seconds.
     """
 
@@ -36,8 +40,10 @@ class Supervisor:
         say: Callable[[str], None],
         ready_timeout: float,
         drain_timeout: float,
+        watch: Watch | None = None,
     ) -> None:
         self.children = children
+        self.watch = watch
         self.ready = ready
         self.announce = announce
         self.say = say
@@ -53,6 +59,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
         keepers = [asyncio.ensure_future(child.keep_running()) for child in self.children]
+        watcher = asyncio.ensure_future(self._replace_dead())
         try:
             status = await self._start(keepers)
             if status is None:
@@ -60,9 +67,10 @@ class Supervisor:
                 self.say(STOPPING)
                 status = await self._drain()
         finally:
+            watcher.cancel()
             for child in self.children:
                 child.kill()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*keepers, watcher, return_exceptions=True)
         self.say("stopped")
         return status
 
@@ -86,6 +94,12 @@ class Supervisor:
         for keeper in done:  # one child was given up
             keeper.result()
         raise StartFailed(f"not ready within {self.ready_timeout:g} s (--ready-timeout)")
+
+    async def _replace_dead(self) -> None:
+        while self.watch is not None:
+            for child, fault in self.watch.look(self.children, time.monotonic()):
+                child.replace(fault)
+            await asyncio.sleep(PERIOD)
 
     async def _until_ready(self) -> None:
         while not await self.ready():  # noqa: ASYNC110  (another process decides it)

@@ -1,7 +1,9 @@
 """Every message between Quire's processes. This file is the architecture.
 
-    gateway ──Hello, Submit, Abort, Ping──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
-    gateway ◀─Welcome, Accepted, Refused, Progress, Status── scheduler ◀─Register, StepResult, Fault, Beat── worker
+    gateway ──Hello, Submit, Abort, Beat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
+    gateway ◀─Welcome, Accepted, Refused, Progress, Status, Unknown── scheduler
+    scheduler ◀─Register, StepResult, Fault, Beat, Configured── worker
+    supervisor ◀─Beat── gateway, scheduler, worker
 
 Rules of the file:
 - One union a direction, each member tagged by a small integer; encoders and decoders are built once, below.
@@ -43,6 +45,7 @@ Count = Annotated[int, Meta(ge=0, le=_INT64)]  # of events since a start; an id
 Index = Annotated[int, Meta(ge=0, le=_INT32)]  # a token id, position, slot, block or sample, or how many of these
 Size = Annotated[int, Meta(ge=1, le=_INT32)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+ThreadSeconds = Annotated[float, Meta(ge=0, le=1e15)]  # of all threads of a process, added up
 Time = Annotated[float, Meta(ge=0, le=1e11)]  # of the wall clock
 Finite = Annotated[float, Meta(ge=-3.4e38, le=3.4e38)]  # a float32 holds it
 Name = Annotated[str, Meta(max_length=4096)]
@@ -111,6 +114,26 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     top_logprobs: list[Finite]  # theirs
 
 
+# every process → those that watch it
+
+
+class Vitals(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a process has done lately, by its own account. Peers judge by it whether it lives (`shared.liveness`)."""
+
+    busy: Seconds = 0.0  # seconds that its loop has spent in the present turn; 0 while it waits for messages
+    cpu: ThreadSeconds = 0.0  # CPU seconds used so far, by all threads
+    delayed: ThreadSeconds = (
+        0.0  # seconds that its threads have waited for a CPU so far; 0 where the kernel does not tell
+    )
+
+
+class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+    """A process lives. A thread of its own sends it, over a socket of its own, whatever the loop does."""
+
+    name: Name  # identity of the socket that the process talks over; its role, if it is for the supervisor
+    vitals: Vitals
+
+
 # gateway → scheduler
 
 
@@ -140,10 +163,6 @@ class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
     id: Count
     sample: Wanted = -1  # -1: all of them
-
-
-class Ping(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A gateway lives; a silent one is given up and its requests are aborted."""
 
 
 # scheduler → gateway
@@ -251,6 +270,11 @@ class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
     ready: bool  # steps can be made: workers are there and none is overdue
     draining: bool
     snapshot: Snapshot
+    vitals: Vitals = Vitals()  # the scheduler's
+
+
+class Unknown(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Answers whatever comes from a gateway that said no Hello, or was given up: nothing of its requests remains."""
 
 
 class Accepted(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
@@ -379,14 +403,17 @@ class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
     detail: Detail  # the traceback
 
 
-class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
-    """A worker's loop is alive and idle."""
+class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+    """Answers `Configure`: plans of this epoch can come."""
+
+    epoch: Epoch
 
 
-GatewayToScheduler = Hello | Submit | Abort | Ping
-SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted
+GatewayToScheduler = Hello | Submit | Abort | Beat
+SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | Unknown
 SchedulerToWorker = Configure | StepPlan | Stop
-WorkerToScheduler = Register | StepResult | Fault | Beat
+WorkerToScheduler = Register | StepResult | Fault | Beat | Configured
+ToSupervisor = Beat
 
 
 class _SubmitId(Struct, frozen=True, array_like=True, tag=2):
@@ -401,6 +428,7 @@ _to_gateway = msgspec.msgpack.Decoder(SchedulerToGateway)
 _to_worker = msgspec.msgpack.Decoder(SchedulerToWorker)
 _from_worker = msgspec.msgpack.Decoder(WorkerToScheduler)
 _submit_id = msgspec.msgpack.Decoder(_SubmitId)
+_to_supervisor = msgspec.msgpack.Decoder(ToSupervisor)
 
 M = TypeVar("M")
 
@@ -436,6 +464,11 @@ def decode_to_worker(data: bytes) -> SchedulerToWorker:
 def decode_from_worker(data: bytes) -> WorkerToScheduler:
     """A message that a scheduler got from a worker."""
     return _decode(_from_worker, data)
+
+
+def decode_to_supervisor(data: bytes) -> ToSupervisor:
+    """A message that a supervisor got from a service."""
+    return _decode(_to_supervisor, data)
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[M]", data: bytes) -> M:

@@ -4,6 +4,10 @@ A scheduler listens on a ROUTER (`listen`), gateways and workers dial it with a 
 at a ROUTER, one at a DEALER; what is in them is `shared.protocol`'s.
 
 Rules of the file:
+- ZeroMQ's own heartbeats are not used. libzmq (4.3.5) aborts the process if it has to write a ping or a pong on a
+  connection whose peer left while its input was stopped at the high-water mark. Ours never pings, and a peer that does
+  finds no input that could be stopped: over tcp a listener takes all that comes, and bounds it by bytes (`Intake`).
+  Who is alive is told by beats (`shared.reporter`), cut cables by TCP's keepalive and user timeout.
 - Nothing is dropped silently: sends never block, and raise `PeerGone` or `PeerSlow`.
 - An identity names one incarnation of a process on one connection. When a peer is gone the socket is closed and a new
   one dialled under a new identity, so that no old queue is delivered to a new process.
@@ -14,6 +18,7 @@ Rules of the file:
 
 import fcntl
 import ipaddress
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -25,7 +30,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.errors import ConfigError
+from shared.intake import Intake
 from shared.protocol import MAX_FRAME
+
+log = logging.getLogger(__name__)
 
 HIGH_WATER = 1_000
 """Messages that may wait on either side of a connection before a ROUTER's send raises `PeerSlow`: a second or more of
@@ -36,7 +44,20 @@ DIAL_HIGH_WATER = 20_000
 
 HANDSHAKE_MS = 5_000
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 1_000
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1_000, 5_000  # between hosts only: a cut cable is not seen otherwise
+BEAT_RECONNECT_MAX_MS = 200  # a new scheduler waits for beats as soon as its worker has registered
+
+BEAT_HIGH_WATER = 2
+"""The same for beats: old ones are worth nothing."""
+
+KEEPALIVE_S, KEEPALIVE_PROBES = 5, 3
+"""Over tcp an idle connection is probed after so many seconds, and so often in that distance before it is given up."""
+
+USER_TIMEOUT_MS = 30_000
+"""Over tcp, data that is not acknowledged, or not taken, for so long ends the connection: a peer is dead by then."""
+
+ODD_MESSAGES = 100
+"""Messages of other shapes than ours that are passed over in one call."""
+
 IPC_PATH_MAX = 107  # bytes, of sockaddr_un
 
 S = TypeVar("S", bound="zmq.Socket[Any]")
@@ -59,6 +80,11 @@ class Message(NamedTuple):
     @property
     def body(self) -> bytes:
         return self.frame.bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return len(self.frame)
 
     @property
     def fd(self) -> int:
@@ -110,21 +136,31 @@ class Monitor:
 
 
 class Listener:
-    """A bound ROUTER with its monitor."""
+    """A bound ROUTER with its monitor, and an intake if it is to bound what its peers have unread."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor, intake: Intake | None = None) -> None:
         self.socket = socket
         self.monitor = monitor
+        self._intake = intake
 
     def receive(self) -> Message | None:
         """The next message, if one is there. Anything but two frames is passed over: it is not of ours."""
-        while True:
+        for _ in range(ODD_MESSAGES):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
+            if self._intake is not None:
+                self._intake.read(frames)
             if len(frames) == 2:
                 return Message(frames[0].bytes, frames[1])
+        return None
+
+    def cut_floods(self) -> None:
+        """End the connections of peers that send more than is read. To be called often; its cost is small."""
+        if self._intake is not None:
+            for fd in self._intake.cut(self.monitor.connected):
+                log.warning("a peer sends faster than is read: its connection (%d) is ended", fd)
 
     def send(self, peer: bytes, body: bytes) -> None:
         """Queue a message. Raises PeerGone or PeerSlow, and has queued nothing then."""
@@ -163,7 +199,7 @@ def listen(
         monitor = Monitor(socket)
         try:
             _bind(socket, address)
-            yield Listener(socket, monitor)
+            yield Listener(socket, monitor, Intake() if address.startswith("tcp://") else None)
         finally:
             monitor.close()
             socket.close(linger=linger_ms)
@@ -181,6 +217,17 @@ def dial(context: "zmq.Context[S]", address: str, name: bytes) -> "Iterator[tupl
             yield socket, monitor
         finally:
             monitor.close()
+
+
+@contextmanager
+def dial_beats(context: "zmq.Context[S]", address: str) -> Iterator[S]:
+    """A DEALER without a name of its own, which sends to `address` while there is a connection, and keeps nothing."""
+    with _socket(context, zmq.DEALER, address) as socket:
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.SNDHWM, BEAT_HIGH_WATER)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, BEAT_RECONNECT_MAX_MS)
+        socket.connect(address)
+        yield socket
 
 
 def check_address(address: str) -> None:
@@ -210,12 +257,21 @@ def _socket(context: "zmq.Context[S]", kind: int, address: str) -> "Iterator[S]"
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     if address.startswith("tcp://"):
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        _set_tcp(socket, kind)
     try:
         yield socket
     finally:
         socket.close(linger=None)  # the option above, unless closed before
+
+
+def _set_tcp(socket: "zmq.Socket[Any]", kind: int) -> None:
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, USER_TIMEOUT_MS)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.RCVHWM, 0)  # input never stops: see the rules above
 
 
 def _bind(socket: "zmq.Socket[Any]", address: str) -> None:

@@ -9,6 +9,7 @@ The next token of a sequence is
 """
 
 import argparse
+import ctypes
 import hashlib
 import struct
 import sys
@@ -49,7 +50,7 @@ class Misdeed(Struct):
     """What a step does in which a sequence with `token` in its prompt is computed, in the first `lives` processes."""
 
     token: int
-    kind: str  # raise, memory, hang, garbage, missing, exit
+    kind: str  # raise, memory, hang, seize (hang and hold the GIL), loop, churn (loop and hold the GIL), garbage, ...
     lives: int = 1_000_000
 
 
@@ -183,6 +184,13 @@ class ScriptedRunner:
                     raise MemoryError("scripted lack of memory")
                 case "hang":
                     time.sleep(3600)
+                case "seize":
+                    ctypes.PyDLL(None).sleep(3600)
+                case "loop":
+                    while True:
+                        pass
+                case "churn":
+                    sum(range(10**15))
                 case "exit":
                     sys.exit(3)
 

@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: GatewayConfig, model: ServedModel) -> None:
     """Listens until a signal comes and the requests have ended. Raises `ConfigError` if it cannot listen."""
-    backend, lifecycle, stop = Backend(config.engines, model.digest), Lifecycle(), asyncio.Event()
+    backend = Backend(config.engines, model.digest, config.supervisor_address)
+    lifecycle, stop = Lifecycle(), asyncio.Event()
     _on_signals(lifecycle, stop, supervised=config.supervisor > 0)
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
     runner = Runner(

@@ -16,6 +16,7 @@ from services.gateway.attempt import Attempt
 from services.gateway.link import Link
 from shared.errors import Unavailable
 from shared.protocol import Sampling, Status, Welcome
+from shared.reporter import BEAT, Loop, Post, Reporter, supervisor_post
 from shared.transport import check_address
 
 __all__ = ["Attempt", "Backend"]
@@ -25,13 +26,17 @@ class Backend:
     """Connections to engines, one an address, for the time of an `async with`. Raises `ConfigError` for an address.
 
     `text` is the digest of this gateway's model, without which nothing is sent to an engine that has another one.
+    Meanwhile the engines are told that this gateway lives, and so is a supervisor at `supervisor`, if there is one.
     """
 
-    def __init__(self, addresses: Sequence[str], text: str = "") -> None:
+    def __init__(self, addresses: Sequence[str], text: str = "", supervisor: str = "") -> None:
         for address in addresses:
             check_address(address)
         self._context = zmq.asyncio.Context()
-        self._links = [Link(self._context, address, text) for address in dict.fromkeys(addresses)]
+        self._links = [Link(self._context, address, text, self._short) for address in dict.fromkeys(addresses)]
+        self._loop = Loop()
+        posts = [Post(link.address, link.known_as) for link in self._links]
+        self._reporter = Reporter(self._loop, posts + supervisor_post(supervisor, "gateway"))
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._welcome: Welcome | None = None
@@ -39,11 +44,14 @@ class Backend:
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
         self._running = [self._tasks.create_task(link.run()) for link in self._links]
+        self._running.append(self._tasks.create_task(self._mark()))
+        self._reporter.__enter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._reporter.__exit__()
         for task in self._running:
             task.cancel()
         ours = isinstance(error, asyncio.CancelledError)  # it may have been the group: if a link has crashed
@@ -84,6 +92,15 @@ class Backend:
             yield attempt
         finally:
             link.leave(attempt)
+
+    async def _mark(self) -> None:
+        """Tell the reporter that the event loop turns."""
+        while True:
+            self._loop.turned()
+            await asyncio.sleep(BEAT)
+
+    def _short(self, now: float) -> bool:
+        return self._reporter.short(now)
 
     def _choose(self) -> Link:
         """The least loaded engine that makes steps; else one whose workers are on their way, for it queues."""

@@ -110,6 +110,9 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
+    supervisor_address: Annotated[
+        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
+    ] = ""
     enable_log_requests: Annotated[
         bool, Meta(description="Write a line to the log for each request, probes left out.")
     ] = False

@@ -1,9 +1,9 @@
 """`Link`: a gateway's connection to one engine, and the attempts that run there.
 
 One task a link, `run`, which owns the socket: it reads a bounded number of messages a turn, so that the event loop
-stays with the clients, and hands them to the attempts. When the engine is gone (its connection ended, it has been
-silent for `PATIENCE`, or it takes no more messages), all open attempts fail, the socket is closed with whatever is
-still queued in it, and a new one is opened under a new identity.
+stays with the clients, and hands them to the attempts. When the engine is gone (its connection ended, it is dead by its
+own signs, it takes no more messages, or it has given this gateway up), all open attempts fail, the socket is closed
+with whatever is still queued in it, and a new one is opened under a new identity.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -19,18 +20,19 @@ from msgspec import Struct
 
 from services.gateway.attempt import Attempt
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
+from shared.liveness import GATEWAY_PATIENCE, Liveness
 from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
     Hello,
-    Ping,
     Progress,
     Refusal,
     Refused,
     Sampling,
     Status,
     Submit,
+    Unknown,
     Welcome,
     decode_to_gateway,
     encode,
@@ -40,14 +42,14 @@ from shared.transport import Monitor, dial, identity, show
 
 log = logging.getLogger(__name__)
 
-PING = 1.0
-"""Seconds between two signs of life."""
+LOOK = 0.5
+"""Seconds between two looks at whether the engine is late, at most."""
 
 FRESH = 2.0
 """Seconds for which a `Status` counts."""
 
 PATIENCE = 5.0
-"""Seconds of silence after which an engine is taken for dead, connected or not; it speaks four times a second."""
+"""Seconds of silence after which an engine is taken for dead, unless it is excused; it speaks four times a second."""
 
 PAUSE = 0.05
 """Seconds before a new connection is tried."""
@@ -57,23 +59,28 @@ MESSAGES = 64
 
 
 class Link:
-    """One engine as its gateway sees it."""
+    """One engine as its gateway sees it. `short`: whether this process is short of CPU."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, text: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, address: str, text: str, short: Callable[[float], bool]) -> None:
         self.address = address
         self.welcome: Welcome | None = None  # of the present connection
         self.unusable = ""  # why the engine of the present connection is not used
         self._text = text
         self.status: Status | None = None
         self._context = context
-        self._heard = 0.0  # when the engine last said anything
+        self._short = short
+        self._identity = ""  # of the present connection
+        self._liveness = Liveness(PATIENCE, 0.0)  # the engine's, since the beginning of the connection
         self._told = 0.0  # when `status` came
         self._since = 0  # submitted since then
         self._ids = itertools.count()
         self._attempts: dict[int, Attempt] = {}
         self._socket: zmq.asyncio.Socket | None = None
-        self._stuck = False
-        self._garbled = False
+        self._lost = ""  # why the present connection is of no use any more
+
+    def known_as(self) -> str:
+        """The name by which the engine knows this gateway; empty while it has not shown that it does."""
+        return self._identity if self.status is not None else ""
 
     @property
     def ready(self) -> bool:
@@ -136,7 +143,8 @@ class Link:
         """One connection from its beginning to its end; says why it ended."""
         name = identity("gateway")
         with dial(self._context, self.address, name) as (socket, monitor):
-            self._socket, self._stuck, self._garbled, self._heard = socket, False, False, time.monotonic()
+            self._socket, self._identity, self._lost = socket, show(name), ""
+            self._liveness = Liveness(PATIENCE, time.monotonic())
             try:
                 self._send(Hello(VERSION, show(name)))
                 return await self._pump(socket, monitor)
@@ -150,26 +158,29 @@ class Link:
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor.socket, zmq.POLLIN)
-        pinged = time.monotonic()
+        turned = time.monotonic()
         while True:
-            await poller.poll(int(PING * 1000))
+            await poller.poll(int(LOOK * 1000))
             more = self._read(reader)
             if more:
                 await asyncio.sleep(0)  # a poll that finds something does not wait
             elif monitor.drain():
                 return "its connection ended"
-            now = time.monotonic()
+            now, before = time.monotonic(), turned
+            turned = now
             if not monitor.connected:
-                self._heard = now  # it cannot be silent yet
-            elif now - self._heard > PATIENCE:
-                return f"it has been silent for {PATIENCE:.0f} s"
-            elif now - pinged >= PING:
-                pinged = now
-                self._send(Ping())
-            if self._garbled:
-                return "it sent something that is not a message"
-            if self._stuck:
-                return "it does not read"
+                self._liveness.hear(now)  # it cannot be silent yet
+            if reason := self._fault(now, now - before):
+                return reason
+
+    def _fault(self, now: float, still: float) -> str:
+        """Why this connection is of no use any more; empty while it is. `still`: seconds since the last look."""
+        if self._lost:
+            return self._lost
+        if still > GATEWAY_PATIENCE:
+            return f"this gateway stood still for {still:.0f} s, and was given up meanwhile"
+        fault = self._liveness.fault(now, short=self._short(now))
+        return fault and f"it has been {fault}"
 
     def _read(self, reader: "zmq.Socket[bytes]") -> bool:
         """Take what has come, up to a bound; whether there may be more."""
@@ -178,15 +189,19 @@ class Link:
                 frames = reader.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            self._heard = time.monotonic()
             try:
                 self._take(decode_to_gateway(b"".join(frames)))
             except ProtocolError as error:
                 log.error("engine at %s: %s", self.address, error)
-                self._garbled = True  # what it was meant to say is lost, and somebody would wait for it
+                self._lost = "it sent something that is not a message"  # and somebody would wait for what was lost
         return True
 
-    def _take(self, message: Welcome | Accepted | Refused | Progress | Status) -> None:
+    def _take(self, message: Welcome | Accepted | Refused | Progress | Status | Unknown) -> None:
+        now = time.monotonic()
+        if isinstance(message, Unknown):  # no sign of life, for this gateway has none of its services
+            self._lost = "it has given this gateway up"
+            return
+        self._liveness.hear(now)
         match message:
             case Progress():
                 for row in message.rows:
@@ -200,7 +215,8 @@ class Link:
                 if (attempt := self._attempts.get(message.id)) is not None:
                     attempt.fail(_error(message))
             case Status():
-                self.status, self._told, self._since = message, self._heard, 0
+                self.status, self._told, self._since = message, now, 0
+                self._liveness.beat(message.vitals, now)
             case Welcome() if self._text and message.facts.text not in ("", self._text):
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 log.error("engine at %s: %s; start both anew", self.address, self.unusable)
@@ -213,7 +229,7 @@ class Link:
             return
         sent: Any = self._socket.send(encode(message), zmq.NOBLOCK)  # done at once, for better or worse
         if isinstance(sent.exception(), zmq.Again):
-            self._stuck = True  # seen by the pump, which gives up the engine and all that runs there
+            self._lost = "it does not read"  # seen by the pump, which gives up the engine and all that runs there
 
     def _fail_all(self, reason: str) -> None:
         attempts, self._attempts = self._attempts, {}

@@ -67,9 +67,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     worker_timeout: Annotated[
         float,
         Meta(
-            ge=0.1,
+            ge=1,
             description="Seconds without a sign of life after which a worker is given up; a step gets 8 times its "
-            "predicted duration if that is more.",
+            "predicted duration if that is more, and longer while it is seen to compute or to wait for a CPU.",
         ),
     ] = 2.0
     drain_timeout: Annotated[
@@ -85,6 +85,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
+    supervisor_address: Annotated[
+        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
+    ] = ""
 
     def __post_init__(self) -> None:
         check_wishes(self.max_num_batched_tokens, self.max_num_seqs, self.scheduling_policy, self.priority_ageing)

@@ -12,25 +12,27 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import msgspec
 from msgspec import Struct
 
 from shared.errors import ProtocolError
+from shared.liveness import GATEWAY_PATIENCE, Liveness
 from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
+    Beat,
     Hello,
-    Ping,
     Progress,
     ProgressRow,
     Refusal,
     Refused,
     Status,
     Submit,
+    Unknown,
     Welcome,
     decode_from_gateway,
     encode,
@@ -40,12 +42,15 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 10.0
+PATIENCE = GATEWAY_PATIENCE
 """Seconds after which a gateway that sends nothing, or takes nothing, is given up."""
 
 SKEW = 10.0
 """Seconds by which a request may be said to have arrived before it came here: a gateway's clock must not put its
 requests before all others', or behind them."""
+
+TURN_BYTES = 4 * 1024 * 1024
+"""Bytes of gateways' messages after which no more are read in one turn: some milliseconds' work."""
 
 ROWS = 4096
 """Rows in one message at most: far below the limit of a frame, whatever log-probabilities they carry."""
@@ -57,7 +62,7 @@ class Gateway:
     def __init__(self, name: bytes, fd: int, now: float) -> None:
         self.name = name
         self.fd = fd
-        self.heard = now
+        self.liveness = Liveness(PATIENCE, now, turn=PATIENCE)
         self.stuck_since: float | None = None
         self.ids: dict[int, int] = {}  # its ids to the core's
         self.outbox: deque[bytes] = deque()
@@ -92,10 +97,11 @@ class Owner(Struct):
 
 
 class Gateways:
-    """The gateways' side of the scheduler."""
+    """The gateways' side of the scheduler. `short`: whether the scheduler is short of CPU."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, short: Callable[[float], bool]) -> None:
         self._listener = listener
+        self._short = short
         self._peers: dict[bytes, Gateway] = {}
         self._owners: dict[int, Owner] = {}  # by the core's ids
         self._next_id = itertools.count()
@@ -116,10 +122,11 @@ class Gateways:
         """What gateways want of the core, under the core's ids; at most so many messages are read."""
         self._notice_gone()
         wanted: list[Submit | Abort] = []
+        size = 0
         for _ in range(most):
-            message = self._listener.receive()
-            if message is None:
+            if size > TURN_BYTES or (message := self._listener.receive()) is None:
                 break
+            size += message.size
             request = self._handle(message, now)
             if request is not None:
                 wanted.append(request)
@@ -175,17 +182,17 @@ class Gateways:
                 self._flush(gateway, now)
 
     def expire(self, now: float) -> None:
-        """Give up who has been silent or stuck for too long."""
+        """Give up who is dead by its own signs, or has taken nothing for too long."""
         for gateway in list(self._peers.values()):
-            if now - gateway.heard > PATIENCE:
-                self._give_up(gateway, f"silent for {PATIENCE:.0f} s")
-            elif gateway.stuck_since is not None and now - gateway.stuck_since > PATIENCE:
-                self._give_up(gateway, f"has read nothing for {PATIENCE:.0f} s")
+            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + PATIENCE
+            what = f"has read nothing for {PATIENCE:.0f} s"
+            if fault := gateway.liveness.fault(now, due=due, what=what, short=self._short(now)):
+                self._give_up(gateway, fault)
 
     def forgive(self, seconds: float) -> None:
         """The scheduler itself stood still for so long."""
         for gateway in self._peers.values():
-            gateway.heard += seconds
+            gateway.liveness.forgive(seconds)
             if gateway.stuck_since is not None:
                 gateway.stuck_since += seconds
 
@@ -201,18 +208,26 @@ class Gateways:
         if isinstance(content, Hello):
             self._greet(message, content, now)
             return None
-        if gateway is None:
-            self._turn_away(message, content)
+        if isinstance(content, Beat):
+            self._feel(content, now)
             return None
-        gateway.heard = now
+        if gateway is None:
+            self._turn_away(message.peer)
+            return None
+        gateway.liveness.hear(now)
         match content:
             case Submit():
                 return self._submit(gateway, content)
             case Abort():
                 id = gateway.ids.get(content.id)
                 return None if id is None else Abort(id, content.sample)
-            case Ping():
-                return None
+
+    def _feel(self, beat: Beat, now: float) -> None:
+        name = beat.name.encode()
+        if (gateway := self._peers.get(name)) is not None:
+            gateway.liveness.beat(beat.vitals, now)
+        else:
+            self._turn_away(name)
 
     def _refuse_nonsense(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
         """A `Submit` with a value out of its range costs its sender that request, anything else its connection."""
@@ -237,13 +252,11 @@ class Gateways:
             gateway.outbox.append(self._welcome)
         log.info("gateway %s connected", show(message.peer))
 
-    def _turn_away(self, message: Message, content: Submit | Abort | Ping) -> None:
-        """Answer one who said no Hello, or was given up and may not know it: it must not wait for what never comes."""
-        log.debug("a message of %s, who is not known (any more)", show(message.peer))
-        if isinstance(content, Submit):
-            refused = Refused(content.id, Refusal.DRAINING, "the engine does not know this gateway (any more)")
-            with suppress(PeerGone, PeerSlow):
-                self._listener.send(message.peer, encode(refused))
+    def _turn_away(self, peer: bytes) -> None:
+        """Tell one who was given up, and may not know it: it must not wait for what never comes."""
+        log.debug("something of %s, who is not known (any more)", show(peer))
+        with suppress(PeerGone, PeerSlow):
+            self._listener.send(peer, encode(Unknown()))
 
     def _submit(self, gateway: Gateway, submit: Submit) -> Submit | None:
         if submit.id in gateway.ids:

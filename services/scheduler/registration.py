@@ -1,13 +1,13 @@
-"""`Registration`: a worker on its connection, and the hold that a scheduler has on its process."""
+"""`Registration`: a worker on its connection, its signs of life, and the hold that a scheduler has on its process."""
 
 import os
 import signal
 from contextlib import suppress
 
+from shared.liveness import Liveness
 from shared.protocol import VERSION, Register
 from shared.transport import Message, show
-
-USER_TIME, SYSTEM_TIME = 11, 12  # of the fields behind the name in /proc/PID/stat
+from shared.usage import Process
 
 MAX_MEMORY = 2**50
 """Bytes, for KV or for one token's: no machine has so much."""
@@ -19,11 +19,15 @@ MAX_STEP = 600.0
 class Registration:
     """One worker, from its `Register` to the end of its connection."""
 
-    def __init__(self, message: Message, register: Register) -> None:
+    def __init__(self, message: Message, register: Register, timeout: float, now: float) -> None:
         self.name = message.peer
         self.fd = message.fd
         self.register = register
         self._pidfd = _open_process(message, register)
+        self._process = Process(register.pid)
+        self.liveness = Liveness(
+            timeout, now, computes=register.device.startswith("cpu"), local=self._pidfd is not None
+        )
 
     def __repr__(self) -> str:
         return f"{show(self.name)} on {self.register.device}"
@@ -41,16 +45,10 @@ class Registration:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         return True
 
-    def cpu_seconds(self) -> float | None:
-        """CPU time that the process has used; None if it is not within reach, or does not compute on a CPU."""
-        if self._pidfd is None or not self.register.device.startswith("cpu"):
-            return None
-        try:
-            with open(f"/proc/{self.register.pid}/stat", encoding="ascii", errors="replace") as file:
-                fields = file.read().rpartition(")")[2].split()  # behind the name, which may hold anything
-        except OSError:
-            return None
-        return (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
+    def look(self, now: float, due: float) -> None:
+        """See what the process does, if it is within reach and a deadline is near. `due`: when it is late otherwise."""
+        if self._pidfd is not None and self.liveness.wants_look(now, due):
+            self.liveness.look(self._process.usage(), now)
 
     def close(self) -> None:
         """Let go of the process. Idempotent."""

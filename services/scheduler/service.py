@@ -21,6 +21,7 @@ from services.scheduler.throughput import Throughput
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
+from shared.reporter import Loop, Reporter, supervisor_post
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ TICK = 0.25
 
 MESSAGES = 32
 """Messages of gateways that are read in one turn: about a millisecond's work."""
+
+CUT = 0.05
+"""Seconds between two looks for peers that send more than is read, at least."""
 
 STANDSTILL = 1.0
 """Seconds for which the loop itself may be stopped before peers are forgiven for what it did not hear."""
@@ -42,8 +46,12 @@ class Service:
         self.engine = Engine(config)
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
         self._config = config
-        self._gateways = Gateways(gateways)
-        self._workers = Workers(workers, config.worker_timeout)
+        self._loop = Loop()
+        self._reporter = Reporter(self._loop, supervisor_post(config.supervisor_address, "scheduler"))
+        self._gateways = Gateways(gateways, self._reporter.short)
+        self._workers = Workers(workers, config.worker_timeout, self._reporter.short)
+        self._listeners = (gateways, workers)
+        self._cut = 0.0  # when floods were last looked for
         self._poller = zmq.Poller()
         for listener in (workers, gateways):
             self._poller.register(listener.socket, zmq.POLLIN)
@@ -59,10 +67,13 @@ class Service:
 
     def run(self) -> None:
         """Serve until stopped. Raises `ConfigError` if the first worker's memory is too small for what was asked."""
-        while not self._over(time.monotonic()):
-            self._poller.poll(int(TICK * 1000))
-            self._turn(time.monotonic())
-        self._finish(time.monotonic())
+        with self._reporter:
+            while not self._over(time.monotonic()):
+                self._loop.waiting()
+                self._poller.poll(int(TICK * 1000))
+                self._loop.turned()
+                self._turn(time.monotonic())
+            self._finish(time.monotonic())
 
     def _turn(self, now: float) -> None:
         self._forgive(now - self.turned)
@@ -72,6 +83,7 @@ class Service:
         self._plan(now)
         for request in self._gateways.receive(MESSAGES, now):
             self._serve(request, now)
+        self._cut_floods(now)
         self._configure(now)
         self._plan(now)
         if now - self._ticked >= TICK:
@@ -79,6 +91,12 @@ class Service:
         self._gateways.flush(now)
         for abort in self._gateways.orphans():
             self._serve(abort, now)
+
+    def _cut_floods(self, now: float) -> None:
+        if now - self._cut >= CUT:
+            self._cut = now
+            for listener in self._listeners:
+                listener.cut_floods()
 
     def _settle(self, news: StepResult | Ready | Lost, now: float) -> None:
         match news:
@@ -127,7 +145,8 @@ class Service:
         found = self.engine.snapshot
         rate = self._throughput.rate(found.generation_tokens, now)
         self.snapshot = msgspec.structs.replace(found, tokens_per_second=rate)
-        self._gateways.status(Status(self._workers.ready, self._stops > 0, self.snapshot))
+        ready = self._workers.progressing(now)
+        self._gateways.status(Status(ready, self._stops > 0, self.snapshot, self._reporter.vitals))
 
     def _forgive(self, seconds: float) -> None:
         if seconds > TICK + STANDSTILL:

@@ -2,20 +2,23 @@
 
 One worker computes; others that registered wait in line to replace it. A worker is configured at most once on a
 connection: after a loss it comes back as a newcomer, so that nothing it had in flight can be taken for something else.
-It is seen to be lost by its connection (milliseconds), by a `Fault` that it sends, or by being late or sending
-nonsense; in the last cases its process lives but is of no use: it is killed if it runs on this host, else told to stop.
+It is seen to be lost by its connection (milliseconds), by a `Fault` that it sends, or by being dead by its own signs
+(`shared.liveness`) or sending nonsense; in the last cases its process lives but is of no use: it is killed if it runs
+on this host, else told to stop.
 """
 
 import logging
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from services.scheduler.liveness import Effort, Liveness
+from services.scheduler.deadlines import Deadlines
 from services.scheduler.registration import Registration, unfit
 from shared.errors import ProtocolError
 from shared.protocol import (
     Beat,
     Configure,
+    Configured,
     Epoch,
     Fault,
     Register,
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 CHECK = 0.1
 """Seconds between two looks at whether the active worker is late."""
 
+MESSAGES = 1_000
+"""Messages of workers that are read in one turn: far more than honest ones ever have waiting."""
+
 
 class Lost(Struct, frozen=True):
     """The active worker computes no more; what it had in flight is lost."""
@@ -47,24 +53,25 @@ class Active(Struct):
 
     worker: Registration
     epoch: Epoch
-    liveness: Liveness
-    effort: Effort
+    deadlines: Deadlines
 
-    def fault(self, now: float) -> str:
-        """What it is late with; empty while it is not. To be asked often."""
-        used = self.worker.cpu_seconds()
-        if used is None:
-            return self.liveness.fault(now)
-        self.effort.note(used, now)
-        return self.liveness.fault(now, busy=self.effort.busy(used, now))
+    def fault(self, now: float, short: bool) -> str:
+        """Why it is dead; empty while it is not. `short`: the scheduler is short of CPU. To be asked often."""
+        due = self.deadlines.due()
+        self.worker.look(now, due)
+        return self.worker.liveness.fault(now, due=due, what=self.deadlines.what(now), short=short)
 
 
 class Workers:
-    """The workers' side of the scheduler. `timeout`: seconds of silence that end a worker's service."""
+    """The workers' side of the scheduler.
 
-    def __init__(self, listener: Listener, timeout: float) -> None:
+    `timeout`: seconds of silence that end a worker's service. `short`: whether the scheduler is short of CPU.
+    """
+
+    def __init__(self, listener: Listener, timeout: float, short: Callable[[float], bool]) -> None:
         self._listener = listener
         self._timeout = timeout
+        self._short = short
         self._registered: dict[bytes, Registration] = {}  # in order of arrival, the active one included
         self._active: Active | None = None
         self._news: list[StepResult | Ready | Lost] = []
@@ -73,7 +80,12 @@ class Workers:
     @property
     def ready(self) -> bool:
         """Plans can be sent."""
-        return self._active is not None and self._active.liveness.ready
+        return self._active is not None and self._active.deadlines.ready
+
+    def progressing(self, now: float) -> bool:
+        """Plans can be sent, and as far as can be seen they are worked on."""
+        active = self._active
+        return active is not None and active.deadlines.ready and not active.worker.liveness.silent(now)
 
     @property
     def candidate(self) -> Register | None:
@@ -85,7 +97,10 @@ class Workers:
     def receive(self, now: float) -> list[StepResult | Ready | Lost]:
         """What has come since the last call, in order: results of the active worker, and its loss."""
         leaving = self._leaving()
-        while (message := self._listener.receive()) is not None:
+        for _ in range(MESSAGES):
+            message = self._listener.receive()
+            if message is None:
+                break
             self._handle(message, now)
         self._see_off(leaving)  # after their last words
         if now >= self._next_check:
@@ -97,13 +112,14 @@ class Workers:
     def configure(self, message: Configure, now: float) -> None:
         """Make the candidate the active worker. If it cannot be reached, `receive` will tell that it is lost."""
         worker = next(iter(self._registered.values()))
-        self._active = Active(worker, message.epoch, Liveness(worker.register, self._timeout, now), Effort())
+        worker.liveness.hear(now)  # it may have waited in line for long, unwatched
+        self._active = Active(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
         self._send(worker, message)
 
     def send(self, plan: StepPlan, now: float) -> None:
         """Hand a plan to the active worker. If it cannot be reached, `receive` will tell that it is lost."""
         if self._active is not None:
-            self._active.liveness.sent(plan.step, sum(row.count for row in plan.rows), now)
+            self._active.deadlines.sent(plan.step, sum(row.count for row in plan.rows), now)
             self._send(self._active.worker, plan)
 
     def give_up(self, fault: str) -> None:
@@ -120,7 +136,8 @@ class Workers:
     def forgive(self, seconds: float) -> None:
         """The scheduler itself stood still for so long."""
         if self._active is not None:
-            self._active.liveness.forgive(seconds)
+            self._active.worker.liveness.forgive(seconds)
+            self._active.deadlines.forgive(seconds)
 
     def stop(self) -> None:
         """Tell all workers to end their processes."""
@@ -131,7 +148,7 @@ class Workers:
         self._active = None
 
     def _check(self, now: float) -> None:
-        if self._active is not None and (fault := self._active.fault(now)):
+        if self._active is not None and (fault := self._active.fault(now, self._short(now))):
             self._end(self._active.worker, fault)
 
     def _handle(self, message: Message, now: float) -> None:
@@ -146,7 +163,10 @@ class Workers:
                 self._tell(message.peer, Stop())  # a `Register` whose figures cannot be, perhaps: it must not wait
             return
         if isinstance(content, Register):
-            self._admit(message, content)
+            self._admit(message, content, now)
+        elif isinstance(content, Beat):
+            if (sender := self._registered.get(content.name.encode())) is not None:
+                sender.liveness.beat(content.vitals, now)
         elif self._active is None or worker is not self._active.worker:
             log.debug("a message of %s came too late", show(message.peer))
         elif isinstance(content, Fault):
@@ -155,23 +175,24 @@ class Workers:
         else:
             self._hear(self._active, content, now)
 
-    def _hear(self, active: Active, content: Beat | StepResult, now: float) -> None:
-        if not active.liveness.ready:
-            active.liveness.beat(now)
-            self._news.append(Ready())
-        if isinstance(content, Beat):
-            active.liveness.beat(now)
-        elif content.epoch != active.epoch or content.step != active.liveness.awaited:
-            log.warning("dropped a result of step %d in epoch %s", content.step, content.epoch)
-        else:
-            active.liveness.returned(content.seconds, now)
-            self._news.append(content)
+    def _hear(self, active: Active, content: Configured | StepResult, now: float) -> None:
+        active.worker.liveness.hear(now)
+        deadlines = active.deadlines
+        match content:
+            case Configured(epoch=active.epoch) if not deadlines.ready:
+                deadlines.configured(now)
+                self._news.append(Ready())
+            case StepResult(epoch=active.epoch, step=deadlines.awaited):
+                deadlines.returned(content.seconds, now)
+                self._news.append(content)
+            case _:
+                log.warning("dropped a %s of epoch %s, which was not awaited", type(content).__name__, content.epoch)
 
-    def _admit(self, message: Message, register: Register) -> None:
+    def _admit(self, message: Message, register: Register, now: float) -> None:
         self._see_off(self._leaving())  # from here on, a descriptor that is used again means the newcomer
         if message.fd not in self._listener.monitor.connected:
             return  # gone already
-        newcomer = Registration(message, register)
+        newcomer = Registration(message, register, self._timeout, now)
         for former in [one for one in self._registered.values() if one.replaced_by(newcomer)]:
             self._lose(former, "it came again")
         self._registered[newcomer.name] = newcomer

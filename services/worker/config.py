@@ -75,3 +75,6 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0
+    supervisor_address: Annotated[
+        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
+    ] = ""

@@ -24,8 +24,8 @@ from services.worker.config import WorkerConfig
 from shared.errors import ProtocolError
 from shared.protocol import (
     VERSION,
-    Beat,
     Configure,
+    Configured,
     Epoch,
     Fault,
     ModelFacts,
@@ -36,12 +36,13 @@ from shared.protocol import (
     decode_to_worker,
     encode,
 )
+from shared.reporter import Loop, Post, Reporter, supervisor_post
 from shared.transport import Monitor, dial, identity, show
 
 log = logging.getLogger(__name__)
 
-BEAT = 0.25
-"""Seconds between the signs of life of an idle worker; far less than a scheduler's --worker-timeout."""
+TICK = 0.25
+"""Seconds that the loop waits for a plan before it looks at other things."""
 
 PAUSE = 0.1
 """Seconds before a new connection is tried, lest one that fails at once be tried without end."""
@@ -92,6 +93,8 @@ class Service:
         self._runner = runner
         self._stops = 0
         self._fed = -float("inf")  # when the watchdog was set last
+        self.loop = Loop()
+        self.identity = ""  # of the present connection
 
     def stop(self) -> None:
         """End at the next idle moment. Meant for a signal handler."""
@@ -99,7 +102,9 @@ class Service:
 
     def run(self) -> int:
         """Serve one scheduler after the other until told to stop, or until none has come for too long."""
-        with zmq.Context() as context:
+        to_scheduler = Post(self._config.scheduler, lambda: self.identity)
+        to_supervisor = supervisor_post(self._config.supervisor_address, "worker")
+        with zmq.Context() as context, Reporter(self.loop, [to_scheduler, *to_supervisor]):
             try:
                 while True:
                     status: int | None = _Connection(self, self._config, self._runner, context).run().value
@@ -134,6 +139,7 @@ class _Connection:
     def run(self) -> End:
         name = identity("worker")
         with dial(self._context, self._config.scheduler, name) as (socket, monitor):
+            self._service.identity = show(name)
             socket.send(encode(self._register(show(name))))
             end = self._serve(socket, monitor)
             socket.close(linger=LINGER_MS if end is End.FAILED else 0)
@@ -146,24 +152,23 @@ class _Connection:
         patience = time.monotonic() + self._config.scheduler_timeout
         while True:
             self._service.feed_watchdog()
-            events = dict(poller.poll(int(BEAT * 1000)))
+            self._service.loop.waiting()
+            events = dict(poller.poll(int(TICK * 1000)))
+            self._service.loop.turned()
             if socket in events:  # before the monitor: what the scheduler said last still counts
                 end = self._answer(socket)
             elif monitor.drain():
                 log.warning("the scheduler is gone; waiting for it with the model loaded")
                 end = End.STOPPED if self._service.stopping else End.GONE
             else:
-                end = self._idle(socket, bool(monitor.connected), patience)
+                end = self._idle(bool(monitor.connected), patience)
             if end is not None:
                 return end
 
-    def _idle(self, socket: "zmq.Socket[bytes]", connected: bool, patience: float) -> End | None:
+    def _idle(self, connected: bool, patience: float) -> End | None:
         if self._service.stopping:
             return End.STOPPED
-        if connected:
-            if self._epoch is not None:
-                socket.send(encode(Beat()))
-        elif time.monotonic() > patience:
+        if not connected and time.monotonic() > patience:
             log.error("no scheduler for %.0f s", self._config.scheduler_timeout)
             return End.FAILED
         return None
@@ -191,7 +196,7 @@ class _Connection:
             return self._fault(socket, message.epoch, 0)
         self._epoch = message.epoch
         log.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
-        socket.send(encode(Beat()))
+        socket.send(encode(Configured(message.epoch)))
         return None
 
     def _execute(self, socket: "zmq.Socket[bytes]", plan: StepPlan) -> End | None:

@@ -17,7 +17,7 @@ from quire.instance import reclaim
 from tests.quire.serving import Server, free_ports, healthy, serving, short_folder
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
-SOCKETS = {"gateways.sock", "workers.sock"}
+SOCKETS = {"gateways.sock", "workers.sock", "beats.sock"}
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +88,22 @@ def test_prc_01_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tm
         assert server.stop(signal.SIGTERM) == 0
         assert list(server.place.iterdir()) == []
     assert "Traceback" not in server.err.read_text()
+
+
+@pytest.mark.parametrize("name", ["scheduler", "gateway", "worker"])
+def test_what_is_stopped_is_replaced(folder: Path, tmp_path: Path, name: str) -> None:
+    """PRC-25."""
+    with serving(folder, tmp_path) as server:
+        url = server.url
+        before = continuation(url)
+        victim = server.children()[name]
+        victim.suspend()
+        wait_until(lambda: server.children().get(name) not in (victim, None) and healthy(url), server)
+        assert continuation(url) == before
+        said = server.err.read_text()
+        assert "silent for 2." in said if name == "worker" else f"{name:<9} | is killed: silent for 4." in said
+        assert said.count("is killed") == (name != "worker")
+        assert server.stop(signal.SIGTERM) == 0
 
 
 def test_prc_01_prc_04_what_is_killed_leaves_nothing_and_hurts_no_other(

@@ -13,7 +13,7 @@ class FakeMessage:
     """Like `shared.transport.Message`."""
 
     def __init__(self, peer: bytes, body: bytes, fd: int, pid: int | None) -> None:
-        self.peer, self.body, self.fd, self.pid = peer, body, fd, pid
+        self.peer, self.body, self.fd, self.pid, self.size = peer, body, fd, pid, len(body)
 
 
 class FakeMonitor:
@@ -55,6 +55,9 @@ class FakeListener:
         self.monitor.connected.add(fd)
         body = content if isinstance(content, bytes) else encode(content)
         self.inbox.append(FakeMessage(peer, body, fd, pid))
+
+    def cut_floods(self) -> None:
+        """Nobody floods it."""
 
     def leave(self, fd: int) -> None:
         """A connection ends."""

@@ -5,16 +5,18 @@ import time
 
 import msgspec
 import pytest
+from msgspec import Struct
 
-from services.scheduler.gateways import PATIENCE, ROWS, SKEW, Gateways
+from services.scheduler.gateways import PATIENCE, ROWS, SKEW, TURN_BYTES, Gateways
+from shared.liveness import INDULGENCE
 from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
+    Beat,
     Finish,
     Hello,
     ModelFacts,
-    Ping,
     Progress,
     ProgressRow,
     Refusal,
@@ -22,6 +24,8 @@ from shared.protocol import (
     Snapshot,
     Status,
     Submit,
+    Unknown,
+    Vitals,
     Welcome,
     decode_to_gateway,
 )
@@ -38,7 +42,7 @@ class World:
 
     def __init__(self) -> None:
         self.net = FakeListener()
-        self.gateways = Gateways(as_listener(self.net))
+        self.gateways = Gateways(as_listener(self.net), lambda now: False)
         self.net.hear(A, Hello(VERSION, "a"), 1)
         self.net.hear(B, Hello(VERSION, "b"), 2)
         assert self.receive() == []
@@ -52,6 +56,10 @@ class World:
         (request,) = self.receive()
         assert isinstance(request, Submit)
         return request.id
+
+    def beat(self, peer: bytes, vitals: Vitals | None = None) -> None:
+        """As its reporter sends it, over a connection of its own."""
+        self.net.hear(b"reporter", Beat(peer.decode(), vitals or Vitals()), 99)
 
     def flush(self, peer: bytes, now: float = 0.0) -> list[object]:
         self.gateways.flush(now)
@@ -209,7 +217,7 @@ def nonsense(world: World) -> None:
 
 
 def silence(world: World) -> None:
-    world.net.hear(B, Ping(), 2)
+    world.beat(B)
     world.receive(PATIENCE + 1)
     world.gateways.expire(PATIENCE + 1)
 
@@ -224,8 +232,8 @@ def stuck(world: World) -> None:
     world.net.slow.add(A)
     world.gateways.status(STATUS)
     world.gateways.flush(1.0)
-    for peer, fd in ((A, 1), (B, 2)):
-        world.net.hear(peer, Ping(), fd)
+    for peer in (A, B):
+        world.beat(peer)
     world.receive(PATIENCE + 2)
     world.gateways.expire(PATIENCE + 2)
 
@@ -265,8 +273,8 @@ def test_who_goes_has_its_requests_aborted_and_nobody_else_s(world: World, go: o
 def test_one_that_is_heard_is_not_given_up(world: World) -> None:
     world.submit(A, 1)
     for now in (5.0, 14.0, 23.0):
-        for peer, fd in ((A, 1), (B, 2)):
-            world.net.hear(peer, Ping(), fd)
+        for peer in (A, B):
+            world.beat(peer)
         world.receive(now)
         world.gateways.expire(now)
     world.net.slow.add(A)
@@ -277,16 +285,48 @@ def test_one_that_is_heard_is_not_given_up(world: World) -> None:
     assert world.gateways.orphans() == []
 
 
-def test_one_that_was_given_up_is_not_left_waiting(world: World) -> None:
+@pytest.mark.parametrize("content", [submit(9), Abort(9), Beat("gateway-a", Vitals())], ids=["submit", "abort", "beat"])
+def test_one_that_was_given_up_is_told_so_whatever_it_says(world: World, content: Struct) -> None:
+    """PRC-21."""
     world.gateways.expire(PATIENCE + 1.0)
-    world.net.hear(A, submit(9), 1)
+    for peer in (A, b"reporter"):
+        world.net.hear(peer, content, 1)
     world.net.unreachable.add(B)
     world.net.hear(B, submit(9), 2)
     assert world.receive(PATIENCE + 2.0) == []
-    (refused,) = world.flush(A)
-    assert isinstance(refused, Refused)
-    assert (refused.id, refused.reason) == (9, Refusal.DRAINING)
+    assert set(world.flush(A)) == {Unknown()}
     assert world.flush(B) == []
+
+
+def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World) -> None:
+    mine, other = world.submit(A, 1), world.submit(B, 1)
+    given_up = []
+    for quarter in range(4 * 12):
+        world.beat(A, Vitals(busy=quarter / 4))
+        world.beat(B)
+        world.receive(quarter / 4)
+        world.gateways.expire(quarter / 4)
+        given_up += [(quarter / 4, orphan) for orphan in world.gateways.orphans()]
+    assert given_up == [(PATIENCE + 0.25, Abort(mine))]
+    assert world.gateways.unfinished == [other]
+
+
+def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: World) -> None:
+    id = world.submit(A, 1)
+    for quarter in range(5):
+        world.beat(A, Vitals(delayed=quarter / 4))
+        world.receive(quarter / 4)
+    world.gateways.expire(1.0 + PATIENCE + INDULGENCE)
+    assert id in world.gateways.unfinished
+    world.gateways.expire(1.1 + PATIENCE + INDULGENCE)
+    assert world.gateways.orphans() == [Abort(id)]
+
+
+def test_long_messages_end_a_turn(world: World) -> None:
+    """PRC-28."""
+    for id in range(4):
+        world.net.hear(A, submit(id, [5] * (TURN_BYTES // 8 + 1)), 1)  # half of a turn's bytes each
+    assert [len(world.receive()) for _ in range(3)] == [2, 2, 0]
 
 
 def test_a_message_from_a_connection_that_has_ended_makes_no_gateway(world: World) -> None:
@@ -339,5 +379,4 @@ def test_another_version_is_not_served(world: World) -> None:
     world.net.hear(b"old", submit(1), 5)
     assert world.receive() == []
     world.gateways.status(STATUS)
-    (refused,) = world.flush(b"old")
-    assert isinstance(refused, Refused)
+    assert world.flush(b"old") == [Unknown()]

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -12,20 +11,24 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.scheduler.liveness import INDULGENCE
-from services.scheduler.workers import Lost, Ready, Workers
+from services.scheduler.deadlines import FIRST_STEP
+from services.scheduler.workers import MESSAGES, Lost, Ready, Workers
+from shared.liveness import INDULGENCE, Usage
 from shared.protocol import (
     VERSION,
     Beat,
     Configure,
+    Configured,
     Epoch,
     Fault,
     Row,
     StepPlan,
     StepResult,
     Stop,
+    Vitals,
     decode_to_worker,
 )
+from shared.usage import Process
 from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.peers import FakeListener, as_listener
 
@@ -34,12 +37,21 @@ A, B = b"worker-a", b"worker-b"
 TIMEOUT = 2.0
 
 
+def fed(now: float) -> bool:
+    """The scheduler is not short of CPU."""
+    return False
+
+
+def beat(vitals: Vitals | None = None, name: bytes = A) -> Beat:
+    return Beat(name.decode(), vitals or Vitals())
+
+
 class World:
     """A worker that has registered over connection 1."""
 
     def __init__(self) -> None:
         self.net = FakeListener()
-        self.workers = Workers(as_listener(self.net), TIMEOUT)
+        self.workers = Workers(as_listener(self.net), TIMEOUT, fed)
         self.net.hear(A, REGISTER, 1)
         assert self.receive() == []
 
@@ -53,7 +65,7 @@ class World:
     def activate(self) -> None:
         self.workers.configure(CONFIGURE, 0.0)
         assert self.sent(A) == [CONFIGURE]
-        assert self.hear(Beat()) == [Ready()]
+        assert self.hear(Configured(EPOCH)) == [Ready()]
 
     def sent(self, peer: bytes) -> list[object]:
         found: list[object] = self.net.take(peer, decode_to_worker)
@@ -67,8 +79,11 @@ def world() -> World:
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """Something that can be killed."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+    """Something that can be killed and does nothing."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        while psutil.Process(child.pid).name() != "sleep":
+            time.sleep(0.01)
+        until_state(child.pid, psutil.STATUS_SLEEPING)
         yield child
         child.kill()
 
@@ -112,7 +127,8 @@ def test_the_end_of_the_connection_is_a_loss_and_last_words_count(world: World) 
     world.workers.send(plan(0), 0.0)
     world.net.leave(1)
     assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), Lost()]
-    assert world.hear(Beat()) == []
+    assert world.hear(beat()) == []
+    assert world.hear(Configured(EPOCH)) == []
     assert world.workers.candidate is None
     assert not world.workers.ready
 
@@ -132,12 +148,13 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
     """Killed, if the kernel says that its process is here; told to stop otherwise."""
     world = World.__new__(World)
     world.net = FakeListener()
-    world.workers = Workers(as_listener(world.net), TIMEOUT)
+    world.workers = Workers(as_listener(world.net), TIMEOUT, fed)
     world.net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=process.pid if local else None)
     world.receive()
     world.activate()
     if how == "late":
-        assert world.receive(TIMEOUT - 0.1) == []
+        for tenth in range(10 * int(TIMEOUT)):
+            assert world.receive(tenth / 10) == []
         news = world.receive(TIMEOUT + 0.1)
     elif how == "nonsense":
         news = world.hear(b"nonsense")
@@ -152,36 +169,101 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
         assert process.poll() is None
 
 
-@pytest.mark.parametrize(("device", "spared"), [("cpu", True), ("cuda:0", False)])
-def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(device: str, spared: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        net = FakeListener()
-        workers = Workers(as_listener(net), TIMEOUT)
-        net.hear(A, replace(REGISTER, pid=child.pid, device=device), 1, pid=child.pid)
-        workers.receive(0.0)
-        workers.configure(CONFIGURE, 0.0)
-        net.hear(A, Beat(), 1)
-        net.hear(A, StepResult(EPOCH, 0, []), 1)
-        workers.send(plan(0), 0.0)
-        assert workers.receive(1.0) == [Ready(), StepResult(EPOCH, 0, [])]
-        workers.send(plan(1), 1.0)
-        before = used(child.pid)
-        while used(child.pid) < before + 0.5:
-            time.sleep(0.01)
-        assert workers.receive(1.1 + TIMEOUT) == ([] if spared else [Lost()])
-        assert workers.receive(1.1 + TIMEOUT + INDULGENCE) == ([Lost()] if spared else [])
-        assert child.wait(10) == -signal.SIGKILL
+@pytest.mark.parametrize(("device", "found"), [("cpu", 3.0 + INDULGENCE), ("cuda:0", 3.0)])
+def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
+    device: str, found: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a GPU a thread may spin while it waits, which says nothing."""
+    clock = [0.0]
+    monkeypatch.setattr(Process, "usage", lambda self: Usage(clock[0], 0.0, True))
+    net = FakeListener()
+    workers = Workers(as_listener(net), TIMEOUT, fed)
+    net.hear(A, replace(REGISTER, pid=process.pid, device=device), 1, pid=process.pid)
+    workers.receive(0.0)
+    workers.configure(CONFIGURE, 0.0)
+    net.hear(A, Configured(EPOCH), 1)
+    net.hear(A, StepResult(EPOCH, 0, []), 1)
+    workers.send(plan(0), 0.0)
+    assert workers.receive(1.0) == [Ready(), StepResult(EPOCH, 0, [])]
+    workers.send(plan(1), 1.0)
+    news = []
+    for tenth in range(10, 10 * int(found + 2.0)):
+        clock[0] = tenth / 10
+        net.hear(b"reporter", beat(), 2)
+        news += [(tenth / 10, one) for one in workers.receive(tenth / 10)]
+    assert news == [(pytest.approx(found + 0.1, abs=0.01), Lost())]
+    assert process.wait(10) == -signal.SIGKILL
 
 
-def used(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
+@pytest.mark.parametrize("phase", ["configuring", "first step", "idle"])
+def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subprocess.Popen[bytes]") -> None:
+    """PRC-24. It is seen to do nothing, so it has no more time than any other, and meanwhile nobody says that it works.
+
+    Nothing needs to be excused on a host that is short of CPU: one that waits for a CPU would be seen to be runnable.
+    """
+    net = FakeListener()
+    workers = Workers(as_listener(net), TIMEOUT, lambda now: True)
+    net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=process.pid)
+    workers.receive(0.0)
+    workers.configure(CONFIGURE, 0.0)
+    if phase != "configuring":
+        net.hear(A, Configured(EPOCH), 1)
+        assert workers.receive(1.0) == [Ready()]
+    if phase == "first step":
+        workers.send(plan(0), 1.0)
+    for tenth in range(10, 30):
+        net.hear(b"reporter", beat(), 2)
+        assert workers.receive(tenth / 10) == []
+    assert workers.progressing(2.9) == (phase != "configuring")
+    process.send_signal(signal.SIGSTOP)
+    until_state(process.pid, psutil.STATUS_STOPPED)
+    news = [(tenth / 10, news) for tenth in range(30, 60) for news in workers.receive(tenth / 10)]
+    assert news == [(5.0, Lost())]
+    assert process.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: int) -> None:
+    """Over a network: what it does is known by its beats alone, and they say that it does nothing."""
+    world = World()
+    world.activate()
+    for number in range(step):
+        world.workers.send(plan(number), 0.0)
+        world.hear(StepResult(EPOCH, number, []))
+    world.workers.send(plan(step), 0.0)
+    allowed = TIMEOUT if step else FIRST_STEP
+    news = []
+    for quarter in range(4 * 40):
+        world.net.hear(b"reporter", beat(Vitals(busy=quarter / 4, cpu=5.0 + quarter / 1000)), 2)
+        news += [(quarter / 4, one) for one in world.receive(quarter / 4)]
+    assert news == [(allowed + 0.25, Lost())]
+
+
+def test_beats_of_another_name_are_no_sign_of_life(world: World) -> None:
+    world.activate()
+    world.net.hear(b"reporter", beat(name=B), 2)
+    assert world.receive(1.9) == []
+    assert world.receive(2.1) == [Lost()]
+
+
+def test_no_more_than_so_many_messages_are_read_in_a_turn(world: World) -> None:
+    """PRC-28. A flood at this socket leaves the scheduler time for all else."""
+    world.activate()
+    for _ in range(MESSAGES + 1):
+        world.net.hear(b"flood", beat(), 2)
+    world.receive()
+    assert len(world.net.inbox) == 1
+
+
+def until_state(pid: int, state: str) -> None:
+    while psutil.Process(pid).status() != state:
+        time.sleep(0.01)
 
 
 def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:
     """A worker says a number that is not what the kernel says of its connection."""
     net = FakeListener()
-    workers = Workers(as_listener(net), TIMEOUT)
+    workers = Workers(as_listener(net), TIMEOUT, fed)
     net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=os.getpid())
     workers.receive(0.0)
     workers.configure(CONFIGURE, 0.0)
@@ -221,7 +303,7 @@ def test_a_spare_that_leaves_is_no_loss(world: World) -> None:
 def test_a_process_that_registers_again_takes_its_own_place() -> None:
     """It has seen the connection end before the scheduler has."""
     net = FakeListener()
-    workers = Workers(as_listener(net), TIMEOUT)
+    workers = Workers(as_listener(net), TIMEOUT, fed)
     me = replace(REGISTER, pid=os.getpid())
     net.hear(A, me, 1, pid=os.getpid())
     workers.receive(0.0)

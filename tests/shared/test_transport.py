@@ -3,18 +3,26 @@
 import fcntl
 import os
 import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from shared import intake
 from shared.errors import ConfigError
 from shared.protocol import MAX_FRAME
 from shared.transport import (
     HIGH_WATER,
+    KEEPALIVE_PROBES,
+    KEEPALIVE_S,
+    USER_TIMEOUT_MS,
     Listener,
     Message,
     PeerGone,
@@ -27,6 +35,7 @@ from shared.transport import (
 )
 
 PATIENCE = 5000  # ms
+BOUND = 1_000_000  # of bytes that a peer may have unread, in these tests
 
 
 @pytest.fixture
@@ -119,6 +128,131 @@ def test_messages_of_other_shapes_are_passed_over(context: Any, address: str) ->
         odd.send(b"fine")
         assert wait(listener).body == b"fine"
         assert listener.receive() is None
+
+
+@contextmanager
+def raw_peer(port: int) -> Iterator[socket.socket]:
+    """A peer that may send what libzmq would not: the bytes of ZMTP themselves. Its handshake is over."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00")
+    with socket.create_connection(("127.0.0.1", port)) as peer:
+        peer.sendall(greeting)
+        peer.recv(len(greeting), socket.MSG_WAITALL)
+        peer.sendall(ready)
+        head = peer.recv(2, socket.MSG_WAITALL)
+        peer.recv(head[1], socket.MSG_WAITALL)  # its own READY
+        peer.settimeout(0.2)
+        yield peer
+
+
+def command(name: bytes, data: bytes) -> bytes:
+    body = bytes([len(name)]) + name + data
+    return bytes([4, len(body)]) + body
+
+
+def frame(body: bytes, *, more: bool) -> bytes:
+    return bytes([2 + more]) + len(body).to_bytes(8, "big") + body
+
+
+def flood(port: int) -> None:
+    """Messages with pings between them, as a peer with heartbeats of its own sends them, until no more are taken."""
+    with raw_peer(port) as peer, suppress(TimeoutError):
+        for _ in range(200):
+            peer.sendall((b"\x00\x05hello" + command(b"PING", b"\x00\x0acontext")) * 100)
+
+
+VICTIM = """
+import sys, zmq
+from shared.transport import listen
+with zmq.Context() as context, listen(context, sys.argv[1]) as listener:
+    print("listening", flush=True)
+    for line in sys.stdin:
+        while listener.receive():
+            pass
+        print("read", flush=True)
+"""
+
+
+def test_a_peer_that_floods_pings_and_leaves_over_tcp_harms_nobody(port: int) -> None:
+    """PRC-22. It leaves while its messages wait; then they are read. libzmq aborted the process."""
+    argv = [sys.executable, "-c", VICTIM, f"tcp://127.0.0.1:{port}"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
+        assert victim.stdin is not None
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == b"listening\n"
+        for _ in range(3):
+            flood(port)
+            time.sleep(0.1)  # so that the listener's own thread sees it leave
+            victim.stdin.write(b"\n")
+            victim.stdin.flush()
+            assert victim.stdout.readline() == b"read\n"
+        victim.stdin.close()
+        assert victim.wait(10) == 0
+
+
+def test_tcp_connections_are_probed_and_given_up_by_the_kernel_and_not_by_pings(context: Any, port: int) -> None:
+    address = f"tcp://127.0.0.1:{port}"
+    with listen(context, address) as listener, dial(context, address, b"one") as (one, monitor):
+        one.send(b"hello")
+        fds = [wait(listener).fd]
+        monitor.drain()
+        fds += monitor.connected
+        assert len(fds) == 2
+        for fd in fds:
+            with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+                found = [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+                assert found == [KEEPALIVE_S, KEEPALIVE_S, KEEPALIVE_PROBES, USER_TIMEOUT_MS]
+        for end in (listener.socket, one):
+            assert end.getsockopt(zmq.HEARTBEAT_IVL) == 0
+
+
+def cut(listener: Listener, peer: socket.socket, data: bytes) -> int:
+    """Send data again and again until the connection is ended from the other side; how many bytes were sent."""
+    sent = 0
+    while sent < 100 * BOUND:
+        try:
+            sent += peer.send(data)
+        except OSError:
+            return sent
+        listener.cut_floods()
+        listener.monitor.drain()
+    return sent
+
+
+@pytest.mark.parametrize("more", [True, False], ids=["frames of one message", "messages"])
+@pytest.mark.parametrize("size", [1_000_000, 1_000, 1])
+def test_what_a_peer_may_have_unread_over_tcp_is_bounded(
+    context: Any, port: int, monkeypatch: pytest.MonkeyPatch, more: bool, size: int
+) -> None:
+    """PRC-28. Its connection is ended, and the next one's is not, though it sends more in all: it is read."""
+    monkeypatch.setattr(intake, "MAX_UNREAD", BOUND)
+    with listen(context, f"tcp://127.0.0.1:{port}") as listener:
+        with raw_peer(port) as peer:
+            assert BOUND < cut(listener, peer, frame(bytes(size), more=more) * (BOUND // 8 // size + 1)) < 50 * BOUND
+        while listener.socket.poll(200):
+            listener.receive()
+        with raw_peer(port) as fair:
+            for _ in range(20):
+                fair.sendall(frame(bytes(BOUND // 10), more=False))
+                assert len(wait(listener).body) == BOUND // 10
+                listener.cut_floods()
+            fair.sendall(frame(b"last", more=False))
+            assert wait(listener).body == b"last"
+
+
+def test_small_messages_earn_no_credit_for_later(context: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRC-28. A frame is counted as more than it is, but never as more than what came."""
+    monkeypatch.setattr(intake, "MAX_UNREAD", BOUND)
+    with listen(context, f"tcp://127.0.0.1:{port}") as listener, raw_peer(port) as peer:
+        for _ in range(100):
+            peer.sendall(frame(b"", more=False) * 1_000)
+            for _ in range(1_000):
+                wait(listener)
+        listener.monitor.drain()
+        listener.cut_floods()
+        assert cut(listener, peer, frame(bytes(1_000), more=True) * 100) < 50 * BOUND
 
 
 def test_a_frame_beyond_the_limit_ends_the_connection(context: Any, address: str) -> None:

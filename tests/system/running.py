@@ -9,11 +9,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -92,12 +93,13 @@ class Child:
 
 
 class Engine:
-    """A scheduler and its worker."""
+    """A scheduler and its worker, and their addresses: over ipc, or over tcp at two free ports."""
 
-    def __init__(self, folder: Path, script: Script, flags: Sequence[str]) -> None:
+    def __init__(self, folder: Path, script: Script, flags: Sequence[str], *, tcp: bool = False) -> None:
         self.folder = folder
-        self.address = f"ipc://{folder}/gateways.sock"
-        workers = f"ipc://{folder}/workers.sock"
+        places = (f"tcp://127.0.0.1:{port}" for port in free_ports(2)) if tcp else None
+        self.address, self.workers = places or (f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock")
+        workers = self.workers
         (folder / "script.json").write_bytes(msgspec.json.encode(script))
         me = f"--supervisor={os.getpid()}"
         addresses = [f"--gateways={self.address}", f"--workers={workers}"]
@@ -137,11 +139,22 @@ class Server(Struct):
         return self.gateway.port
 
 
+def free_ports(count: int) -> list[int]:
+    """So many ports that are free now."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
 @asynccontextmanager
-async def engine(script: Script | None = None, *flags: str, worker: bool = True) -> AsyncIterator[Engine]:
+async def engine(
+    script: Script | None = None, *flags: str, worker: bool = True, tcp: bool = False
+) -> AsyncIterator[Engine]:
     """A running engine, for the time of the block; `flags` are the scheduler's."""
     folder = Path(tempfile.mkdtemp(prefix="q"))
-    made = Engine(folder, script or Script(), flags)
+    made = Engine(folder, script or Script(), flags, tcp=tcp)
     try:
         await made.scheduler.start()
         if worker:
@@ -154,9 +167,11 @@ async def engine(script: Script | None = None, *flags: str, worker: bool = True)
 
 
 @asynccontextmanager
-async def serving(script: Script | None = None, *flags: str) -> AsyncIterator[tuple[Engine, Backend]]:
+async def serving(
+    script: Script | None = None, *flags: str, tcp: bool = False
+) -> AsyncIterator[tuple[Engine, Backend]]:
     """A running engine and a gateway's backend that is connected to it."""
-    async with engine(script, *flags) as made, Backend([made.address]) as backend:
+    async with engine(script, *flags, tcp=tcp) as made, Backend([made.address]) as backend:
         await until(backend.ready)
         yield made, backend
 

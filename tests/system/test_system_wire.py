@@ -7,25 +7,30 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
+import psutil
+import pytest
 import zmq.asyncio
 
 from services.gateway.backend import Backend
 from shared.errors import Unavailable
+from shared.intake import MAX_UNREAD
 from shared.protocol import (
     VERSION,
     Abort,
+    Beat,
     Epoch,
     Hello,
-    Ping,
     Register,
     Sampling,
     StepResult,
     Submit,
+    Vitals,
     encode,
     pack_tokens,
 )
 from shared.transport import dial
 from tests.scripted import CHAIN, Script, ScriptedRunner, expected_chain
+from tests.shared.test_transport import frame, raw_peer
 from tests.system.running import Child, Engine, complete, engine, rest, serving, until
 
 
@@ -37,6 +42,10 @@ async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
             yield found
     finally:
         context.destroy(linger=0)
+
+
+FLOOD = 30 * MAX_UNREAD
+BEAT = encode(Beat("nobody", Vitals()))
 
 
 def workers(made: Engine) -> str:
@@ -63,9 +72,9 @@ async def test_garbage_at_both_sockets_harms_nobody() -> None:
     async with serving() as (made, backend):
         for address in (made.address, workers(made)):
             async with stranger(address) as sender:
-                for body in (b"", b"\x00" * 100, b"\xff" * 100_000, encode(Ping()), encode(Abort(5)), b"\x91" * 5000):
+                for body in (b"", b"\x00" * 100, b"\xff" * 100_000, BEAT, encode(Abort(5)), b"\x91" * 5000):
                     await sender.send(body)
-                await sender.send_multipart([b"many", b"frames", encode(Ping())])
+                await sender.send_multipart([b"many", b"frames", BEAT])
                 raw = socket.socket(socket.AF_UNIX)
                 raw.connect(address.removeprefix("ipc://"))
                 raw.send(b"GET / HTTP/1.1\r\n\r\n" * 100)
@@ -74,6 +83,38 @@ async def test_garbage_at_both_sockets_harms_nobody() -> None:
         await until(lambda: made.scheduler.log.count("not a message of protocol version") >= 6)
         assert (made.scheduler.lives, made.worker.lives) == (1, 1)
         await rest(backend)
+
+
+@pytest.mark.parametrize("kind", ["endless message", "long submits"])
+async def test_floods_over_tcp_neither_fill_the_memory_nor_hold_up_the_others(kind: str) -> None:
+    """PRC-28."""
+    async with serving(tcp=True) as (made, backend):
+        scheduler = psutil.Process(made.scheduler.pid)
+        before, peak = scheduler.memory_info().rss, 0
+        flood = asyncio.create_task(asyncio.to_thread(send_flood, int(made.address.rpartition(":")[2]), kind))
+        while not flood.done():
+            async with asyncio.timeout(10):
+                assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
+            peak = max(peak, scheduler.memory_info().rss)
+        assert flood.result() < FLOOD
+        assert peak - before < 5 * MAX_UNREAD
+        assert made.scheduler.lives == made.worker.lives == 1
+        await rest(backend)
+
+
+def send_flood(port: int, kind: str) -> int:
+    """Send until the connection is ended from the other side; how many bytes were sent."""
+    long = encode(Submit(0, bytes(8 << 20), 1, Sampling(max_tokens=5, seed=0)))
+    data = frame(bytes(1 << 20), more=True) if kind == "endless message" else frame(long, more=False)
+    with raw_peer(port) as peer:
+        peer.settimeout(10)
+        peer.sendall(frame(encode(Hello(VERSION, "flood")), more=False))
+        for sent in range(0, FLOOD, len(data)):
+            try:
+                peer.sendall(data)
+            except ConnectionError:
+                return sent
+    return FLOOD
 
 
 async def test_a_gateway_that_sends_nonsense_loses_its_requests_and_no_other_does() -> None:

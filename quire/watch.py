@@ -1,0 +1,91 @@
+"""`Watch`: whether the services live, by their own signs. It says which to replace, and kills nothing itself.
+
+A service is judged from its first beat on: loading a model may take any time. It is judged a little later than its
+peers would: what a scheduler thinks of its worker, and a gateway of its scheduler, comes first.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from quire.children import Child
+from shared.errors import ProtocolError
+from shared.liveness import Liveness
+from shared.protocol import Beat, decode_to_supervisor
+from shared.transport import Listener
+from shared.usage import Process
+
+PERIOD = 0.25
+"""Seconds between two looks."""
+
+STANDSTILL = 1.0
+"""Seconds for which the supervisor itself may stand still before it forgives what it did not hear."""
+
+BEATS = 100
+"""Beats that are read in one look: a few from each service are due."""
+
+
+class Patience(NamedTuple):
+    """How long one service may be silent, and stay in one turn of its loop, in seconds."""
+
+    silence: float
+    turn: float | None  # None: a peer knows better how long its turns may take
+
+
+class Life(Struct):
+    """What is known of one process of a service."""
+
+    pid: int
+    process: Process
+    liveness: Liveness
+
+
+class Watch:
+    """The signs of life of services, by their names. Time is a parameter."""
+
+    def __init__(self, listener: Listener, patience: Mapping[str, Patience]) -> None:
+        self._listener = listener
+        self._patience = patience
+        self._lives: dict[str, Life] = {}
+        self._looked: float | None = None
+
+    def look(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
+        """Those that are dead, and why. To be called every `PERIOD`."""
+        pids = {child.name: child.process.pid for child in children if child.process is not None and child.wanted}
+        self._lives = {name: life for name, life in self._lives.items() if pids.get(name) == life.pid}
+        self._forgive(now)
+        self._read(pids, now)
+        faults = [(child, self._judge(life, now)) for child in children if (life := self._lives.get(child.name))]
+        return [(child, fault) for child, fault in faults if fault]
+
+    def _read(self, pids: Mapping[str, int], now: float) -> None:
+        for _ in range(BEATS):
+            if (message := self._listener.receive()) is None:
+                return
+            try:
+                beat = decode_to_supervisor(message.body)
+            except ProtocolError:
+                continue
+            if message.pid is not None and message.pid == pids.get(beat.name):  # and not a former process's
+                self._feel(beat, message.pid, now)
+
+    def _feel(self, beat: Beat, pid: int, now: float) -> None:
+        life = self._lives.get(beat.name)
+        if life is None:
+            patience = self._patience[beat.name]
+            liveness = Liveness(patience.silence, now, turn=patience.turn, local=True)
+            life = self._lives[beat.name] = Life(pid, Process(pid), liveness)
+        life.liveness.beat(beat.vitals, now)
+
+    def _judge(self, life: Life, now: float) -> str:
+        if life.liveness.wants_look(now):
+            life.liveness.look(life.process.usage(), now)
+        return life.liveness.fault(now)
+
+    def _forgive(self, now: float) -> None:
+        still = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if still > PERIOD + STANDSTILL:
+            for life in self._lives.values():
+                life.liveness.forgive(still)

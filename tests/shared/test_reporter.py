@@ -1,0 +1,133 @@
+"""What processes tell of themselves, over real sockets, and what /proc shows of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from shared.protocol import Beat, decode_to_supervisor
+from shared.reporter import BEAT, Loop, Post, Reporter
+from shared.transport import Listener, listen
+from shared.usage import Process
+
+PATIENCE = 20.0  # seconds; reached only by tests that fail
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with (
+        tempfile.TemporaryDirectory(prefix="q") as folder,
+        zmq.Context() as context,
+        listen(context, f"ipc://{folder}/beats.sock") as made,
+    ):
+        yield made
+
+
+def address(listener: Listener) -> str:
+    return listener.socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
+
+
+def next_beat(listener: Listener) -> Beat:
+    assert listener.socket.poll(PATIENCE * 1000)
+    message = listener.receive()
+    assert message is not None
+    assert message.pid == os.getpid()
+    return decode_to_supervisor(message.body)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_beats_come_whatever_the_loop_does_and_tell_of_its_turn(listener: Listener) -> None:
+    loop, name = Loop(), ["one"]
+    with Reporter(loop, [Post(address(listener), lambda: name[0])]):
+        assert next_beat(listener).vitals.busy == 0.0
+        loop.turned()
+        began = time.monotonic()
+        while (beat := next_beat(listener)).vitals.busy < 2.5 * BEAT:
+            pass
+        assert beat.vitals.busy <= time.monotonic() - began + BEAT
+        loop.waiting()
+        name[0] = "two"
+        while (beat := next_beat(listener)).name != "two":
+            pass
+        assert next_beat(listener).vitals.busy == 0.0
+
+
+def test_they_tell_of_cpu_time(listener: Listener) -> None:
+    with Reporter(Loop(), [Post(address(listener), lambda: "one")]):
+        before = next_beat(listener).vitals
+        while time.process_time() < before.cpu + 0.2:
+            pass
+        until(lambda: next_beat(listener).vitals.cpu > before.cpu + 0.2)
+
+
+def test_one_without_a_name_says_nothing_and_old_beats_are_not_kept(listener: Listener) -> None:
+    named = [""]
+    with Reporter(Loop(), [Post(address(listener), lambda: named[0])]):
+        assert not listener.socket.poll(3 * BEAT * 1000)
+        named[0] = "one"
+        assert next_beat(listener).name == "one"
+
+
+def test_a_watcher_that_comes_late_hears_the_present() -> None:
+    with tempfile.TemporaryDirectory(prefix="q") as folder, zmq.Context() as context:
+        at, loop = f"ipc://{folder}/beats.sock", Loop()
+        with Reporter(loop, [Post(at, lambda: "one")]) as reporter:
+            time.sleep(4 * BEAT)
+            loop.turned()
+            time.sleep(2 * BEAT)
+            with listen(context, at) as listener:
+                assert next_beat(listener).vitals.busy > 0
+        assert not reporter._thread.is_alive()
+
+
+@contextmanager
+def child(code: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen([sys.executable, "-c", code]) as made:
+        yield made
+        made.kill()
+
+
+def test_a_process_that_computes_is_told_from_one_that_is_stopped() -> None:
+    with child("while True: pass") as made:
+        process = Process(made.pid)
+        until(lambda: (usage := process.usage()) is not None and usage.cpu > 0.2 and usage.runnable)
+        made.send_signal(signal.SIGSTOP)
+        until(lambda: (usage := process.usage()) is not None and not usage.runnable)
+        before = process.usage()
+        time.sleep(0.2)
+        assert process.usage() == before
+    assert process.usage() is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel does not tell of delays")
+def test_waiting_for_a_cpu_is_counted_and_never_falls() -> None:
+    """Two processes on one CPU; threads of one end meanwhile."""
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    threads = f"""
+import os, threading, time
+os.sched_setaffinity(0, {{{cpu}}})
+while True:
+    thread = threading.Thread(target=lambda: [None for _ in range(10**6)])
+    thread.start()
+    thread.join()
+"""
+    with child(code), child(threads) as made:
+        process, told = Process(made.pid), [0.0]
+        while told[-1] < 0.5:
+            told.append(process.delayed())
+            time.sleep(0.01)
+        assert told == sorted(told)

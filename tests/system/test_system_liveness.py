@@ -1,0 +1,114 @@
+"""Processes that are there and do nothing: they are found by their own signs, and who was given up comes back."""
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from services.gateway.link import PATIENCE
+from services.scheduler.deadlines import FIRST_STEP
+from shared.errors import EngineFailure, QuireError
+from tests.scripted import CHAIN, Misdeed, Script
+from tests.scripted import expected_chain as expected
+from tests.system import asking
+from tests.system.asking import talk
+from tests.system.running import complete, gateway, rest, serving, until
+from tests.system.running import engine as running
+
+STUCK = 666
+SOON = 10.0  # seconds: far more than the two that are meant, and far less than the half minute of an excuse
+assert SOON < FIRST_STEP / 2
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+async def test_a_worker_that_is_stopped_in_its_first_step_is_found(tcp: bool) -> None:
+    """PRC-24. Over tcp the scheduler cannot end its process; it is told to end, which it reads once it goes on."""
+    async with serving(Script(delay=1.0), tcp=tcp) as (made, backend):
+        task = asyncio.create_task(complete(backend, [CHAIN], 2))
+        await until(lambda: next(iter(backend.statuses().values())).snapshot.in_flight > 0)
+        made.worker.signal(signal.SIGSTOP)
+        await until(lambda: not backend.ready(), SOON)
+        assert "silent for 2." in made.scheduler.log
+        if tcp:
+            made.worker.signal(signal.SIGCONT)
+        assert (await task).tokens == expected([CHAIN], 2)
+        assert made.worker.lives == 2
+
+
+@pytest.mark.parametrize("kind", ["hang", "seize"])
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool) -> None:
+    """PRC-23. Beats go on beside the one; the other holds Python's lock, so that there are none."""
+    misdeeds = [Misdeed(STUCK, kind, lives=1)]
+    async with serving(Script(misdeeds=misdeeds), tcp=tcp) as (made, backend):
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+        task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
+        said = "busy with one step for 2." if kind == "hang" else "silent for 2."
+        await until(lambda: said in made.scheduler.log, SOON)
+        if tcp:
+            made.worker.signal(signal.SIGKILL)  # as an orchestrator would
+        assert (await task).tokens == expected([CHAIN, STUCK], 9)
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+async def test_a_step_that_takes_long_but_computes_is_left_alone(tcp: bool) -> None:
+    """PRC-23. For half a minute, a step on a busy host cannot be told from an endless loop, which this one is."""
+    misdeeds = [Misdeed(STUCK, "loop", lives=1)]
+    async with serving(Script(misdeeds=misdeeds), "--worker-timeout=1", tcp=tcp) as (made, backend):
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+        task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
+        await asyncio.sleep(4.0)  # the point: four times what it may be silent, and hang
+        assert backend.ready()
+        assert made.worker.lives == 1
+        made.worker.signal(signal.SIGKILL)
+        assert (await task).tokens == expected([CHAIN, STUCK], 9)
+
+
+async def test_a_scheduler_that_is_stopped_is_given_up_by_its_gateways() -> None:
+    """PRC-25. Its streams end with an error, and it is found again once it goes on."""
+    async with serving(Script(delay=0.01)) as (made, backend):
+        task = asyncio.create_task(complete(backend, [CHAIN], 1500))
+        await until(lambda: next(iter(backend.statuses().values())).snapshot.running > 0)
+        made.scheduler.signal(signal.SIGSTOP)
+        with pytest.raises(EngineFailure, match="silent for 5"):
+            await asyncio.wait_for(task, SOON)
+        made.scheduler.signal(signal.SIGCONT)
+        await until(backend.ready)
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+        assert (made.scheduler.lives, made.worker.lives) == (1, 1)
+        await rest(backend)
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+async def test_a_gateway_that_was_stopped_and_goes_on_serves_at_once(tcp: bool) -> None:
+    """PRC-21. It has been given up meanwhile. Requests come all the time; soon none of them fails any more."""
+    async with running(talk(), tcp=tcp) as made, gateway(made) as front:
+        front.signal(signal.SIGSTOP)
+        await until(lambda: "has left: silent for 10" in made.scheduler.log)
+        front.signal(signal.SIGCONT)
+        went_on = time.monotonic()
+        failures = []
+        while (now := time.monotonic()) < went_on + 3.0:
+            if (await asking.complete(front, [CHAIN], 1)).status != 200:
+                failures.append(now - went_on)
+            await asyncio.sleep(0.05)
+        print(f"failed after it went on, in seconds: {failures}")
+        assert max(failures, default=0.0) < 1.5
+        assert front.lives == 1
+
+
+async def test_a_link_that_was_given_up_says_hello_again_though_it_is_never_quiet() -> None:
+    """PRC-21. The scheduler forgets a gateway that goes on to live, beat and submit; it is told, and comes back."""
+    async with serving() as (_, backend):
+        (link,) = backend._links
+        name = link.known_as()
+        assert link._socket is not None
+        await link._socket.send(b"nonsense")  # for which it is given up
+        async with asyncio.timeout(PATIENCE - 1.5):  # or it would have been found by silence
+            while link.known_as() in (name, ""):
+                with suppress(QuireError):
+                    await complete(backend, [CHAIN], 1)
+                await asyncio.sleep(0.02)
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
