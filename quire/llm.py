@@ -305,6 +305,6 @@ def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
     for line in notes:
         log.info("%s", line)
     for name in own:
-        if name not in settings and name not in vllm.RENAMED.values():
+        if name not in settings:
             raise ConfigError(f"LLM has no argument {name}")
     return own

@@ -268,10 +268,16 @@ def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
         value = _count(value, f"{place}--{name.replace('_', '-')} {value}")
     if own == "max_model_len" and _text(value) in ("auto", "-1"):
         return {}  # as unset: what the model was made for, as far as it fits
-    if name == "kv_cache_memory_bytes":
-        number = _count(value, f"{place}--kv-cache-memory-bytes {value}") if isinstance(value, str) else value
-        value = float(number) / GIB
+    if name == "kv_cache_memory_bytes" and value is not None:
+        value = _gibibytes(value, f"{place}--kv-cache-memory-bytes {value}")
     return {own: value}
+
+
+def _gibibytes(value: Any, said: str) -> float:
+    try:
+        return float(_count(value, said) if isinstance(value, str) else value) / GIB
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{said}: must be a number of bytes") from error
 
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)i?[bB]?")
