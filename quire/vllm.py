@@ -221,7 +221,7 @@ SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()
 
 
 class Translation(NamedTuple):
-    """What a mapping of settings comes to: those of Quire's, and a line for each that was taken without effect."""
+    """A mapping of settings in Quire's words, and a line for each that was taken without effect."""
 
     settings: dict[str, Any]
     notes: list[str]

@@ -1,4 +1,4 @@
-"""What every service's process does first: log lines to stderr, and stay with the supervisor that started it.
+"""The first steps of every service: log lines to stderr, and stay with the supervisor that started it.
 
 Log lines quote what strangers sent: paths, names, texts in errors. Nothing of that may look like a line of its own or
 speak to a terminal, so `LogFormatter` escapes it, whoever wrote the line.
@@ -34,7 +34,7 @@ class LogFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return `text` with those characters escaped that end lines, steer terminals, reorder others or are not seen."""
+    """Return `text` with those characters escaped that end lines, control terminals, reorder text or are invisible."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -70,7 +70,7 @@ class ServedModel(Struct, frozen=True):
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:
-    """The folder of the tokenizer that the settings name; None if that is the model's. Raises `QuireError`."""
+    """Return the folder of the tokenizer that the settings name; None if it is the model's. Raises `QuireError`."""
     if config.tokenizer:
         return locate_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir)
     if config.tokenizer_revision not in (None, config.revision):
@@ -79,7 +79,7 @@ def tokenizer_folder(config: GatewayConfig) -> Path | None:
 
 
 def sampling_defaults(source: str, folder: Path, override: str = "") -> SamplingDefaults:
-    """By the flag --generation-config, under what --override-generation-config says.
+    """Return the defaults that --generation-config names, with the values of --override-generation-config over them.
 
     Raises `ModelError` for a named file that cannot be read, and `ConfigError` for a value that cannot be used.
     """
@@ -89,7 +89,7 @@ def sampling_defaults(source: str, folder: Path, override: str = "") -> Sampling
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag holds; empty for ''. Raises `ConfigError`."""
+    """Return the JSON object that a flag holds; an empty one for ''. Raises `ConfigError`."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -109,7 +109,7 @@ def _from_file(source: str, folder: Path) -> SamplingDefaults:
 
 
 def named_generation_config(folder: str) -> Path:
-    """The file that --generation-config names by its folder. Raises `ModelError` if it is missing or no JSON object."""
+    """Return the file in the folder of --generation-config. Raises `ModelError` if it is missing or no JSON object."""
     path = Path(folder).expanduser() / "generation_config.json"
     if not path.is_file():
         raise ModelError(f"--generation-config {folder}: there is no {path}")

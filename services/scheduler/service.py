@@ -21,7 +21,7 @@ from services.scheduler.throughput import Throughput
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
-from shared.reporter import Loop, Reporter, supervisor_post
+from shared.reporter import Loop, Reporter, supervisor_watcher
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class Service:
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
         self._config = config
         self._loop = Loop()
-        self._reporter = Reporter(self._loop, supervisor_post(config.supervisor_address, "scheduler"))
-        self._gateways = Gateways(gateways, self._reporter.short)
-        self._workers = Workers(workers, config.worker_timeout, self._reporter.short)
+        self._reporter = Reporter(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
+        self._gateways = Gateways(gateways, self._reporter.short_of_cpu)
+        self._workers = Workers(workers, config.worker_timeout, self._reporter.short_of_cpu)
         self._listeners = (gateways, workers)
         self._cut = 0.0  # when floods were last looked for
         self._poller = zmq.Poller()

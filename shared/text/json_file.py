@@ -9,7 +9,7 @@ from shared.errors import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, `{}` if there is no such file. Raises `ModelError` if it is not one."""
+    """Return the object in a JSON file, `{}` if there is no such file. Raises `ModelError` if it is not one."""
     if not path.is_file():
         return {}
     try:
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def number(value: Any) -> float | None:
-    """The finite number that a JSON value is or spells, as `"0.5"` does; None if it is none."""
+    """Return the finite number that a JSON value is or spells, as `"0.5"` does; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -35,7 +35,7 @@ def number(value: Any) -> float | None:
 
 
 def whole_number(value: Any) -> int | None:
-    """As `number`, for one without a fraction, as 50.0 is."""
+    """Return what `number` does if it has no fraction, as 50.0; None otherwise."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     found = number(value)
