@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire import settings, vllm
+from quire import settings, vllm, vllm_settings
 from quire.llm import translated
 from shared.config import flag_parser
 from shared.errors import ConfigError
@@ -157,14 +157,14 @@ def test_settings_of_the_server_are_no_arguments_of_llm(arguments: dict[str, Any
 
 
 def test_every_name_stands_once_and_none_is_a_setting_of_quire() -> None:
-    rows = [*vllm.TAKEN.values(), *vllm.REFUSED.values()]
+    rows = [*vllm_settings.TAKEN.values(), *vllm_settings.REFUSED.values()]
     names = [word.partition("=")[0].rstrip("!") for row in rows for word in row.split()]
     own = {knob.name for knob in settings.public_knobs()}
     assert sorted(names) == sorted(set(names))
-    assert not own & (set(names) | set(vllm.RENAMED))
-    assert set(vllm.RENAMED.values()) <= own
-    assert {name.replace("-", "_") for name in vllm.SHORT.values()} <= set(names) | own
-    assert set(names) >= vllm.SEVERAL
+    assert not own & (set(names) | set(vllm_settings.RENAMED))
+    assert set(vllm_settings.RENAMED.values()) <= own
+    assert {name.replace("-", "_") for name in vllm_settings.SHORT.values()} <= set(names) | own
+    assert set(names) >= vllm_settings.SEVERAL
 
 
 def test_the_page_is_current() -> None:
