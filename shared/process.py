@@ -11,6 +11,8 @@ import signal
 import sys
 import textwrap
 
+from shared.errors import QuireError
+
 PR_SET_PDEATHSIG = 1
 
 EXIT_REFUSED = 2
@@ -50,6 +52,12 @@ def start_logging() -> None:
 def set_log_level(level: str) -> None:
     """Leave out lines below `level`, once the settings have said which."""
     logging.getLogger().setLevel(level.upper())
+
+
+def refuse(service: str, error: QuireError) -> int:
+    """Say in one line on stderr why a service cannot run, and return its exit status."""
+    print(printable(f"{service}: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
+    return EXIT_REFUSED
 
 
 def follow(supervisor: int) -> None:

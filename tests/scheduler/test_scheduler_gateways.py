@@ -58,7 +58,7 @@ class World:
         return request.id
 
     def beat(self, peer: bytes, vitals: Vitals | None = None) -> None:
-        """As its reporter sends it, over a connection of its own."""
+        """Send a beat as its reporter does, over a connection of its own."""
         self.net.hear(b"reporter", Beat(peer.decode(), vitals or Vitals()), 99)
 
     def flush(self, peer: bytes, now: float = 0.0) -> list[object]:

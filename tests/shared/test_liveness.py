@@ -1,4 +1,4 @@
-"""When a peer is dead. Time is a number here, and peers are what they tell and what is seen of them."""
+"""Peers are found dead. Time is a number here, and a peer is the beats that it sends and what the kernel shows."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def silent_after(before: Peer = well) -> Peer:
 
 
 def stuck_after(cpu: float, delayed: float, before: Peer = well) -> Peer:
-    """From then on its loop stands still, while its process uses so much a second."""
+    """Its loop stands still from then on, while its process uses so much a second."""
 
     def tell(now: float) -> Vitals | None:
         still = now - STRICKEN
@@ -66,7 +66,7 @@ def looking_runnable(now: float) -> Usage:
 def death(
     liveness: Liveness, peer: Peer, *, look: Look | None = None, short_of_cpu: bool = False, due: float = NEVER
 ) -> tuple[float, str]:
-    """When it is found to be dead and why, by a judge that looks four times a second."""
+    """Return when it is found to be dead and why, by a judge that looks four times a second."""
     for quarter in range(int(END / BEAT)):
         now = quarter * BEAT
         if (vitals := peer(now)) is not None:

@@ -1,4 +1,4 @@
-"""What processes tell of themselves, over real sockets, and what /proc shows of them."""
+"""Processes send beats over real sockets, and /proc shows what they do."""
 
 import os
 import signal
