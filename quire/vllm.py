@@ -168,10 +168,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 _PAGE = """\
 # vLLM's flags
 
-What `quire serve` does with the flags of `vllm serve` (0.32, and some of older versions), in a file of `--config` and
-as arguments of `quire.LLM` too. Flags that are not here are Quire's own under the same name (README, 'Settings'). Names
-may be written with underscores, counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. This
-page is made by `quire knobs --vllm`.
+`quire serve` treats the flags of `vllm serve` (0.32, and some of older versions) as listed here, in a file of
+`--config` too. So does `quire.LLM` with arguments of these names, but it refuses a server's (`shutdown_timeout`, ...).
+Flags that are not here are Quire's own under the same name (README, 'Settings'). Names may be written with underscores,
+counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. This page is made by
+`quire knobs --vllm`.
 
 """
 
