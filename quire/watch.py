@@ -11,16 +11,13 @@ from msgspec import Struct
 
 from quire.children import Child
 from shared.errors import ProtocolError
-from shared.liveness import Liveness
+from shared.liveness import STANDSTILL, Liveness
 from shared.protocol import Beat, decode_to_supervisor
 from shared.transport import Listener
 from shared.usage import Process
 
 PERIOD = 0.25
 """Seconds between two looks."""
-
-STANDSTILL = 1.0
-"""Seconds for which the supervisor itself may stand still before it forgives what it did not hear."""
 
 BEATS = 100
 """Beats that are read in one look: a few from each service are due."""

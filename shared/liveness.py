@@ -18,7 +18,10 @@ from typing import NamedTuple
 from shared.protocol import Vitals
 
 GATEWAY_PATIENCE = 10.0
-"""Seconds of silence after which a scheduler gives a gateway up: its requests are aborted then."""
+"""Seconds after which a scheduler gives up a gateway that sends nothing, or takes nothing, and aborts its requests."""
+
+STANDSTILL = 1.0
+"""Seconds for which a judge's own loop may stand still before it forgives its peers what it did not hear."""
 
 INDULGENCE = 25.0
 """Seconds for which an excuse counts: with the usual timeouts, a hang is found within half a minute at worst."""

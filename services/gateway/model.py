@@ -4,7 +4,6 @@ Its names in the API, tokenizer, chat template and sampling defaults, all read a
 to text, from the one that `--tokenizer` names. Limits of the context and the vocabulary come from the engine instead.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
 from shared.errors import ConfigError, ModelError, brief
 from shared.text.generation import SamplingDefaults
-from shared.text.json_file import read_json
+from shared.text.json_file import parse_object, read_json
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -91,12 +90,9 @@ def sampling_defaults(source: str, folder: Path, override: str = "") -> Sampling
 def json_object(flag: str, text: str) -> dict[str, Any]:
     """Return the JSON object that a flag holds; an empty one for ''. Raises `ConfigError`."""
     try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag} {text}: is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} {text}: must be a JSON object")
-    return value
+        return parse_object(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: {error}") from error
 
 
 def _from_file(source: str, folder: Path) -> SamplingDefaults:

@@ -5,7 +5,7 @@ life. `_owners` maps the latter to the former, holds what is unfinished and noth
 
 What a gateway cannot take at the moment waits here: news of later steps are merged into the same message, so that
 a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
-`PATIENCE` seconds, has its requests aborted.
+`GATEWAY_PATIENCE` seconds, has its requests aborted.
 """
 
 import itertools
@@ -42,9 +42,6 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 
 log = logging.getLogger(__name__)
 
-PATIENCE = GATEWAY_PATIENCE
-"""Seconds after which a gateway that sends nothing, or takes nothing, is given up."""
-
 SKEW = 10.0
 """Seconds by which a request's arrival may lie before it came here: a gateway's clock must not put its requests before
 or behind all others'."""
@@ -62,7 +59,7 @@ class Gateway:
     def __init__(self, name: bytes, fd: int, now: float) -> None:
         self.name = name
         self.fd = fd
-        self.liveness = Liveness(PATIENCE, now, turn=PATIENCE)
+        self.liveness = Liveness(GATEWAY_PATIENCE, now, turn=GATEWAY_PATIENCE)
         self.stuck_since: float | None = None
         self.ids: dict[int, int] = {}  # its ids to the core's
         self.outbox: deque[bytes] = deque()
@@ -184,8 +181,8 @@ class Gateways:
     def expire(self, now: float) -> None:
         """Give up who is dead by its own signs, or has taken nothing for too long."""
         for gateway in list(self._peers.values()):
-            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + PATIENCE
-            what = f"has read nothing for {PATIENCE:.0f} s"
+            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_PATIENCE
+            what = f"has read nothing for {GATEWAY_PATIENCE:.0f} s"
             if fault := gateway.liveness.fault(now, due=due, what=what, short_of_cpu=self._short_of_cpu(now)):
                 self._give_up(gateway, fault)
 

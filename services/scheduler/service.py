@@ -20,6 +20,7 @@ from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
+from shared.liveness import STANDSTILL
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
 from shared.reporter import Loop, Reporter, supervisor_watcher
 from shared.transport import Listener
@@ -34,9 +35,6 @@ MESSAGES = 32
 
 CUT = 0.05
 """Seconds between two looks for peers that send more than is read, at least."""
-
-STANDSTILL = 1.0
-"""Seconds for which the loop itself may be stopped before peers are forgiven for what it did not hear."""
 
 
 class Service:

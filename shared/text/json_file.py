@@ -13,14 +13,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_bytes())
+        return parse_object(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in `text`. Raises `ValueError` if it is something else."""
+    try:
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: must be a JSON object")
-    return data
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object")
+    return value
 
 
 def number(value: Any) -> float | None:
