@@ -38,6 +38,9 @@ MAX_FRAME = 64 * 1024 * 1024
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets in which `Snapshot.step_tokens` counts steps; what is larger has a bucket of its own."""
 
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-30, 1e30
+"""A float32 holds them, and logits multiplied or divided by them."""
+
 _INT32 = 2**31 - 1  # as the arrays of tokens, slots and blocks hold it
 _INT64 = 2**63 - 1
 
@@ -54,6 +57,7 @@ Detail = Annotated[str, Meta(max_length=2**20)]  # for people
 Wanted = Annotated[int, Meta(ge=-1, le=_INT32)]  # a number of alternatives, or a sample; -1 is said where it is used
 Share = Annotated[float, Meta(ge=0, le=1)]
 Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; far more than the API takes
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 TokenIds = Annotated[list[Index], Meta(max_length=2**20)]
 LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=2**20)]
 
@@ -97,7 +101,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     min_p: Share = 0.0  # 0 is off
     presence_penalty: Bias = 0.0  # over output tokens
     frequency_penalty: Bias = 0.0  # over output tokens
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e30)] = 1.0  # over prompt and output tokens
+    repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     logit_bias: LogitBias = []  # (token id, added to its logit)
     min_tokens: Index = 0  # stop tokens cannot be sampled before so many output tokens
     stop_token_ids: TokenIds = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
