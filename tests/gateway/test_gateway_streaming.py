@@ -130,6 +130,7 @@ async def test_str04_each_choice_of_a_chat_begins_with_its_role() -> None:
             deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
             assert deltas[0] == {"role": "assistant", "content": ""}
             assert not any("role" in delta for delta in deltas[1:])
+            assert all(isinstance(delta["content"], str) for delta in deltas), "the last chunk's too, as in vLLM"
         assert texts(chunks) == {0: "one two", 1: "three four five"}
 
 
