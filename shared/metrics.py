@@ -30,6 +30,13 @@ from prometheus_client.registry import Collector
 from shared.protocol import STEP_TOKENS, Snapshot
 
 LABELS = ("model_name", "engine")
+CACHE_LABELS = (
+    "block_size",
+    "num_gpu_blocks",
+    "enable_prefix_caching",
+    "kv_cache_size_tokens",
+    "kv_cache_max_concurrency",  # sequences of the greatest length that fit at the same time
+)
 
 
 class Family(NamedTuple):
@@ -215,10 +222,11 @@ def _step_tokens(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
 
 
 def _cache_config(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
-    labels = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
     doc = "Always 1: its labels say how the KV memory is cut, on any device."
-    family = GaugeMetricFamily("vllm:cache_config_info", doc, labels=(*LABELS, *labels))
+    family = GaugeMetricFamily("vllm:cache_config_info", doc, labels=(*LABELS, *CACHE_LABELS))
     for engine, snapshot in snapshots.items():
-        values = (str(snapshot.block_size), str(snapshot.blocks), str(snapshot.prefix_caching))
-        family.add_metric((model, engine, *values), 1)
+        tokens = snapshot.blocks * snapshot.block_size
+        longest = tokens / snapshot.max_model_len if snapshot.max_model_len else 0.0
+        values = (snapshot.block_size, snapshot.blocks, snapshot.prefix_caching, tokens, f"{longest:.2f}")
+        family.add_metric((model, engine, *map(str, values)), 1)
     return family

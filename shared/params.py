@@ -255,5 +255,6 @@ def _token_in_vocabulary(param: str, token: object, vocab_size: int) -> int:
     """Return a token id, which in JSON's keys is a string."""
     id = int(token) if isinstance(token, str) and _ID.fullmatch(token) else token
     if not isinstance(id, int) or not 0 <= id < vocab_size:
-        raise InvalidRequest(f"{param} must hold token ids from 0 to {vocab_size - 1}, got {brief(token)}", param)
+        known = f"from 0 to {vocab_size - 1} (a vocabulary of {vocab_size})"
+        raise InvalidRequest(f"{param} must hold token ids {known}, got {brief(token)}", param)
     return id

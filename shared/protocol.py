@@ -216,6 +216,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     rejected_by_requests: Count = 0  # counter: of `refused`, those that found too many requests waiting
     rejected_by_tokens: Count = 0  # counter: of `refused`, those that found too many tokens waiting
     prefix_caching: bool = False  # whether there is a prefix index at all
+    max_model_len: Count = 0  # tokens of one sequence, at most
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):

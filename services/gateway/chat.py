@@ -85,7 +85,7 @@ class _Chunks:
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample = generation.samples[update.sample]
-        delta = b'{"content":' + _text(update.text) + b"}" if update.text else b"{}"
+        delta = b'{"content":' + _text(update.text) + b"}"  # "" too: clients join contents without a look
         logprobs = _text(chat_logprobs(update.entries)) if self._logprobs else b"null"
         if sample.finish_reason is None:
             return _MIDDLE % (index, delta, logprobs)

@@ -92,7 +92,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         bool, Meta(description="Refuse a request with a field that this server does not know, instead of ignoring it.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Meta(description="Let every stream end with its usage, as if stream_options.include_usage were set.")
+        bool, Meta(description="Write the usage in every chunk of a stream, as if stream_options asked for all of it.")
     ] = False
     sse_keep_alive_interval: Annotated[
         float,

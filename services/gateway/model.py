@@ -65,7 +65,7 @@ class ServedModel(Struct, frozen=True):
         """Raises `UnknownModel` unless `name` is one of ours, or left open."""
         if name is not None and name not in self.names:
             known = ", ".join(self.names)
-            raise UnknownModel(f"the model {brief(name)} is not served here; there is: {known}", "model")
+            raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {known}", "model")
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:

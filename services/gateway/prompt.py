@@ -159,6 +159,6 @@ def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> Prompt:
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(id for id in ids if not 0 <= id < vocab_size)
         raise InvalidRequest(
-            f"prompt holds {brief(wrong)}, which is no token id: they go from 0 to {vocab_size - 1}", "prompt"
+            f"prompt holds {brief(wrong)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}", "prompt"
         )
     return Prompt(array("i", ids))

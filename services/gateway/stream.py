@@ -31,6 +31,7 @@ from services.gateway.usage import SentUsage, usage
 COMMENT = b": keep-alive\n\n"
 AFTER_COMMENT = b":\n\n"
 DONE = b"data: [DONE]\n\n"
+ALL_USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -108,8 +109,9 @@ class _Writer:
         self._choices = choices
         self._sent = SentUsage([])
         self._patience = config.sse_keep_alive_interval or math.inf
-        self._usage = config.enable_force_include_usage or (options is not None and bool(options.include_usage))
-        self._usage_always = options is not None and self._usage and bool(options.continuous_usage_stats)
+        options = ALL_USAGE if config.enable_force_include_usage else options or StreamOptions()
+        self._usage = bool(options.include_usage)
+        self._usage_always = self._usage and bool(options.continuous_usage_stats)
         self._silent = False  # nothing was written since the last look
         self._before = b""  # what comes before the next event
 

@@ -28,7 +28,8 @@ from shared.transport import Listener
 log = logging.getLogger(__name__)
 
 TICK = 0.25
-"""Seconds between two `Status` messages, and the longest sleep."""
+"""Seconds between two `Status` messages, and the longest sleep. One more comes before the last news of the last
+unfinished request, so that whoever has its answer finds it in the figures."""
 
 MESSAGES = 32
 """Messages of gateways that are read in one turn: about a millisecond's work."""
@@ -58,6 +59,7 @@ class Service:
         self._drained_at: float | None = None  # when waiting for running requests ends
         self.turned = self._ticked = time.monotonic()  # when the loop did so last; other threads may read it
         self._throughput = Throughput(self.turned)
+        self._rests = True  # no request was unfinished at the last turn
 
     def stop(self) -> None:
         """Begin to drain; the second time, abort what is left. Meant for signal handlers: `run` does the work."""
@@ -84,7 +86,8 @@ class Service:
         self._cut_floods(now)
         self._configure(now)
         self._plan(now)
-        if now - self._ticked >= TICK:
+        rested, self._rests = self._rests, self.engine.idle
+        if now - self._ticked >= TICK or (self._rests and not rested):
             self._tick(now)
         self._gateways.flush(now)
         for abort in self._gateways.orphans():

@@ -36,6 +36,11 @@ PROBES = {  # the user's first, since no other role comes without one
 ALIASES = {"developer": "system", "function": "tool"}
 
 
+def text_part(text: str) -> Message:
+    """A part of a message's content."""
+    return {"type": "text", "text": text}
+
+
 class Form(Enum):
     """How a template wants the texts of one message."""
 
@@ -43,13 +48,20 @@ class Form(Enum):
     PARTS = "parts"
     ONE_PART = "one part"  # a list of which it reads one item only
 
-    def write(self, texts: Sequence[str]) -> Content:
-        """The content made of these texts, joined by newlines where there is room for only one."""
+    def write(self, parts: Sequence[Message]) -> Content:
+        """The content made of these text parts, their texts joined by newlines where there is room for only one.
+
+        Parts that stay parts keep the fields that a client wrote beside the text, which some templates read.
+        """
+        text = "\n".join(part["text"] for part in parts)
         if self is Form.STRING:
-            return "\n".join(texts)
-        if self is Form.ONE_PART or not texts:  # never an empty list: templates look at the first item
-            texts = ["\n".join(texts)]
-        return [{"type": "text", "text": text} for text in texts]
+            return text
+        if len(parts) == 1 or (parts and self is Form.PARTS):
+            return list(parts)
+        return [text_part(text)]  # never an empty list: templates look at the first item
+
+
+PROBE = [text_part(text) for text in TEXTS]
 
 
 class ContentForms(Struct, frozen=True):
@@ -94,7 +106,7 @@ def _conversation(roles: list[str], role: str, form: Form, found: Mapping[str, F
     """Messages of these roles; those of `role` hold the probe's texts, the others a word in the form found for them."""
     messages: list[Message] = []
     for at, one in enumerate(roles):
-        content = form.write(TEXTS) if one == role else found.get(one, form).write(["1"])
+        content = form.write(PROBE) if one == role else found.get(one, form).write([text_part("1")])
         if isinstance(content, list):
             content = [part | {"decoy": DECOY} for part in content]
         messages.append({"role": one, "content": content})

@@ -3,7 +3,7 @@
 A template sees each message's `content` in the form that it reads (`content.py`), whichever way a client wrote it; null
 or missing is ''. Tool calls in a history have their JSON arguments parsed, since templates print them as objects. A
 field that is null, or an empty list of tool calls, is left out, since templates ask whether it is there. Other fields
-of a message reach the template as they are.
+of a message reach the template as they are, and so do those of a part, where the template reads parts.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from shared.errors import InvalidRequest
-from shared.text.content import ContentForms, Message
+from shared.text.content import ContentForms, Message, text_part
 
 
 def plain_messages(messages: Sequence[Any], forms: ContentForms) -> list[Message]:
@@ -36,7 +36,7 @@ def _plain(message: Any, where: str, forms: ContentForms) -> Message:
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{where}.role must be a string", f"{where}.role")
     plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = forms.of(plain["role"]).write(_texts(message.get("content"), f"{where}.content"))
+    plain["content"] = forms.of(plain["role"]).write(_parts(message.get("content"), f"{where}.content"))
     if "tool_calls" in plain:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
         if not plain["tool_calls"]:
@@ -46,25 +46,25 @@ def _plain(message: Any, where: str, forms: ContentForms) -> Message:
     return plain
 
 
-def _texts(content: Any, where: str) -> list[str]:
+def _parts(content: Any, where: str) -> list[Message]:
+    """The content as text parts, with whatever fields they have beside the text. Raises `InvalidRequest`."""
     if content is None:
         return []
     if isinstance(content, str):
-        return [content]
+        return [text_part(content)]
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts", where)
     return [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> Message:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise InvalidRequest(f"{where} must be an object with a type", where)
     if part["type"] != "text":
         raise InvalidRequest(f"{where} has type {part['type']!r}; this model takes only 'text'", where)
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")
-    text: str = part["text"]
-    return text
+    return {name: value for name, value in part.items() if value is not None}
 
 
 def _tool_calls(calls: Any, where: str) -> list[Message]:

@@ -91,8 +91,9 @@ async def test_lim03_a_chat_without_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "name"),
-    [([2**62], str(2**62)), ([-1], "-1"), ([VOCAB], str(VOCAB)), ([1, "a"], "int and str"), ([1.5], "prompt[0]"),
-     ([True], "prompt[0]"), ([[1, [2]]], "prompt[0][1]"), ([1, [2]], "int and list"), (5, "prompt"), (None, "prompt")],
+    [([2**62], str(2**62)), ([-1], "-1"), ([VOCAB], f"{VOCAB}, which is out of vocabulary"), ([1.5], "prompt[0]"),
+     ([1, "a"], "int and str"), ([True], "prompt[0]"), ([[1, [2]]], "prompt[0][1]"), ([1, [2]], "int and list"),
+     (5, "prompt"), (None, "prompt")],
 )  # fmt: skip
 async def test_lim05_what_is_no_token_id(prompt: Any, name: str) -> None:
     async with serve() as client:

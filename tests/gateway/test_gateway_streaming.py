@@ -59,6 +59,17 @@ async def test_continuous_usage_grows_with_the_chunks(path: str) -> None:
         assert counts == [*role, 1, 2, 3, 4, 4]  # the last two: the end-of-sequence token, and the whole
 
 
+@pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
+@pytest.mark.parametrize("path", PATHS)
+async def test_usage_for_everybody_is_in_every_chunk(path: str, options: dict[str, Any]) -> None:
+    """API-02: --enable-force-include-usage, for proxies that bill by what passes them; vLLM turns both options on."""
+    async with serve(enable_force_include_usage=True) as client:
+        chunks = await streamed(client, path, **options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts[-4:] == [2, 3, 4, 4]
+        assert chunks[-1]["choices"] == []
+
+
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 
@@ -119,6 +130,7 @@ async def test_str04_each_choice_of_a_chat_begins_with_its_role() -> None:
             deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
             assert deltas[0] == {"role": "assistant", "content": ""}
             assert not any("role" in delta for delta in deltas[1:])
+            assert all(isinstance(delta["content"], str) for delta in deltas), "the last chunk's too, as in vLLM"
         assert texts(chunks) == {0: "one two", 1: "three four five"}
 
 

@@ -3,7 +3,7 @@
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.metrics import EngineCollector, registry
+from shared.metrics import CACHE_LABELS, EngineCollector, registry
 from shared.protocol import STEP_TOKENS, Snapshot
 
 SNAPSHOT = Snapshot(
@@ -13,7 +13,7 @@ SNAPSHOT = Snapshot(
 
 def samples(snapshots: dict[str, Snapshot]) -> dict[tuple[str, str, str], float]:
     text = generate_latest(registry(EngineCollector(lambda: "smol", lambda: snapshots))).decode()
-    own = ("finished_reason", "reason", "source", "le", "block_size", "num_gpu_blocks", "enable_prefix_caching")
+    own = ("finished_reason", "reason", "source", "le", *CACHE_LABELS)
     return {
         (
             sample.name,
@@ -51,10 +51,10 @@ def test_waste_is_what_held_blocks_do_not_store() -> None:
 
 def test_every_field_of_a_snapshot_is_exported() -> None:
     """Each field, set alone, changes the exposition."""
-    zero = samples({"0": Snapshot(blocks=10)})
+    zero = samples({"0": Snapshot(blocks=10, block_size=8)})
     for field in Snapshot.__struct_fields__:
         value = [5] if field == "step_tokens" else 5
-        changed = samples({"0": Snapshot(**{"blocks": 10, field: value})})
+        changed = samples({"0": Snapshot(**{"blocks": 10, "block_size": 8, field: value})})
         engine = {key for key in changed if key[1] == "0" and zero.get(key) != changed[key]}
         assert engine, field
 
@@ -65,7 +65,7 @@ def test_what_vllm_and_its_guides_call_by_these_names_is_there() -> None:
     steps[0], steps[2], steps[-1] = 4, 3, 1
     snapshot = Snapshot(
         waiting=5, waiting_deferred=2, blocks=100, blocks_free=75, block_size=16, prefix_caching=True,
-        generation_tokens=9, tokens_per_second=2.5, prompt_tokens=30, prompt_tokens_cached=12,
+        max_model_len=640, generation_tokens=9, tokens_per_second=2.5, prompt_tokens=30, prompt_tokens_cached=12,
         step_tokens=steps, step_tokens_sum=20_000, rejected_by_requests=3, rejected_by_tokens=1,
     )  # fmt: skip
     found = samples({"0": snapshot})
@@ -77,7 +77,7 @@ def test_what_vllm_and_its_guides_call_by_these_names_is_there() -> None:
     assert found["vllm:prompt_tokens_by_source_total", "0", "local_compute"] == 18
     assert found["vllm:prompt_tokens_by_source_total", "0", "local_cache_hit"] == 12
     assert found["vllm:prompt_tokens_cached_total", "0", ""] == 12
-    assert found["vllm:cache_config_info", "0", "16,100,True"] == 1
+    assert found["vllm:cache_config_info", "0", "16,100,True,1600,2.50"] == 1
     assert found["vllm:admission_rejections_total", "0", "max_num_queued_reqs"] == 3
     assert found["vllm:admission_rejections_total", "0", "max_num_queued_tokens"] == 1
     buckets = [found["vllm:iteration_tokens_total_bucket", "0", le] for le in ("1.0", "8.0", "16.0", "16384.0", "+Inf")]

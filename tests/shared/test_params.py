@@ -220,7 +220,7 @@ def test_what_is_longer_than_the_context_is_refused(max_tokens: int | None, prom
 @pytest.mark.parametrize("token", [-1, 50, 10**12])
 def test_token_ids_beyond_the_vocabulary_are_refused(token: int) -> None:
     for params in (SamplingParams(stop_token_ids=[1, token]), SamplingParams(logit_bias={token: 1.0})):
-        with pytest.raises(InvalidRequest, match="must hold token ids from 0 to 49"):
+        with pytest.raises(InvalidRequest, match=r"must hold token ids from 0 to 49 \(a vocabulary of 50\)"):
             lower(params)
 
 

@@ -70,7 +70,7 @@ TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", FACTS, 4096, 128),
     Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, Finish.ERROR, 16, "why", Admission(0.75, 2))]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True), VITALS),
+    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31), VITALS),
     Accepted([9, 10]),
     Unknown(),
 ]

@@ -85,6 +85,24 @@ def test_no_part_of_several_is_lost(body: str, expected: str) -> None:
     assert ChatTemplate(loop(body)).render([{"role": "user", "content": parts("a", "b")}]) == "<user>" + expected
 
 
+FIRST_LANGUAGE = "{{ m.content[0].lang }}:{{ m.content[0].text }}|"
+LANGUAGE = "{% for part in m.content %}{{ part.lang }}:{{ part.text }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [(LANGUAGE, "en:a|es:b|"), (FIRST_LANGUAGE, ":a\nb|"), (STRING["both"], "a\nb|")],
+)
+def test_fields_beside_a_parts_text_reach_a_template_that_reads_parts(body: str, expected: str) -> None:
+    """Translators' templates read the languages there. Parts that are made one have none of their fields."""
+    said = [part | {"lang": lang, "none": None} for part, lang in zip(parts("a", "b"), ("en", "es"), strict=True)]
+    template = ChatTemplate(loop(body))
+    assert template.render([{"role": "user", "content": said}]) == "<user>" + expected
+    alone = template.render([{"role": "user", "content": said[:1]}])
+    assert alone == "<user>" + ("en:a|" if "lang" in body else "a|")
+    assert said[0] == {"type": "text", "text": "a", "lang": "en", "none": None}
+
+
 def test_roles_may_differ() -> None:
     """TXT-06."""
     body = "{% if m.role == 'system' %}{{ '' + m.content + '|' }}{% elif m.role == 'assistant' %}"

@@ -198,6 +198,7 @@ class Scheduler:
             block_size=memory.block_size,
             in_flight=len(self._flights),
             prefix_caching=memory.prefix_caching,
+            max_model_len=self.limits.max_model_len,
             **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
 
