@@ -1,11 +1,11 @@
-"""How long does one client's body keep a gateway's loop from everybody else?
+"""Measure how long one client's body keeps a gateway's loop from everybody else.
 
     python -m benchmarks.stalls [--size MIB] [--context TOKENS] [--at-once N] [--only TEXT]
 
 The gateway's application listens on loopback, in front of an engine that answers at once. Bodies of all shapes in
 `tests/gateway/hostile.py`, as long as the gateway takes them, are sent by threads; beside them a task on the gateway's
-loop wakes every two milliseconds and notes the longest delay. Printed are the statuses, the longest stall of some
-rounds' best (what the body costs) and worst (with what the machine was doing), in milliseconds.
+loop wakes every two milliseconds and notes the longest delay. It prints the statuses and the longest
+stall, in milliseconds: of the best of some rounds (what the body costs), and of the worst (with the machine's load).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a cache of keys and values leaves out, since it is the same for all tokens: their projections' biases.
+"""`KVBias`: the biases that a cache of keys and values leaves out, since they are the same for all tokens.
 
 A vector in eight bits has steps of a 127th of its largest number. With a bias of 300 these are larger than all that
 tells one token from another, so keys and values are stored without it and attention adds it back, in float32.

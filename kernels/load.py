@@ -37,7 +37,7 @@ class Ops:
 
     mixes_types: bool  # activations are float32 whatever weights and cache are; weights may be of few bits
     kv_layout: Callable[..., KVLayout]  # with the fields of a layout up to its dtype
-    pack_angles: Callable[[Tensor, Tensor], Any]  # what `paged_attention` wants of a rope, cosines and sines (P, R)
+    pack_angles: Callable[[Tensor, Tensor], Any]  # a rope for `paged_attention`, from cosines and sines (P, R)
     plan_attention: Callable[..., Any]  # what it gives only goes back into `paged_attention`
     paged_attention: Callable[..., Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]

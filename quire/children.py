@@ -111,7 +111,7 @@ class Child:
 
     @property
     def wanted(self) -> bool:
-        """Whether it is to run: it has not been told to end."""
+        """Return whether it is to run: nobody has asked it to end."""
         return not self._unwanted.is_set()
 
     def replace(self, fault: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from quire import vllm
+from quire.arguments import Prompt, as_list, check_type, token_ids
 from quire.engine import Engine
 from quire.outputs import RequestOutput
 from quire.pending import Pending
@@ -29,10 +30,6 @@ from shared.params import SamplingParams
 from shared.text.generation import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Ids may be an integer array of numpy's or
-torch's, and a prompt for each row of one with two dimensions."""
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -255,46 +252,6 @@ def run(engine: Engine, requests: Sequence[Pending], *, use_tqdm: bool) -> list[
     return [request.output() for request in requests]
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list; a list of ints is one prompt. Raises `InvalidRequest` for anything else."""
-    prompts = plain(prompts)
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    check_type("prompts", prompts, Sequence, "a text, token ids, a mapping, or a list of these")
-    if len(prompts) and is_integer(plain(prompts[0])):
-        return [prompts]  # type: ignore[list-item]  # its first item shows that it holds token ids
-    return [plain(prompt) for prompt in prompts]
-
-
-def plain(value: Any) -> Any:
-    """Return an array of numpy's or torch's as lists of numbers, and anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def is_integer(value: object) -> bool:
-    """Return whether `value` is an integer of Python's, numpy's or torch's; a bool is none."""
-    return type(value) is int or (hasattr(value, "__index__") and not isinstance(value, bool))
-
-
-def token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return a prompt's token ids as ints. Raises `InvalidRequest` naming what is none."""
-    ids = plain(ids)
-    check_type("prompt", ids, Sequence, "a text, token ids or a mapping")
-    if isinstance(ids, (str, bytes)):
-        raise InvalidRequest(f"prompt_token_ids must be a list of ids, got {brief(ids)}", "prompt")
-    tokens = [token if type(token) is int else plain(token) for token in ids]
-    for token in tokens:
-        if not is_integer(token) or not 0 <= token < vocab_size:
-            raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}, got {brief(token)}", "prompt")
-    return tokens
-
-
-def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise `InvalidRequest` naming the argument unless `value` is of `kind`, which `what` says in words."""
-    if not isinstance(value, kind):
-        raise InvalidRequest(f"{name} must be {what}, got {brief(value)}", name)
-
-
 def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are not None, vLLM's `others` among them in Quire's words.
 
@@ -305,6 +262,6 @@ def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[s
     for line in notes:
         log.info("%s", line)
     for name in own:
-        if name not in settings and name not in vllm.RENAMED.values():
+        if name not in settings:
             raise ConfigError(f"LLM has no argument {name}")
     return own

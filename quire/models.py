@@ -43,7 +43,7 @@ def describe(asked: str) -> str:
 
 
 def _way(folder: Path) -> Way:
-    """The way that serving takes. Where there are no weights, config.json alone is asked."""
+    """Return the way that serving takes, by config.json alone where there are no weights."""
     config = read_supported(folder)
     way = choose(config)
     if not way.native:

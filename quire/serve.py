@@ -97,12 +97,12 @@ def bind_together(settings: Settings, port: int, folder: Path) -> Settings:
 
 
 def beats_address(folder: Path) -> str:
-    """Where the supervisor awaits signs of life."""
+    """Return the address at which the supervisor awaits signs of life."""
     return f"ipc://{folder}/beats.sock"
 
 
 def patience(settings: Settings) -> dict[str, Patience]:
-    """How long each service may give no sign of life. What a worker does is its scheduler's to judge, and sooner."""
+    """Return how long each service may give no sign of life. A worker's scheduler judges its steps, and sooner."""
     return {
         "gateway": Patience(STILL, STILL),
         "scheduler": Patience(STILL, STILL),

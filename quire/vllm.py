@@ -6,7 +6,7 @@ Each is one of three kinds:
 - *refused*, by name and with the reason, unless its value is vLLM's default, which asks for nothing (`REFUSED`).
 
 Command line, configuration file and the arguments of `quire.LLM` go through the same tables, as does the page
-`docs/vllm_flags.md`. The settings are those of vLLM 0.32, and some of older versions that start lines still carry.
+`docs/vllm_flags.md`; they are in `quire.vllm_settings`.
 """
 
 import argparse
@@ -15,177 +15,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from quire.vllm_settings import LENGTHS, REFUSED, RENAMED, SEVERAL, SHORT, TAKEN, VALUES
 from shared.errors import ConfigError
 
-SHORT: dict[str, str] = {
-    "-q": "quantization",
-    "-tp": "tensor-parallel-size",
-    "-pp": "pipeline-parallel-size",
-    "-dp": "data-parallel-size",
-    "-dcp": "decode-context-parallel-size",
-    "-pcp": "prefill-context-parallel-size",
-    "-n": "nnodes",
-    "-r": "node-rank",
-    "-dpn": "data-parallel-rank",
-    "-dpr": "data-parallel-start-rank",
-    "-dpl": "data-parallel-size-local",
-    "-dpa": "data-parallel-address",
-    "-dpp": "data-parallel-rpc-port",
-    "-dpb": "data-parallel-backend",
-    "-dph": "data-parallel-hybrid-lb",
-    "-dpe": "data-parallel-external-lb",
-    "-dpm": "data-parallel-multi-port-external-lb",
-    "-ep": "enable-expert-parallel",
-    "-asc": "api-server-count",
-    "-sc": "speculative-config",
-    "-dc": "diffusion-config",
-    "-cc": "compilation-config",
-    "-ac": "attention-config",
-    "-O": "optimization-level",
-}
-
 GIB = 2**30
-
-RENAMED: dict[str, str] = {
-    "kv_cache_memory_bytes": "kv_cache_memory",
-    "device_memory_utilization": "gpu_memory_utilization",
-    "shutdown_timeout": "drain_timeout",
-    "uvicorn_log_level": "log_level",
-}
-"""vLLM's name of a knob, and Quire's."""
-
-VALUES: dict[str, dict[str, str]] = {
-    "quantization": {"gptq_marlin": "gptq", "awq_marlin": "awq"},
-    "kv_cache_dtype": {"int8_per_token_head": "int8"},
-    "load_format": {"hf": "auto"},
-    "model_impl": {"vllm": "quire"},
-    "log_level": {"trace": "debug", "notset": "debug"},
-}
-"""Values of a knob that vLLM calls otherwise."""
-
-LENGTHS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_num_queued_tokens", "max_num_queued_reqs")
-"""Counts that may be written as `32k` (thousands) or `32K` (of 1024), as vLLM takes them."""
-
-TAKEN: dict[str, str] = {
-    "steps are run as they are; nothing is captured or compiled while serving": """
-        enforce_eager! compilation_config optimization_level performance_mode cudagraph_capture_sizes
-        max_cudagraph_capture_size max_seq_len_to_capture cuda_graph_sizes enable_flashinfer_autotune!
-        jit_monitor_mode jit_monitor_verbose! disable_frontend_multiprocessing!""",
-    "code that comes with a model is never executed; a model that needs it is refused when it is loaded": """
-        trust_remote_code! code_revision""",
-    "a request without a seed is given one; its own seed makes a request repeatable": "seed",
-    "Quire has one implementation of it on each device": """
-        attention_backend attention_config moe_backend linear_backend kernel_config ir_op_priority
-        sparse_indexer_topk_backend gdn_prefill_backend kda_prefill_backend kda_decode_backend
-        use_v2_block_manager! disable_cascade_attn! enable_cumem_allocator! disable_hybrid_kv_cache_manager!
-        prefix_caching_hash_algo safetensors_load_strategy safetensors_prefetch_num_threads
-        safetensors_prefetch_block_size pt_load_map_location max_parallel_loading_workers use_tqdm_on_load!
-        ignore_patterns allow_deprecated_quantization! renderer_num_workers multi_step_stream_outputs!
-        guided_decoding_backend structured_outputs_config""",
-    "it says how devices work together, and an engine has one device": """
-        distributed_executor_backend worker_use_ray! engine_use_ray! master_addr master_port
-        distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind! numa_bind_nodes numa_bind_cpus
-        dcp_comm_backend dcp_q_replicate! dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
-        data_parallel_address data_parallel_rpc_port data_parallel_backend data_parallel_supervisor_port
-        dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold
-        enable_expert_parallel! enable_batch_sharded_sampling! enable_ep_weight_filter! all2all_backend enable_dbo!
-        ubatch_size enable_shm_tensor_arena! dbo_decode_token_threshold dbo_prefill_token_threshold
-        dp_sync_interval disable_nccl_for_dp_synchronization! enable_eplb! eplb_config expert_placement_strategy
-        ray_workers_use_nsight! disable_custom_all_reduce! enable_nccl_comm_suspend! enable_hc_sp!""",
-    "workers and schedulers that die are always replaced": "enable_fault_tolerance! fault_tolerance_config",
-    "only text is served": """
-        language_model_only! limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
-        mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only!
-        mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
-        mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin interleave_mm_strings!
-        skip_mm_profiling! video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device
-        mm_ipc_gpu_memory_gb mm_device_do_normalize! disable_chunked_mm_input! trust_request_mm_kwargs!
-        allowed_local_media_path allowed_media_domains""",
-    "adapters are not served, so that their limits mean nothing": """
-        max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras!
-        lora_target_modules enable_tower_connector_lora! specialize_active_lora! enable_mixed_moe_lora_format!
-        enable_moe_shared_loras! max_lora_cls_labels""",
-    "there are no recurrent layers": """
-        mamba_backend mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding! mamba_cache_philox_rounds
-        mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode
-        enable_mamba_shared_prefix_checkpoint! replayssm_buffer_len use_replayssm!""",
-    "it is a hint to vLLM's scheduler; Quire's has rules of its own": """
-        long_prefill_token_threshold long_prefill_token_threshold_adaptive! max_num_scheduled_tokens
-        max_num_active_seqs watermark scheduler_reserve_full_isl! prefill_schedule_interval stream_interval
-        max_num_partial_prefills max_long_partial_prefills num_scheduler_steps num_lookahead_slots
-        scheduler_delay_factor max_paddings preemption_mode disable_async_output_proc! swap_space
-        kv_offloading_size kv_offloading_backend kv_sharing_fast_prefill! swa_bounded_replay!
-        prefix_cache_retention_interval prefix_match_unit""",
-    "there is no such line in the log; figures are at /metrics": """
-        disable_log_stats! aggregate_engine_logging! enable_logging_iteration_details! log_error_stack!""",
-    "requests are logged only with --enable-log-requests, and their texts never": """
-        disable_log_requests! disable_uvicorn_access_log! disable_access_log_for_endpoints max_log_len
-        enable_log_outputs! enable_log_deltas!""",
-    "it is always so": "enable_request_id_headers! enable_prompt_tokens_details! fail_on_environ_validation!",
-    "there are no such pages, figures or fields": """
-        disable_fastapi_docs! enable_offline_docs! show_hidden_metrics_for_version kv_cache_metrics!
-        kv_cache_metrics_sample cudagraph_metrics! enable_mfu_metrics! enable_layerwise_nvtx_tracing!
-        per_request_spec_decode_metrics fingerprint_mode fingerprint_value enable_flash_late_interaction!
-        cohere_is_reasoning_model! cohere_format anthropic_disabled_thinking_effort tool_strict_level
-        exclude_tools_when_tool_choice_none!""",
-    "a request's head may have 64 KiB": "h11_max_incomplete_event_size h11_max_header_count",
-}
-"""Settings that are taken with any value, by the reason; `!` marks those that are switches."""
-
-REFUSED: dict[str, str] = {
-    "an engine has one device": """
-        tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 data_parallel_size_local=1
-        decode_context_parallel_size=1 prefill_context_parallel_size=1 nnodes=1 node_rank=0 device_ids
-        data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_hybrid_lb! data_parallel_external_lb!
-        data_parallel_multi_port_external_lb! enable_elastic_ep! elastic_ep_max_dp_size""",
-    "a scheduler and workers alone, or several gateways, are started as processes of their own": """
-        headless! api_server_count=1""",
-    "adapters are not supported": "enable_lora! lora_modules default_mm_loras",
-    "tool calls are not supported": "enable_auto_tool_choice! tool_call_parser tool_parser_plugin tool_server",
-    "reasoning is not taken apart from the answer": "reasoning_parser reasoning_parser_plugin reasoning_config",
-    "there is no speculative decoding": "speculative_config spec_method spec_model spec_tokens speculative_model",
-    "there is no transfer of KV between engines": """
-        kv_transfer_config kv_events_config ec_transfer_config ec_manager_config weight_transfer_config""",
-    "the model is computed as its config.json says": """
-        hf_config_path hf_overrides={} model_class_overrides={} rope_scaling rope_theta quantization_config
-        disable_sliding_window! config_format=auto|hf kv_cache_dtype_skip_layers=[] calculate_kv_scales!
-        quantization_param_path model_loader_extra_config={} additional_config={}""",
-    "weights stay on the device": """
-        cpu_offload_gb=0 offload_backend=auto cpu_offload_params offload_params offload_group_size=0
-        offload_num_in_group=1 offload_prefetch_step=1 enable_sleep_mode! sleep_mode_offload_cudagraph!
-        sleep_preserve_parameter_names=[]""",
-    "only generation is served": "runner=auto|generate convert=auto|none task=auto|generate pooler_config",
-    "requests are texts, token ids and messages": """
-        skip_tokenizer_init! enable_prompt_embeds! enable_mm_embeds! tokens_only! io_processor_plugin
-        enable_scale_out!""",
-    "tokenizers are read from tokenizer.json, or made into that": "tokenizer_mode=auto|hf|fast",
-    "classes of the user's are not loaded": """
-        scheduler_cls worker_cls=auto worker_extension_cls logits_processors middleware=[] logits_processor_pattern""",
-    "answers have OpenAI's shape": """
-        response_role=assistant return_tokens_as_token_ids! return_sampling_mask! enable_return_routed_experts!
-        enable_per_request_metrics! aux_output_config""",
-    "log-probabilities are the model's own": "logprobs_mode=raw_logprobs use_fp64_gumbel!",
-    "a request's own template is not used": "trust_request_chat_template!",
-    "prompts are always computed in pieces, beside running answers": "enable_chunked_prefill!=true",
-    "the gateway speaks plain HTTP; put TLS before it": """
-        ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers ssl_cert_reqs=0 enable_ssl_refresh!""",
-    "there is no gRPC": "grpc! grpc_port",
-    "there are no such endpoints or records": """
-        enable_server_load_tracking! enable_tokenizer_info_endpoint! otlp_traces_endpoint collect_detailed_traces
-        profiler_config custom_histogram_buckets enable_trace_replay! log_config_file logging_config""",
-    "there is no such feature": "engram_config diffusion_config watermark_config",
-}
-"""Settings that are taken only with the values behind `=` (without one: if unset), by the reason."""
-
-
-SEVERAL = frozenset(
-    """
-    cudagraph_capture_sizes cuda_graph_sizes lora_modules middleware logits_processors device_ids numa_bind_nodes
-    numa_bind_cpus allowed_media_domains ignore_patterns kv_cache_dtype_skip_layers sleep_preserve_parameter_names
-    lora_target_modules custom_histogram_buckets collect_detailed_traces cpu_offload_params offload_params
-    """.split()  # noqa: SIM905  (one name a line would be a page of it)
-)
-"""Flags with any number of values behind them."""
 
 
 class Setting(NamedTuple):
@@ -221,7 +54,7 @@ SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()
 
 
 class Translation(NamedTuple):
-    """What a mapping of settings comes to: those of Quire's, and a line for each that was taken without effect."""
+    """A mapping of settings in Quire's words, and a line for each that was taken without effect."""
 
     settings: dict[str, Any]
     notes: list[str]
@@ -268,10 +101,16 @@ def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
         value = _count(value, f"{place}--{name.replace('_', '-')} {value}")
     if own == "max_model_len" and _text(value) in ("auto", "-1"):
         return {}  # as unset: what the model was made for, as far as it fits
-    if name == "kv_cache_memory_bytes":
-        number = _count(value, f"{place}--kv-cache-memory-bytes {value}") if isinstance(value, str) else value
-        value = float(number) / GIB
+    if name == "kv_cache_memory_bytes" and value is not None:
+        value = _gibibytes(value, f"{place}--kv-cache-memory-bytes {value}")
     return {own: value}
+
+
+def _gibibytes(value: Any, said: str) -> float:
+    try:
+        return float(_count(value, said) if isinstance(value, str) else value) / GIB
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{said}: must be a number of bytes") from error
 
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)i?[bB]?")
@@ -329,10 +168,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 _PAGE = """\
 # vLLM's flags
 
-What `quire serve` does with the flags of `vllm serve` (0.32, and some of older versions), in a file of `--config` and
-as arguments of `quire.LLM` too. Flags that are not here are Quire's own under the same name (README, 'Settings'). Names
-may be written with underscores, counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. This
-page is made by `quire knobs --vllm`.
+`quire serve` treats the flags of `vllm serve` (0.32, and some of older versions) as listed here, in a file of
+`--config` too. So does `quire.LLM` with arguments of these names, but it refuses a server's (`shutdown_timeout`, ...).
+Flags that are not here are Quire's own under the same name (README, 'Settings'). Names may be written with underscores,
+counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. This page is made by
+`quire knobs --vllm`.
 
 """
 

@@ -1,7 +1,7 @@
-"""`Watch`: whether the services live, by their own signs. It says which to replace, and kills nothing itself.
+"""`Watch`: judges by their own signs whether the services live. It names those to replace, and kills nothing itself.
 
-A service is judged from its first beat on: loading a model may take any time. It is judged a little later than its
-peers would: what a scheduler thinks of its worker, and a gateway of its scheduler, comes first.
+A service is judged from its first beat on, since loading a model may take any time. Its limits are longer than those of
+its peers: a scheduler judges its worker, and a gateway its scheduler, first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from quire.children import Child
 from shared.errors import ProtocolError
-from shared.liveness import Liveness
+from shared.liveness import STANDSTILL, Liveness
 from shared.protocol import Beat, decode_to_supervisor
 from shared.transport import Listener
 from shared.usage import Process
@@ -19,22 +19,19 @@ from shared.usage import Process
 PERIOD = 0.25
 """Seconds between two looks."""
 
-STANDSTILL = 1.0
-"""Seconds for which the supervisor itself may stand still before it forgives what it did not hear."""
-
 BEATS = 100
 """Beats that are read in one look: a few from each service are due."""
 
 
 class Patience(NamedTuple):
-    """How long one service may be silent, and stay in one turn of its loop, in seconds."""
+    """The seconds for which one service may be silent, and stay in one turn of its loop."""
 
     silence: float
     turn: float | None  # None: a peer knows better how long its turns may take
 
 
 class Life(Struct):
-    """What is known of one process of a service."""
+    """The signs of life of one process of a service."""
 
     pid: int
     process: Process
@@ -51,7 +48,7 @@ class Watch:
         self._looked: float | None = None
 
     def look(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
-        """Those that are dead, and why. To be called every `PERIOD`."""
+        """Return those that are dead, and why. Call it every `PERIOD`."""
         pids = {child.name: child.process.pid for child in children if child.process is not None and child.wanted}
         self._lives = {name: life for name, life in self._lives.items() if pids.get(name) == life.pid}
         self._forgive(now)
@@ -68,9 +65,9 @@ class Watch:
             except ProtocolError:
                 continue
             if message.pid is not None and message.pid == pids.get(beat.name):  # and not a former process's
-                self._feel(beat, message.pid, now)
+                self._note_beat(beat, message.pid, now)
 
-    def _feel(self, beat: Beat, pid: int, now: float) -> None:
+    def _note_beat(self, beat: Beat, pid: int, now: float) -> None:
         life = self._lives.get(beat.name)
         if life is None:
             patience = self._patience[beat.name]

@@ -124,7 +124,7 @@ def resolve(
             values[knob.name] = _from_file(knob, file[knob.name])
             sources[knob.name] = f"--config {flags.get('config', '')}: {knob.flag[2:]}"
         if raw := environment.get(knob.variable, "").strip():
-            values[knob.name] = (_json_list(raw) or raw.split(",")) if _is_list(knob.type) else raw
+            values[knob.name] = _from_variable(knob, raw)
             sources[knob.name] = knob.variable
         if knob.name in flags:
             values[knob.name] = _from_flag(knob, flags[knob.name])
@@ -194,15 +194,23 @@ def _plain(value: Any) -> Any:
     return str(value) if number else value
 
 
+def _from_variable(knob: Knob, text: str) -> Any:
+    if not _is_list(knob.type):
+        return text
+    listed = _json_list(text)
+    return text.split(",") if listed is None else listed
+
+
 def _from_flag(knob: Knob, value: Any) -> Any:
     if not _is_list(knob.type):
         return value
-    listed = [value] if isinstance(value, str) else list(value)
-    return (_json_list(listed[0]) if len(listed) == 1 else None) or listed
+    words = [value] if isinstance(value, str) else list(value)
+    listed = _json_list(words[0]) if len(words) == 1 else None
+    return words if listed is None else listed
 
 
 def _json_list(text: Any) -> list[str] | None:
-    """The strings of a JSON list, which is how vLLM's start lines spell lists; None if `text` is none of that."""
+    """Return the strings of a JSON list, as vLLM's start lines spell lists; None if `text` is something else."""
     if not isinstance(text, str) or not text.lstrip().startswith("["):
         return None
     try:

@@ -53,7 +53,7 @@ class ProtocolError(QuireError):
 
 
 def brief(value: object) -> str:
-    """Return the repr of something that a client sent, cut to a line: it may be megabytes, and is not copied whole."""
+    """Return the repr of a value that a client sent, cut to a line: it may be megabytes, and is not copied whole."""
     try:
         return _REPR.repr(value)
     except ValueError:  # Python does not print integers of more than some thousand digits

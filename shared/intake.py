@@ -1,7 +1,8 @@
-"""How much the peers of a tcp listener have unread. The transport's, like every habit of its sockets.
+"""`Intake`: how many bytes the peers of a tcp listener have unread. It is a part of the transport.
 
-libzmq bounds how many messages wait, but neither their bytes nor the frames of one message. The kernel counts what came
-over a connection; what was read is counted here: a little too much for each frame, and never more than what came.
+libzmq bounds how many messages wait, but neither their bytes nor the frames of one message. The kernel counts the bytes
+that came over a connection. Those that were read are counted here: a few too many for each frame, and never more than
+came.
 """
 
 import socket
@@ -29,7 +30,7 @@ class Intake:
         self._read: dict[int, int] = {}
 
     def read(self, frames: Sequence[zmq.Frame]) -> None:
-        """A message was read. Its first frame is the sender's identity, which did not travel with it."""
+        """Count a message that was read. Its first frame is the sender's identity, which did not travel with it."""
         fd = int(frames[-1].get(zmq.SRCFD))
         self._read[fd] = self._read.get(fd, 0) + sum(len(frame) + FRAMING for frame in frames[1:])
 

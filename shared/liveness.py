@@ -1,11 +1,11 @@
-"""When a peer is dead. One rule for worker, scheduler and gateway, over ipc and tcp; time is a parameter.
+"""`Liveness`: the one rule by which worker, scheduler and gateway are found dead. Time is a parameter.
 
-A process tells of itself (`Vitals`, sent by a thread of its own: `shared.reporter`), and its peers judge by that:
+A thread in each process reports how it is doing (`Vitals`, see `shared.reporter`), and its peers judge by that:
 
 - It is *silent* if nothing was heard of it for the timeout.
 - It *hangs* if beats come but its loop has stood still for the timeout, or is late with what its judge awaits of it.
 
-Either is death, unless there is an excuse: a sign that it works or waits for a CPU. Then it is death `INDULGENCE`
+Either one is dead, unless there is an excuse: a sign that it works or waits for a CPU. Then it is dead `INDULGENCE`
 seconds later, for it may also be in a loop, or `FAMINE` seconds later, while it wants a CPU and hardly gets one. For a
 process on the judge's own host the kernel gives such signs (`look`), and nothing else counts: one that is stopped, or
 in a deadlock, neither computes nor could. Of others only beats tell: they show work while they come, and one that was
@@ -18,7 +18,10 @@ from typing import NamedTuple
 from shared.protocol import Vitals
 
 GATEWAY_PATIENCE = 10.0
-"""Seconds of silence after which a scheduler gives a gateway up: its requests are aborted then."""
+"""Seconds after which a scheduler gives up a gateway that sends nothing, or takes nothing, and aborts its requests."""
+
+STANDSTILL = 1.0
+"""Seconds for which a judge's own loop may stand still before it forgives its peers what it did not hear."""
 
 INDULGENCE = 25.0
 """Seconds for which an excuse counts: with the usual timeouts, a hang is found within half a minute at worst."""
@@ -36,23 +39,23 @@ LOOK_AHEAD = 1.25
 """Seconds before a deadline at which looks at a process have to begin, so that they fill a window."""
 
 BUSY = 0.1
-"""CPU seconds, and seconds of waiting for a CPU, a second: from here on a process is said to work."""
+"""CPU seconds, and seconds of waiting for a CPU, a second: from which on a process counts as working."""
 
 RUNNABLE = 0.5
-"""Share of the time from which on a process that is runnable when it is looked at is said to work."""
+"""Share of looks that find a process runnable, from which on it counts as working."""
 
 STARVED = 0.5
 """Seconds of waiting for a CPU a second, from which on a process is short of it. Quire's own load stays below."""
 
 GAP = 1.0
-"""Seconds between two samples that are due each quarter of a second: who is that late is short of CPU, too."""
+"""Seconds between two samples that are due each quarter of a second: a process that is so late is short of CPU too."""
 
 MEMORY = 10.0
 """Seconds for which a shortage is remembered: the load that caused it comes and goes."""
 
 
 class Usage(NamedTuple):
-    """What a process has used of CPUs so far."""
+    """The CPU time that a process has used so far."""
 
     cpu: float  # seconds
     delayed: float  # seconds that its threads were kept waiting for a CPU
@@ -60,13 +63,13 @@ class Usage(NamedTuple):
 
 
 class Rate:
-    """How fast a sum grows, from samples of the last window."""
+    """The growth of a sum a second, from samples of the last window."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque()  # (time, sum); the first may be older than the window
 
     def note(self, total: float, now: float) -> None:
-        """A sample; times don't go backwards."""
+        """Take a sample; times don't go backwards."""
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
             self._samples.popleft()
         self._samples.append((now, total))
@@ -81,13 +84,13 @@ class Rate:
         return (total - before) / (last - began)
 
     def reaches(self, share: float, now: float) -> bool:
-        """Whether it is known to grow by so much a second."""
+        """Return whether it is known to grow by so much a second."""
         found = self.per_second(now)
         return found is not None and found >= share
 
 
 class Shortage:
-    """Whether a process is or lately was short of CPU, by samples of its `Vitals.delayed`, due each `BEAT`."""
+    """A process's shortage of CPU, now or lately, by samples of its `Vitals.delayed`, due each `BEAT`."""
 
     def __init__(self) -> None:
         self._rate = Rate()
@@ -95,19 +98,19 @@ class Shortage:
         self._seen = -float("inf")  # when it was short last
 
     def note(self, delayed: float, now: float) -> None:
-        """A sample."""
+        """Take a sample."""
         self._rate.note(delayed, now)
         late = self._last is not None and now - self._last >= GAP
         if late or self._rate.reaches(STARVED, now):
             self._seen = now
         self._last = now
 
-    def felt(self, now: float) -> bool:
-        """Whether it is or lately was."""
+    def remembered(self, now: float) -> bool:
+        """Return whether it is or lately was."""
         return now - self._seen <= MEMORY
 
     def overdue(self, now: float) -> bool:
-        """Whether the next sample is late: what is meant to take it may be waiting for a CPU."""
+        """Return whether the next sample is late: the thread that takes it may be waiting for a CPU."""
         return self._last is not None and now - self._last >= GAP
 
 
@@ -134,7 +137,7 @@ class Liveness:
         self._gone = False
 
     def beat(self, vitals: Vitals, now: float) -> None:
-        """It told of itself."""
+        """Take a beat of the peer."""
         self.heard = now
         self._busy = vitals.busy
         self._shortage.note(vitals.delayed, now)
@@ -142,11 +145,11 @@ class Liveness:
             self._note(vitals.cpu, vitals.delayed, now)
 
     def hear(self, now: float) -> None:
-        """It said something else."""
+        """Note that it said something else."""
         self.heard = now
 
     def look(self, usage: Usage | None, now: float) -> None:
-        """The judge looked at its process; None if it is not there."""
+        """Take what the judge saw of its process; None if there is no such process."""
         if usage is None:
             self._gone = True
             return
@@ -159,56 +162,56 @@ class Liveness:
         self._note(usage.cpu, usage.delayed, now)
 
     def forgive(self, seconds: float) -> None:
-        """It was the judge that stood still for so long."""
+        """Take back so many seconds of silence, for which the judge itself stood still."""
         self.heard += seconds
 
     def wants_look(self, now: float, due: float = float("inf")) -> bool:
-        """Whether a look at its process is worth the while: a deadline is near."""
+        """Return whether a look at its process is worthwhile: a deadline is near."""
         return self._local and now >= min(self.heard + self._timeout, self._late(due, LOOK_AHEAD)) - LOOK_AHEAD
 
     def silent(self, now: float) -> bool:
-        """Nothing is heard of it, and as far as can be seen it does nothing."""
+        """Return whether nothing is heard of it, and as far as can be seen it does nothing."""
         return now - self.heard > self._timeout and not self._works(now)
 
-    def fault(self, now: float, *, due: float = float("inf"), what: str = "", short: bool = False) -> str:
-        """Why it is dead; empty while it is not. To be asked often.
+    def fault(self, now: float, *, due: float = float("inf"), what: str = "", short_of_cpu: bool = False) -> str:
+        """Return why it is dead; empty while it is not. Call it often.
 
-        `due`: when it is late with `what` its judge awaits of it. `short`: the judge itself is short of CPU.
+        `due`: when it is late with `what` its judge awaits of it. `short_of_cpu`: the judge itself is.
         """
         silence, late = self.heard + self._timeout, self._late(due)
         if now <= min(silence, late):
             self._found_late = None
             return ""
         self._found_late = self._found_late or (now, self._cpu)
-        if now > silence + self._excuse(now, self._works(now), short):
+        if now > silence + self._excuse(now, self._works(now), short_of_cpu):
             return f"silent for {now - self.heard:.1f} s"
         known = now if self._local else self.heard
         works = self._works(known) if self._computes else self._wait.reaches(BUSY, known)
-        if now > late + self._excuse(now, works, short):
+        if now > late + self._excuse(now, works, short_of_cpu):
             return what if now > due else f"its loop stands still for {self._busy:.1f} s"
         return ""
 
     def _late(self, due: float, ahead: float = 0.0) -> float:
-        """When it is late with its turn, or what is awaited of it, if it is or may be in so many seconds."""
+        """Return when it is late with its turn or with what is awaited of it, if not now then `ahead` seconds on."""
         if self._turn is None or self._busy + ahead <= self._turn:
             return due
         return min(due, self.heard - self._busy + self._turn)
 
-    def _excuse(self, now: float, works: bool, short: bool) -> float:
-        """Seconds that it has beyond a deadline that it missed."""
+    def _excuse(self, now: float, works: bool, short_of_cpu: bool) -> float:
+        """Return the seconds that it has beyond a deadline that it missed."""
         if works:
             return FAMINE if self._starves(now) else INDULGENCE
         if self._local:  # nothing but looks counts, but there have to be some
             excused = not self._gone and self._work.per_second(now) is None
         else:
-            excused = short or self._shortage.felt(self.heard)
+            excused = short_of_cpu or self._shortage.remembered(self.heard)
         return INDULGENCE if excused else 0.0
 
     def _works(self, now: float) -> bool:
         return self._work.reaches(BUSY, now) or self._readiness.reaches(RUNNABLE, now)
 
     def _starves(self, now: float) -> bool:
-        """Whether it has hardly got a CPU since it was found late."""
+        """Return whether it has hardly got a CPU since it was found late."""
         found, cpu = self._found_late or (now, self._cpu)
         return self._cpu - cpu < SCARCE * (now - found)
 

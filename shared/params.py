@@ -7,7 +7,6 @@ Whole numbers may be written as 5.0, since some clients' languages have no other
 torch's scalars; what is kept is an int. Every list's length is checked before anything loops over it.
 """
 
-import math
 import operator
 import re
 import secrets
@@ -19,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from shared.errors import InvalidRequest, brief
-from shared.protocol import Sampling
+from shared.protocol import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Sampling
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -101,8 +100,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             _check(self.min_tokens <= self.max_tokens, "min_tokens", "must be at most max_tokens", self.min_tokens)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        positive = self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)
-        _check(positive, "repetition_penalty", "must be greater than 0 and finite", self.repetition_penalty)
+        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:

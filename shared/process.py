@@ -1,4 +1,4 @@
-"""What every service's process does first: log lines to stderr, and stay with the supervisor that started it.
+"""The first steps of every service: log lines to stderr, and stay with the supervisor that started it.
 
 Log lines quote what strangers sent: paths, names, texts in errors. Nothing of that may look like a line of its own or
 speak to a terminal, so `LogFormatter` escapes it, whoever wrote the line.
@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import textwrap
+
+from shared.errors import QuireError
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,7 +36,7 @@ class LogFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return `text` with those characters escaped that end lines, steer terminals, reorder others or are not seen."""
+    """Return `text` with those characters escaped that end lines, control terminals, reorder text or are invisible."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -50,6 +52,12 @@ def start_logging() -> None:
 def set_log_level(level: str) -> None:
     """Leave out lines below `level`, once the settings have said which."""
     logging.getLogger().setLevel(level.upper())
+
+
+def refuse(service: str, error: QuireError) -> int:
+    """Say in one line on stderr why a service cannot run, and return its exit status."""
+    print(printable(f"{service}: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
+    return EXIT_REFUSED
 
 
 def follow(supervisor: int) -> None:

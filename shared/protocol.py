@@ -11,8 +11,8 @@ Rules of the file:
 - Nothing untyped travels: no pickle, no method names, no free-form mappings.
 - Token ids travel as little-endian int32 bytes (`pack_tokens`), since both ends want arrays.
 - `decode_*` raises `ProtocolError` for whatever is not a message, and nothing else.
-- Every number has a range and every string a longest length, in its type: NaN and infinity are no message, and no
-  peer can overflow an array or upset an order by a value.
+- Every number has a range and every string a longest length, in its type: NaN and infinity are refused, and no
+  value of a peer can overflow an array or upset an order.
 
 Times are seconds. A *position* counts tokens of a sequence from 0 at the first prompt token; an *output position*
 counts from 0 at the first token behind the prompt. A *slot* is the index, assigned by the scheduler, under which a
@@ -38,6 +38,9 @@ MAX_FRAME = 64 * 1024 * 1024
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets in which `Snapshot.step_tokens` counts steps; what is larger has a bucket of its own."""
 
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-30, 1e30
+"""A float32 holds them, and logits multiplied or divided by them."""
+
 _INT32 = 2**31 - 1  # as the arrays of tokens, slots and blocks hold it
 _INT64 = 2**63 - 1
 
@@ -54,6 +57,7 @@ Detail = Annotated[str, Meta(max_length=2**20)]  # for people
 Wanted = Annotated[int, Meta(ge=-1, le=_INT32)]  # a number of alternatives, or a sample; -1 is said where it is used
 Share = Annotated[float, Meta(ge=0, le=1)]
 Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; far more than the API takes
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 TokenIds = Annotated[list[Index], Meta(max_length=2**20)]
 LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=2**20)]
 
@@ -97,7 +101,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     min_p: Share = 0.0  # 0 is off
     presence_penalty: Bias = 0.0  # over output tokens
     frequency_penalty: Bias = 0.0  # over output tokens
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e30)] = 1.0  # over prompt and output tokens
+    repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     logit_bias: LogitBias = []  # (token id, added to its logit)
     min_tokens: Index = 0  # stop tokens cannot be sampled before so many output tokens
     stop_token_ids: TokenIds = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
@@ -118,13 +122,11 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Vitals(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a process has done lately, by its own account. Peers judge by it whether it lives (`shared.liveness`)."""
+    """The state of a process by its own account. Peers judge by it whether it lives (`shared.liveness`)."""
 
     busy: Seconds = 0.0  # seconds that its loop has spent in the present turn; 0 while it waits for messages
     cpu: ThreadSeconds = 0.0  # CPU seconds used so far, by all threads
-    delayed: ThreadSeconds = (
-        0.0  # seconds that its threads have waited for a CPU so far; 0 where the kernel does not tell
-    )
+    delayed: ThreadSeconds = 0.0  # seconds that its threads have waited for a CPU so far; 0 if not known
 
 
 class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
@@ -229,7 +231,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields
 
 
 class Admission(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How a sequence came to run."""
+    """The way of a sequence to its slot."""
 
     queued: Seconds  # from the acceptance of its request to its first admission, by the scheduler's clock
     preemptions: Count  # so far
@@ -275,11 +277,11 @@ class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
 
 
 class Unknown(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
-    """Answers whatever comes from a gateway that said no Hello, or was given up: nothing of its requests remains."""
+    """Answers any message of a gateway that said no Hello, or was given up: nothing of its requests remains."""
 
 
 class Accepted(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
-    """Each of these `Submit`s is in the queue: it will not be refused any more, however long it waits there."""
+    """Each of these `Submit`s is in the queue, and will not be refused any more, however long it waits there."""
 
     ids: list[Count]
 
@@ -445,7 +447,7 @@ def decode_from_gateway(data: bytes) -> GatewayToScheduler:
 
 
 def id_of_submit(data: bytes) -> int | None:
-    """Return the id of a `Submit` that is no message as a whole, so that it can be refused; None if there is none."""
+    """Return the id of a `Submit` that cannot be decoded as a whole, so that it can be refused; None if it has none."""
     try:
         return _decode(_submit_id, data).id
     except ProtocolError:

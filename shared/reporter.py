@@ -1,7 +1,7 @@
-"""A process tells of itself: a thread that looks at its loop, its CPU time and its waits for a CPU, and sends beats.
+"""`Reporter`: a thread that looks at its process's loop, CPU time and waits for a CPU, and sends beats to watchers.
 
 The loop marks its turns on a `Loop`; the thread reads that and never touches anything else of the process. It also
-knows whether the process itself is short of CPU, which whoever judges others has to ask before (`Reporter.short`).
+knows whether the process is short of CPU (`Reporter.short_of_cpu`), which matters before it judges others.
 """
 
 import os
@@ -30,21 +30,21 @@ class Loop:
         self._began: float | None = None
 
     def turned(self) -> None:
-        """A turn begins."""
+        """Note that a turn begins."""
         self._began = time.monotonic()
 
     def waiting(self) -> None:
-        """The loop waits for messages."""
+        """Note that the loop waits for messages."""
         self._began = None
 
     def busy(self, now: float) -> float:
-        """Seconds since the present turn began; 0 while the loop waits."""
+        """Return the seconds since the present turn began; 0 while the loop waits."""
         began = self._began  # may change meanwhile
         return 0.0 if began is None else max(now - began, 0.0)
 
 
-class Post(NamedTuple):
-    """One who watches this process."""
+class Watcher(NamedTuple):
+    """A process that watches this one."""
 
     address: str
     name: Callable[[], str]  # by which it knows this process; empty: not now
@@ -53,10 +53,10 @@ class Post(NamedTuple):
 class Reporter:
     """Sends beats for the time of a `with` block."""
 
-    def __init__(self, loop: Loop, posts: Sequence[Post]) -> None:
+    def __init__(self, loop: Loop, watchers: Sequence[Watcher]) -> None:
         self.vitals = Vitals()  # the last ones
         self._loop = loop
-        self._posts = posts
+        self._watchers = watchers
         self._process = Process(os.getpid())
         self._shortage = Shortage()
         self._over = threading.Event()
@@ -70,19 +70,19 @@ class Reporter:
         self._over.set()
         self._thread.join()
 
-    def short(self, now: float) -> bool:
-        """Whether this process is or lately was short of CPU, and should not judge others by their silence."""
-        return self._shortage.felt(now) or self._shortage.overdue(now)
+    def short_of_cpu(self, now: float) -> bool:
+        """Return whether this process is or lately was short of CPU, and should not judge others by their silence."""
+        return self._shortage.remembered(now) or self._shortage.overdue(now)
 
     def _run(self) -> None:
         name_helper()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the loop's, and wake its poll
         with zmq.Context() as context, ExitStack() as stack:
-            sockets = [stack.enter_context(dial_beats(context, post.address)) for post in self._posts]
+            sockets = [stack.enter_context(dial_beats(context, watcher.address)) for watcher in self._watchers]
             while True:
                 self._sample(time.monotonic())
-                for post, socket in zip(self._posts, sockets, strict=True):
-                    if name := post.name():
+                for watcher, socket in zip(self._watchers, sockets, strict=True):
+                    if name := watcher.name():
                         with suppress(zmq.Again):  # nobody is there, or it does not read
                             socket.send(encode(Beat(name, self.vitals)), zmq.NOBLOCK)
                 if self._over.wait(BEAT):
@@ -93,6 +93,6 @@ class Reporter:
         self._shortage.note(self.vitals.delayed, now)
 
 
-def supervisor_post(address: str, role: str) -> list[Post]:
-    """The supervisor, if there is one at `address`, who knows this process by its role."""
-    return [Post(address, lambda: role)] if address else []
+def supervisor_watcher(address: str, role: str) -> list[Watcher]:
+    """Return the supervisor, if there is one at `address`; it knows this process by its role."""
+    return [Watcher(address, lambda: role)] if address else []

@@ -7,7 +7,7 @@ Rules of the file:
 - ZeroMQ's own heartbeats are not used. libzmq (4.3.5) aborts the process if it has to write a ping or a pong on a
   connection whose peer left while its input was stopped at the high-water mark. Ours never pings, and a peer that does
   finds no input that could be stopped: over tcp a listener takes all that comes, and bounds it by bytes (`Intake`).
-  Who is alive is told by beats (`shared.reporter`), cut cables by TCP's keepalive and user timeout.
+  Beats show who is alive (`shared.reporter`), TCP's keepalive and user timeout a cut cable.
 - Nothing is dropped silently: sends never block, and raise `PeerGone` or `PeerSlow`.
 - An identity names one incarnation of a process on one connection. When a peer is gone the socket is closed and a new
   one dialled under a new identity, so that no old queue is delivered to a new process.
@@ -157,7 +157,7 @@ class Listener:
         return None
 
     def cut_floods(self) -> None:
-        """End the connections of peers that send more than is read. To be called often; its cost is small."""
+        """End the connections of peers that send more than is read. Call it often; it is cheap."""
         if self._intake is not None:
             for fd in self._intake.cut(self.monitor.connected):
                 log.warning("a peer sends faster than is read: its connection (%d) is ended", fd)

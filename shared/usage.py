@@ -1,4 +1,4 @@
-"""What a process of this host has used of its CPUs, and what it was kept waiting for them, as /proc shows it."""
+"""`Process`: the CPU time of a process of this host, and how long it waited for a CPU, as /proc shows them."""
 
 import ctypes
 import os
@@ -10,12 +10,12 @@ from shared.liveness import Usage
 USER_TIME, SYSTEM_TIME = 11, 12  # of the fields behind the name in /proc/PID/stat
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_NAME = 15
-HELPERS = ("ZMQbg/", "beats")  # names of threads that say nothing of the process's work: ZeroMQ's and the reporter's
+HELPERS = ("ZMQbg/", "beats")  # names of threads that show nothing of the process's work: ZeroMQ's and the reporter's
 WORKING = "RD"  # states of a thread: running or waiting for a CPU, and waiting for a disk
 
 
 def name_helper() -> None:
-    """Mark the calling thread as one that says nothing of its process's work."""
+    """Mark the calling thread as one that shows nothing of its process's work."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, b"beats", 0, 0, 0)
 
@@ -29,7 +29,7 @@ class Process:
         self._delayed = 0  # nanoseconds; never falls, though threads end
 
     def usage(self) -> Usage | None:
-        """What it has used so far; None if there is no such process."""
+        """Return what it has used so far; None if there is no such process."""
         try:
             user, system = _fields(f"{self._folder}/stat")[USER_TIME : SYSTEM_TIME + 1]
             return Usage((int(user) + int(system)) / TICKS, self.delayed(), any(map(self._works, self._threads())))
@@ -37,7 +37,7 @@ class Process:
             return None
 
     def delayed(self) -> float:
-        """Seconds that its threads have waited for a CPU so far; 0 where the kernel does not tell."""
+        """Return the seconds that its threads have waited for a CPU so far; 0 where the kernel does not count them."""
         delays: dict[str, int] = {}
         for thread in self._threads():
             with suppress(OSError, IndexError, ValueError):  # it has ended, or there is no such file

@@ -63,7 +63,7 @@ class Target(NamedTuple):
 
 
 class _Delta(Struct):
-    """What a chat's chunk adds. Servers differ in the names and in the shapes of all but the content."""
+    """The part of a chat's answer in one chunk. Servers name and shape all but the content differently."""
 
     content: Any = None
     reasoning: Any = None
@@ -231,7 +231,7 @@ class Stream:
             self._piece(now)
 
     def _choose(self, choice: _Choice) -> bool:
-        """Take one choice of a chunk; True if a token is in it."""
+        """Take one choice of a chunk. Return whether it holds a token."""
         text, aside = choice.text or "", ""
         if choice.delta is not None:
             text += words(choice.delta.content)

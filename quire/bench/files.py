@@ -56,11 +56,9 @@ class _Turn(NamedTuple):
 
 
 def sharegpt(path: str | None) -> list[Entry]:
-    """First question that has an answer, and that answer, of each conversation. The others are counted on stderr."""
+    """Return the first question with an answer of each conversation, and count those without one on stderr."""
     try:
-        conversations = json.loads(
-            _read("sharegpt", path)
-        )  # it reads what other libraries refuse: NaN, half surrogates
+        conversations = json.loads(_read("sharegpt", path))  # unlike msgspec, it takes NaN and half surrogates
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--dataset-path {path}: not ShareGPT's JSON: {error}") from error
     if not isinstance(conversations, list):
@@ -88,9 +86,9 @@ def custom(path: str | None) -> Iterator[Entry]:
 
 
 def _first_exchange(conversation: Any) -> Entry | None:
-    """The first turn of a user with the assistant's next to it; None if there is none.
+    """Return the first turn of a user that the assistant answers, and the answer; None if there is none.
 
-    Where nobody is called an assistant, the names say nothing, and the first two turns are taken.
+    Where nobody is called an assistant, the names mean nothing, and the first two turns are taken.
     """
     turns = [turn for turn in _turns(conversation) if turn is None or turn.speaker != "system"]
     named = any(turn is not None and turn.speaker == "assistant" for turn in turns)
@@ -104,7 +102,7 @@ def _first_exchange(conversation: Any) -> Entry | None:
 
 
 def _turns(conversation: Any) -> list[_Turn | None]:
-    """Who says what, with None for turns that cannot be read."""
+    """Return the turns of a conversation, None for each that cannot be read."""
     fields = conversation if isinstance(conversation, dict) else {}
     lists = [turns for turns in (conversation, *map(fields.get, TURNS)) if isinstance(turns, list)]
     return [_turn(turn) for turn in lists[0]] if lists else []
@@ -124,7 +122,7 @@ def _first(turn: dict[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for half a surrogate pair, which is not a character that could be sent."""
+    """Return False for half a surrogate pair, which is not a character that could be sent."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -133,7 +131,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _read(dataset: str, path: str | None) -> bytes:
-    """The file without a byte order mark."""
+    """Return the file without a byte order mark."""
     if path is None:
         raise ConfigError(f"--dataset-name {dataset} needs --dataset-path")
     try:

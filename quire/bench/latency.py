@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from quire.arguments import Prompt
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import LatencyOptions
 from quire.bench.outputs import check_writable
 from quire.bench.throughput import write_json
-from quire.llm import LLM, Prompt
+from quire.llm import LLM
 from shared.progress import on_terminal
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

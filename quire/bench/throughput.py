@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from quire.arguments import Prompt
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import ThroughputOptions
 from quire.bench.outputs import check_writable
 from quire.bench.workload import Drawer, Request
-from quire.llm import LLM, Prompt
+from quire.llm import LLM
 from shared.errors import ConfigError
 
 

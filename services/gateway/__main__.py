@@ -27,7 +27,7 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.config import load
 from shared.errors import ConfigError, QuireError
-from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
+from shared.process import follow, refuse, set_log_level, start_logging
 
 logger = logging.getLogger("services.gateway")
 
@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         gc.freeze()  # a full collection, which stops the loop, need not look at what stays until the end
         uvloop.run(serve(config, model))
     except QuireError as error:
-        print(printable(f"gateway: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
-        return EXIT_REFUSED
+        return refuse("gateway", error)
     return 0
 
 

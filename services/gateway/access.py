@@ -45,8 +45,8 @@ async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = faults.respond(faults.fault_of(error))
     gateway = request.app[GATEWAY]
     gateway.metrics.answered(_route(request), response.status)
-    if gateway.lifecycle.draining or expect.waits(request):  # the latter may send its body now, or the next request
-        response.force_close()
+    if gateway.lifecycle.draining or expect.awaits_continue(request):
+        response.force_close()  # a client that awaits it may send its body now, or its next request
     if gateway.config.enable_log_requests and _route(request) not in PROBES:
         took, path = time.monotonic() - started, request.rel_url.raw_path
         logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, path, response.status, took)
@@ -63,10 +63,10 @@ async def authorize(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Writes the id on every answer, streams included, and settles how its end is told."""
+    """Write the id on every answer, streams included, and close the connection where nothing else marks its end."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _id("")
     if request.version < HttpVersion11 and response.content_length is None:
-        response.force_close()  # HTTP/1.0 knows no chunks: without a length, the connection's end is the answer's
+        response.force_close()  # HTTP/1.0 has no chunks: without a length, the answer ends with the connection
 
 
 without_slash = web.normalize_path_middleware(
@@ -83,7 +83,7 @@ def _id(given: str) -> str:
 
 
 def _route(request: web.Request) -> str:
-    """The declared path that the request resolved to, without --root-path; 'none' if to no path of ours."""
+    """Return the declared path that the request resolved to, without --root-path; 'none' if there is no such path."""
     resource = request.match_info.route.resource
     if resource is None:
         return "none"

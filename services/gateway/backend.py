@@ -16,7 +16,7 @@ from services.gateway.attempt import Attempt
 from services.gateway.link import Link
 from shared.errors import Unavailable
 from shared.protocol import Sampling, Status, Welcome
-from shared.reporter import BEAT, Loop, Post, Reporter, supervisor_post
+from shared.reporter import BEAT, Loop, Reporter, Watcher, supervisor_watcher
 from shared.transport import check_address
 
 __all__ = ["Attempt", "Backend"]
@@ -26,17 +26,17 @@ class Backend:
     """Connections to engines, one an address, for the time of an `async with`. Raises `ConfigError` for an address.
 
     `text` is the digest of this gateway's model, without which nothing is sent to an engine that has another one.
-    Meanwhile the engines are told that this gateway lives, and so is a supervisor at `supervisor`, if there is one.
+    Meanwhile beats tell the engines, and the supervisor at `supervisor` if there is one, that this gateway lives.
     """
 
     def __init__(self, addresses: Sequence[str], text: str = "", supervisor: str = "") -> None:
         for address in addresses:
             check_address(address)
         self._context = zmq.asyncio.Context()
-        self._links = [Link(self._context, address, text, self._short) for address in dict.fromkeys(addresses)]
+        self._links = [Link(self._context, address, text, self._short_of_cpu) for address in dict.fromkeys(addresses)]
         self._loop = Loop()
-        posts = [Post(link.address, link.known_as) for link in self._links]
-        self._reporter = Reporter(self._loop, posts + supervisor_post(supervisor, "gateway"))
+        watchers = [Watcher(link.address, link.known_as) for link in self._links]
+        self._reporter = Reporter(self._loop, watchers + supervisor_watcher(supervisor, "gateway"))
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._welcome: Welcome | None = None
@@ -94,13 +94,13 @@ class Backend:
             link.leave(attempt)
 
     async def _mark(self) -> None:
-        """Tell the reporter that the event loop turns."""
+        """Mark the turns of the event loop for the reporter."""
         while True:
             self._loop.turned()
             await asyncio.sleep(BEAT)
 
-    def _short(self, now: float) -> bool:
-        return self._reporter.short(now)
+    def _short_of_cpu(self, now: float) -> bool:
+        return self._reporter.short_of_cpu(now)
 
     def _choose(self) -> Link:
         """The least loaded engine that makes steps; else one whose workers are on their way, for it queues."""

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from services.gateway import ignored
 from services.gateway.bounds import SMALL
-from services.gateway.expect import go_on
+from services.gateway.expect import send_continue
 from services.gateway.faults import LateBody, UnreadableBody
 from services.gateway.offload import off_loop_if
 from services.gateway.openai import GenerationRequest, decode
@@ -43,10 +43,10 @@ async def read(request: web.Request, kind: type[R]) -> R:
 
 
 async def _receive(request: web.Request, most: int) -> bytes:
-    """Return the body's bytes, decompressed piece by piece. Raises 413 once more than `most` are told, or have come."""
+    """Return the body's bytes, decompressed piece by piece. Raises 413 if more than `most` are announced or come."""
     if (request.content_length or 0) > most:
         raise web.HTTPRequestEntityTooLarge(most)
-    await go_on(request)
+    await send_continue(request)
     body = bytearray()
     while chunk := await request.content.readany():
         body += chunk

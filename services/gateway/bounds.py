@@ -1,4 +1,4 @@
-"""The bounds of a request, in one place: how long its body may be, and of how many values.
+"""The bounds of a request, in one place: the length of its body, and the number of values in it.
 
 One loop serves all streams of a gateway, so nothing that one client sends may keep it, or the interpreter, for long.
 A decoder builds all of a body in one call that lets nobody else run. Such a call is short because what it may build
@@ -36,9 +36,9 @@ def body_size(max_model_len: int) -> int:
 
 
 def check_values(body: bytes) -> None:
-    """Raise `InvalidRequest` if decoding `body` would build too many values. Each pass is some GB/s fast."""
+    """Raise `InvalidRequest` if decoding `body` would build too many values. Each pass reads some GB/s."""
     if len(body) <= SMALL or (body.count(b'"') <= 2 * MAX_STRINGS and _within(body)):
-        return  # as nearly always, though what strings hold was counted in
+        return  # as nearly always, although characters inside strings were counted too
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
     strings = bare.count(b'"') // 2
     if strings > MAX_STRINGS:

@@ -1,7 +1,7 @@
 """Cross-origin requests: which web pages a browser lets read this API's answers (the Fetch standard's CORS protocol).
 
 Off until `--allowed-origins` names some. A preflight, by which a browser asks whether it may send a request, carries no
-key and needs none. The headers stand on every answer, since a page is to see errors and streams too.
+key and needs none. The headers stand on every answer, since a page has to see errors and streams too.
 """
 
 from aiohttp import web
@@ -12,7 +12,7 @@ from services.gateway.serving import GATEWAY
 from shared.errors import InvalidRequest
 
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-"""What "*" in `--allowed-methods` stands for. Written out, since with credentials browsers take "*" literally."""
+"""The methods that "*" in `--allowed-methods` means. With credentials, browsers take "*" itself literally."""
 
 SIMPLE_HEADERS = frozenset({"accept", "accept-language", "content-language", "content-type"})
 """Always allowed, as far as a preflight asks for them."""
@@ -22,7 +22,7 @@ MAX_AGE = 600  # seconds for which a browser may keep the answer to a preflight
 
 @web.middleware
 async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers a browser that asks whether it may send a request. Raises `InvalidRequest` if it may not."""
+    """Answer a browser that asks whether it may send a request. Raises `InvalidRequest` if it may not."""
     config = request.app[GATEWAY].config
     method = request.headers.get("Access-Control-Request-Method")
     if request.method != "OPTIONS" or method is None or "Origin" not in request.headers or not config.allowed_origins:
@@ -39,7 +39,7 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Says on an answer which pages may read it."""
+    """Write on an answer which pages may read it."""
     config = request.app[GATEWAY].config
     if not config.allowed_origins:
         return
@@ -53,7 +53,7 @@ async def sign(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def _origin(config: GatewayConfig, request: web.Request) -> str | None:
-    """The value of Access-Control-Allow-Origin; None if the request's origin is not allowed, or it has none."""
+    """Return the value of Access-Control-Allow-Origin; None if the request's origin is not allowed, or it has none."""
     every = "*" in config.allowed_origins
     if every and not config.allow_credentials:
         return "*"
@@ -64,7 +64,7 @@ def _origin(config: GatewayConfig, request: web.Request) -> str | None:
 
 
 def _headers(config: GatewayConfig, requested: str) -> str:
-    """The value of Access-Control-Allow-Headers. Raises `InvalidRequest` if one is not allowed."""
+    """Return the value of Access-Control-Allow-Headers. Raises `InvalidRequest` if one is not allowed."""
     allowed = {name.lower() for name in config.allowed_headers}
     names = {name.strip().lower() for name in requested.split(",")} - {""}
     if not requested.isascii() or ("*" not in allowed and names - allowed - SIMPLE_HEADERS):

@@ -1,7 +1,7 @@
-"""`Expect: 100-continue`: a client asks to be told when to send its body, so that one that is refused is never sent.
+"""`Expect: 100-continue`: a client waits for permission to send its body, so that a refused one is never sent.
 
-So it is told when the body is about to be read, and not when its headers have come: whatever is against the request
-(its key, its path, its length) is said at once.
+The permission is sent when the body is about to be read, not when the headers have come: a request whose key, path or
+length is wrong is refused at once.
 """
 
 from aiohttp import HttpVersion11, web
@@ -10,18 +10,18 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 async def check(request: web.Request) -> None:
-    """Raise the status 417 if the request expects something else. HTTP/1.0 has no expectations."""
+    """Raise `HTTPExpectationFailed` (417) if the request expects something else. HTTP/1.0 has no expectations."""
     if request.version >= HttpVersion11 and request.headers["Expect"].lower() != "100-continue":
         raise web.HTTPExpectationFailed
 
 
-def waits(request: web.Request) -> bool:
-    """Whether the client wants to be told, and has not sent its body anyway."""
+def awaits_continue(request: web.Request) -> bool:
+    """Return whether the client waits for permission, and has not sent its body anyway."""
     return "Expect" in request.headers and request.version >= HttpVersion11 and not request.content.is_eof()
 
 
-async def go_on(request: web.Request) -> None:
-    """Tell the client to send the body, if it waits for that."""
-    if waits(request):
+async def send_continue(request: web.Request) -> None:
+    """Permit the client to send its body, if it waits for that."""
+    if awaits_continue(request):
         await request.writer.write(CONTINUE)
         request.writer.output_size = 0  # the answer itself has not begun

@@ -1,4 +1,4 @@
-"""Fields that were ignored because this server does not know them: told to the client, and once to the log.
+"""Fields that were ignored because this server does not know them: each answer names them, and the log does once.
 
 Names are a client's, so they are shortened, and written as in a URL: nothing but printable ASCII gets into a header or
 the log, and no comma that would make two names of one.
@@ -29,7 +29,7 @@ def note(request: web.Request, fields: Sequence[str]) -> None:
     for name in names:
         if name not in _logged and len(_logged) < LOGGED:
             _logged.add(name)
-            logger.warning("a request has the field %s, which is ignored (told once; --strict-fields refuses it)", name)
+            logger.warning("a request has the field %s, which is ignored (said once; --strict-fields refuses it)", name)
 
 
 async def sign(request: web.Request, response: web.StreamResponse) -> None:

@@ -59,16 +59,18 @@ MESSAGES = 64
 
 
 class Link:
-    """One engine as its gateway sees it. `short`: whether this process is short of CPU."""
+    """One engine as its gateway sees it. `short_of_cpu`: whether this process is short of CPU."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, text: str, short: Callable[[float], bool]) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, text: str, short_of_cpu: Callable[[float], bool]
+    ) -> None:
         self.address = address
         self.welcome: Welcome | None = None  # of the present connection
         self.unusable = ""  # why the engine of the present connection is not used
         self._text = text
         self.status: Status | None = None
         self._context = context
-        self._short = short
+        self._short_of_cpu = short_of_cpu
         self._identity = ""  # of the present connection
         self._liveness = Liveness(PATIENCE, 0.0)  # the engine's, since the beginning of the connection
         self._told = 0.0  # when `status` came
@@ -174,12 +176,12 @@ class Link:
                 return reason
 
     def _fault(self, now: float, still: float) -> str:
-        """Why this connection is of no use any more; empty while it is. `still`: seconds since the last look."""
+        """Return why this connection is of no use any more; empty while it is. `still`: seconds since the last look."""
         if self._lost:
             return self._lost
         if still > GATEWAY_PATIENCE:
             return f"this gateway stood still for {still:.0f} s, and was given up meanwhile"
-        fault = self._liveness.fault(now, short=self._short(now))
+        fault = self._liveness.fault(now, short_of_cpu=self._short_of_cpu(now))
         return fault and f"it has been {fault}"
 
     def _read(self, reader: "zmq.Socket[bytes]") -> bool:

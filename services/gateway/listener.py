@@ -1,11 +1,11 @@
-"""`Runner`: aiohttp's, with connections that answer in the API's shape, each request, as long as there is a client.
+"""`Runner`: aiohttp's, with connections that answer each request in the API's shape, as long as there is a client.
 
 What aiohttp cannot read (no HTTP, a header too long, a Content-Encoding that it does not know) it answers below all
 middlewares, as plain text with a traceback in the log. Here such answers have the API's shape, and the log one line:
 it is the client's fault, and a stranger must not be able to fill the log.
 
 A client may end its sending side and wait for the answer. That looks just like one that went away, until something is
-written to it: so after a moment without an answer something is written that clients pass over.
+written to it: so if an answer takes longer than a moment, something is written that clients pass over.
 
 Where the library has no hook this reaches into it: `AppRunner._make_server`, `Server._loop` and `Server._kwargs`,
 `RequestHandler._parser`, `_request_count` and `_current_request`.
@@ -98,7 +98,7 @@ class _Connection(RequestHandler):
         return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The end, which cancels the handler."""
+        """Stop watching the socket; the library then cancels the handler."""
         if self._half_closed is not None:
             self._hang_ups.forget(self._half_closed)
         if self._probing is not None:

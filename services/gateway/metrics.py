@@ -3,7 +3,7 @@
 Names and buckets are vLLM's where vLLM has the figure. Everything is counted once for each sample of each prompt,
 when it ends, under one reason; so for any set of requests the counts agree with each other, whoever cut them off.
 Refused requests are in none of them, only in quire:http_responses; those that left the queue before the engine had
-told of their admission are not in the figures that begin with one.
+reported their admission are not in the figures that begin with one.
 """
 
 from collections.abc import Callable, Mapping, Sequence

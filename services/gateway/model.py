@@ -4,7 +4,6 @@ Its names in the API, tokenizer, chat template and sampling defaults, all read a
 to text, from the one that `--tokenizer` names. Limits of the context and the vocabulary come from the engine instead.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from shared.checkpoint import locate, locate_tokenizer, text_digest
 from shared.embedded import EMBEDDED
 from shared.errors import ConfigError, ModelError, brief
 from shared.text.generation import SamplingDefaults
-from shared.text.json_file import read_json
+from shared.text.json_file import parse_object, read_json
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -70,7 +69,7 @@ class ServedModel(Struct, frozen=True):
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:
-    """The folder of the tokenizer that the settings name; None if that is the model's. Raises `QuireError`."""
+    """Return the folder of the tokenizer that the settings name; None if it is the model's. Raises `QuireError`."""
     if config.tokenizer:
         return locate_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir)
     if config.tokenizer_revision not in (None, config.revision):
@@ -79,7 +78,7 @@ def tokenizer_folder(config: GatewayConfig) -> Path | None:
 
 
 def sampling_defaults(source: str, folder: Path, override: str = "") -> SamplingDefaults:
-    """By the flag --generation-config, under what --override-generation-config says.
+    """Return the defaults that --generation-config names, with the values of --override-generation-config over them.
 
     Raises `ModelError` for a named file that cannot be read, and `ConfigError` for a value that cannot be used.
     """
@@ -89,14 +88,11 @@ def sampling_defaults(source: str, folder: Path, override: str = "") -> Sampling
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag holds; empty for ''. Raises `ConfigError`."""
+    """Return the JSON object that a flag holds; an empty one for ''. Raises `ConfigError`."""
     try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag} {text}: is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} {text}: must be a JSON object")
-    return value
+        return parse_object(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: {error}") from error
 
 
 def _from_file(source: str, folder: Path) -> SamplingDefaults:
@@ -109,7 +105,7 @@ def _from_file(source: str, folder: Path) -> SamplingDefaults:
 
 
 def named_generation_config(folder: str) -> Path:
-    """The file that --generation-config names by its folder. Raises `ModelError` if it is missing or no JSON object."""
+    """Return the file in the folder of --generation-config. Raises `ModelError` if it is missing or no JSON object."""
     path = Path(folder).expanduser() / "generation_config.json"
     if not path.is_file():
         raise ModelError(f"--generation-config {folder}: there is no {path}")

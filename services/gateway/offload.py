@@ -22,5 +22,5 @@ async def off_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 async def off_loop_if(large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do the same, but at once and on the loop unless the work is large: a thread costs a tenth of a millisecond."""
+    """Do the same if the work is large, else call `function` at once: a thread costs a tenth of a millisecond."""
     return await off_loop(function, *args, **kwargs) if large else function(*args, **kwargs)

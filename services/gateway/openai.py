@@ -79,6 +79,19 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     best_of: Integer | None = None  # only equal to n
 
 
+INSIDE = {
+    "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
+    "response_format": frozenset({"type"}),
+}
+"""The fields of objects in a request. Those of messages are not here: a template gets them all."""
+
+NAME = 100
+"""Characters of an unknown field's name that are shown."""
+
+_GIVEN = msgspec.json.Decoder(dict[str, Raw])  # passes over the values, and builds nothing of them
+_DECODERS: dict[type[Any], "msgspec.json.Decoder[Any]"] = {}
+
+
 def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list[str]]:
     """Return the request in `body`, and the names of its fields that are ignored because nobody here knows them.
 
@@ -100,19 +113,6 @@ def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list
         raise InvalidRequest(f"{ignored[0][:NAME]} is not a field of this request", ignored[0][:NAME])
     _check(request)
     return request, ignored
-
-
-INSIDE = {
-    "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
-    "response_format": frozenset({"type"}),
-}
-"""The fields of objects in a request. Those of messages are not here: a template gets them all."""
-
-NAME = 100
-"""Characters of an unknown field's name that are shown."""
-
-_GIVEN = msgspec.json.Decoder(dict[str, Raw])  # passes over the values, and builds nothing of them
-_DECODERS: dict[type[Any], "msgspec.json.Decoder[Any]"] = {}
 
 
 def _decoder(kind: type[R]) -> "msgspec.json.Decoder[R]":

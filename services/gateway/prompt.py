@@ -29,7 +29,7 @@ class Prompt(Struct, frozen=True):
 
     tokens: "array[int]"
     text: str | None = None  # as it was given, if it was text
-    offsets: "array[int] | None" = None  # where in that text each token begins, if it is to be told
+    offsets: "array[int] | None" = None  # where in that text each token begins, if that is needed
 
 
 async def completion_prompts(

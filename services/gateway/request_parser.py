@@ -49,7 +49,7 @@ class RequestParser(HttpRequestParser):
 
     @property
     def between_requests(self) -> bool:
-        """Whether the body of the last request has come whole."""
+        """Return whether the body of the last request has come whole."""
         return self._body.is_eof()
 
     def feed_data(self, data: bytes, *_: Any) -> tuple[Sequence[Message], bool, bytes]:  # type: ignore[override]

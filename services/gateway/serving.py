@@ -26,9 +26,9 @@ class Job(Struct, frozen=True):
     sampling: Sampling
     priority: int
     arrived: float  # on the monotonic clock
-    turn: int = 0  # samples of the same request that come before the first of these
+    turn: int = 0  # samples of the same request before the first of these
     echo: str | None = None  # text that is shown before the output
-    offsets: "array[int] | None" = None  # where in a prompt's text its tokens begin, if `Prompt` has them
+    offsets: "array[int] | None" = None  # where in the prompt's text each token begins, if that is needed
 
 
 class Gateway(Struct, frozen=True):

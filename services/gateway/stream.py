@@ -26,7 +26,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation, Update, submit
 from services.gateway.openai import StreamOptions
 from services.gateway.serving import Gateway, Job
-from services.gateway.usage import usage
+from services.gateway.usage import SentUsage, usage
 
 COMMENT = b": keep-alive\n\n"
 AFTER_COMMENT = b":\n\n"
@@ -107,7 +107,7 @@ class _Writer:
         self.generations: list[Generation] = []
         self._request = request
         self._choices = choices
-        self._sent: dict[int, int] = {}  # tokens whose text was sent, by choice
+        self._sent = SentUsage([])
         self._patience = config.sse_keep_alive_interval or math.inf
         options = ALL_USAGE if config.enable_force_include_usage else options or StreamOptions()
         self._usage = bool(options.include_usage)
@@ -120,6 +120,7 @@ class _Writer:
         async with asyncio.TaskGroup() as tasks:
             for generation in self.generations:
                 tasks.create_task(generation.accepted())
+        self._sent = SentUsage(self.generations)
         await self.response.prepare(self._request)
 
     async def keep_alive(self) -> None:
@@ -138,7 +139,7 @@ class _Writer:
         """
         generation = self.generations[position]
         base = position * len(generation.samples)
-        updates = await generation.updates()
+        updates = await self._updates(position)
         await self._choices.prepare(position, generation)
         opening = b"".join(
             self._chunk(self._choices.opening(base + at, generation)) for at in range(len(generation.samples))
@@ -149,13 +150,20 @@ class _Writer:
                 await self.response.write(self._event(data))
             if generation.done:
                 return
-            updates, opening = await generation.updates(), b""
+            updates, opening = await self._updates(position), b""
+
+    async def _updates(self, position: int) -> list[Update]:
+        generation = self.generations[position]
+        updates = await generation.updates()
+        self._sent.note_cached(position, generation.cached_tokens)
+        return updates
 
     async def end(self) -> None:
         """The usage, if it is wanted, and the end."""
         last = b""
         if self._usage:
-            last = b"data: " + self._choices.head + b'],"usage":' + self._usage_now() + b"}\n\n"
+            whole = msgspec.json.encode(usage(self.generations))
+            last = b"data: " + self._choices.head + b'],"usage":' + whole + b"}\n\n"
         await self.response.write(self._event(last + DONE))
         await self.response.write_eof()
 
@@ -177,7 +185,7 @@ class _Writer:
 
     def _update(self, index: int, generation: Generation, update: Update) -> bytes:
         if self._usage_always:
-            self._sent[index] = generation.samples[update.sample].shown_tokens
+            self._sent.note_output(index, generation.samples[update.sample].shown_tokens)
         return self._chunk(self._choices.choice(index, generation, update))
 
     def _chunk(self, choice: bytes) -> bytes:
@@ -185,8 +193,5 @@ class _Writer:
             return b""
         tail = b"]}\n\n"
         if self._usage_always:
-            tail = b'],"usage":' + self._usage_now(sum(self._sent.values())) + b"}\n\n"
+            tail = b'],"usage":' + msgspec.json.encode(self._sent.now()) + b"}\n\n"
         return b"data: " + self._choices.head + choice + tail
-
-    def _usage_now(self, output: int | None = None) -> bytes:
-        return msgspec.json.encode(usage(self.generations, output))

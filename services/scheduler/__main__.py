@@ -14,7 +14,7 @@ from services.scheduler.service import Service
 from shared.config import load
 from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
-from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
+from shared.process import follow, refuse, set_log_level, start_logging
 from shared.transport import listen
 
 LINGER_MS = 1_000
@@ -30,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
         follow(config.supervisor)
         run(config)
     except QuireError as error:
-        print(printable(f"scheduler: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
-        return EXIT_REFUSED
+        return refuse("scheduler", error)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Until when the active worker has to have answered. Time is a parameter; nothing here reads a clock.
+"""`Deadlines`: the times by which the active worker has to have answered. Nothing here reads a clock.
 
 A step may take `FACTOR` times what it should, and the timeout at least. Its prediction comes from the speeds that the
 worker measured at its start, corrected by how long its steps have really taken since (contexts grow, neighbours come).
@@ -32,7 +32,7 @@ class Pending(NamedTuple):
 
 
 class Deadlines:
-    """What one worker owes since it was configured at time `now`; `timeout` in seconds."""
+    """The answers that one worker owes since it was configured at time `now`; `timeout` in seconds."""
 
     def __init__(self, worker: Register, timeout: float, now: float) -> None:
         self._step_seconds = max(worker.step_seconds, 0.0)
@@ -67,7 +67,7 @@ class Deadlines:
         self._warm = True
 
     def forgive(self, seconds: float) -> None:
-        """It was the scheduler that slept: move all that was noted by so much."""
+        """Move all times by so many seconds, for which the scheduler itself stood still."""
         self._answered += seconds
         self._pending = deque(plan._replace(sent=plan.sent + seconds) for plan in self._pending)
 
@@ -81,7 +81,7 @@ class Deadlines:
         return self._since + max(least, FACTOR * self._pending[0].predicted * max(self._ratio, 1.0))
 
     def what(self, now: float) -> str:
-        """What is awaited, in words."""
+        """Say what is awaited."""
         if not self.ready:
             return f"not configured within {CONFIGURING:.0f} s"
         return f"busy with one step for {now - self._since:.1f} s"

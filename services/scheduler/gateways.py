@@ -5,7 +5,7 @@ life. `_owners` maps the latter to the former, holds what is unfinished and noth
 
 What a gateway cannot take at the moment waits here: news of later steps are merged into the same message, so that
 a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
-`PATIENCE` seconds, has its requests aborted.
+`GATEWAY_PATIENCE` seconds, has its requests aborted.
 """
 
 import itertools
@@ -42,12 +42,9 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 
 log = logging.getLogger(__name__)
 
-PATIENCE = GATEWAY_PATIENCE
-"""Seconds after which a gateway that sends nothing, or takes nothing, is given up."""
-
 SKEW = 10.0
-"""Seconds by which a request may be said to have arrived before it came here: a gateway's clock must not put its
-requests before all others', or behind them."""
+"""Seconds by which a request's arrival may lie before it came here: a gateway's clock must not put its requests before
+or behind all others'."""
 
 TURN_BYTES = 4 * 1024 * 1024
 """Bytes of gateways' messages after which no more are read in one turn: some milliseconds' work."""
@@ -62,7 +59,7 @@ class Gateway:
     def __init__(self, name: bytes, fd: int, now: float) -> None:
         self.name = name
         self.fd = fd
-        self.liveness = Liveness(PATIENCE, now, turn=PATIENCE)
+        self.liveness = Liveness(GATEWAY_PATIENCE, now, turn=GATEWAY_PATIENCE)
         self.stuck_since: float | None = None
         self.ids: dict[int, int] = {}  # its ids to the core's
         self.outbox: deque[bytes] = deque()
@@ -71,7 +68,7 @@ class Gateway:
 
     @property
     def unsent(self) -> bool:
-        """Something waits to be sent."""
+        """Return whether something waits to be sent."""
         return bool(self.outbox or self.accepted or self.rows)
 
     def next_message(self) -> bytes:
@@ -97,11 +94,11 @@ class Owner(Struct):
 
 
 class Gateways:
-    """The gateways' side of the scheduler. `short`: whether the scheduler is short of CPU."""
+    """The gateways' side of the scheduler. `short_of_cpu`: whether the scheduler is short of CPU."""
 
-    def __init__(self, listener: Listener, short: Callable[[float], bool]) -> None:
+    def __init__(self, listener: Listener, short_of_cpu: Callable[[float], bool]) -> None:
         self._listener = listener
-        self._short = short
+        self._short_of_cpu = short_of_cpu
         self._peers: dict[bytes, Gateway] = {}
         self._owners: dict[int, Owner] = {}  # by the core's ids
         self._next_id = itertools.count()
@@ -138,7 +135,7 @@ class Gateways:
         return orphans
 
     def accept(self, id: int) -> None:
-        """Have the gateway told, with the next `flush`, that the core has taken a request."""
+        """Tell the gateway with the next `flush` that the core has taken a request."""
         owner = self._owners.get(id)
         if owner is not None:
             owner.gateway.accepted.append(owner.id)
@@ -184,9 +181,9 @@ class Gateways:
     def expire(self, now: float) -> None:
         """Give up who is dead by its own signs, or has taken nothing for too long."""
         for gateway in list(self._peers.values()):
-            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + PATIENCE
-            what = f"has read nothing for {PATIENCE:.0f} s"
-            if fault := gateway.liveness.fault(now, due=due, what=what, short=self._short(now)):
+            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_PATIENCE
+            what = f"has read nothing for {GATEWAY_PATIENCE:.0f} s"
+            if fault := gateway.liveness.fault(now, due=due, what=what, short_of_cpu=self._short_of_cpu(now)):
                 self._give_up(gateway, fault)
 
     def forgive(self, seconds: float) -> None:
@@ -209,7 +206,7 @@ class Gateways:
             self._greet(message, content, now)
             return None
         if isinstance(content, Beat):
-            self._feel(content, now)
+            self._note_beat(content, now)
             return None
         if gateway is None:
             self._turn_away(message.peer)
@@ -222,7 +219,7 @@ class Gateways:
                 id = gateway.ids.get(content.id)
                 return None if id is None else Abort(id, content.sample)
 
-    def _feel(self, beat: Beat, now: float) -> None:
+    def _note_beat(self, beat: Beat, now: float) -> None:
         name = beat.name.encode()
         if (gateway := self._peers.get(name)) is not None:
             gateway.liveness.beat(beat.vitals, now)
@@ -295,5 +292,5 @@ class Gateways:
 
 
 def _arrival(said: float, now: float) -> float:
-    """When a request arrived, by its gateway's word as far as that can be; 0 is none."""
+    """Return when a request arrived: the time that its gateway said, within bounds, or `now` if that is 0."""
     return min(max(said, now - SKEW), now) if said else now

@@ -46,7 +46,7 @@ class Registration:
         return True
 
     def look(self, now: float, due: float) -> None:
-        """See what the process does, if it is within reach and a deadline is near. `due`: when it is late otherwise."""
+        """Look at the process if it is on this host and a deadline is near. `due`: when its present step is late."""
         if self._pidfd is not None and self.liveness.wants_look(now, due):
             self.liveness.look(self._process.usage(), now)
 

@@ -20,8 +20,9 @@ from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
+from shared.liveness import STANDSTILL
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
-from shared.reporter import Loop, Reporter, supervisor_post
+from shared.reporter import Loop, Reporter, supervisor_watcher
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,6 @@ MESSAGES = 32
 CUT = 0.05
 """Seconds between two looks for peers that send more than is read, at least."""
 
-STANDSTILL = 1.0
-"""Seconds for which the loop itself may be stopped before peers are forgiven for what it did not hear."""
-
 
 class Service:
     """One engine. `run` returns when it was told to stop and everything has been said."""
@@ -48,9 +46,9 @@ class Service:
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
         self._config = config
         self._loop = Loop()
-        self._reporter = Reporter(self._loop, supervisor_post(config.supervisor_address, "scheduler"))
-        self._gateways = Gateways(gateways, self._reporter.short)
-        self._workers = Workers(workers, config.worker_timeout, self._reporter.short)
+        self._reporter = Reporter(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
+        self._gateways = Gateways(gateways, self._reporter.short_of_cpu)
+        self._workers = Workers(workers, config.worker_timeout, self._reporter.short_of_cpu)
         self._listeners = (gateways, workers)
         self._cut = 0.0  # when floods were last looked for
         self._poller = zmq.Poller()

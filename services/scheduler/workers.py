@@ -55,23 +55,23 @@ class Active(Struct):
     epoch: Epoch
     deadlines: Deadlines
 
-    def fault(self, now: float, short: bool) -> str:
-        """Why it is dead; empty while it is not. `short`: the scheduler is short of CPU. To be asked often."""
+    def fault(self, now: float, short_of_cpu: bool) -> str:
+        """Return why it is dead; empty while it is not. Call it often. `short_of_cpu`: the scheduler is."""
         due = self.deadlines.due()
         self.worker.look(now, due)
-        return self.worker.liveness.fault(now, due=due, what=self.deadlines.what(now), short=short)
+        return self.worker.liveness.fault(now, due=due, what=self.deadlines.what(now), short_of_cpu=short_of_cpu)
 
 
 class Workers:
     """The workers' side of the scheduler.
 
-    `timeout`: seconds of silence that end a worker's service. `short`: whether the scheduler is short of CPU.
+    `timeout`: seconds of silence that end a worker's service. `short_of_cpu`: whether the scheduler is short of CPU.
     """
 
-    def __init__(self, listener: Listener, timeout: float, short: Callable[[float], bool]) -> None:
+    def __init__(self, listener: Listener, timeout: float, short_of_cpu: Callable[[float], bool]) -> None:
         self._listener = listener
         self._timeout = timeout
-        self._short = short
+        self._short_of_cpu = short_of_cpu
         self._registered: dict[bytes, Registration] = {}  # in order of arrival, the active one included
         self._active: Active | None = None
         self._news: list[StepResult | Ready | Lost] = []
@@ -83,7 +83,7 @@ class Workers:
         return self._active is not None and self._active.deadlines.ready
 
     def progressing(self, now: float) -> bool:
-        """Plans can be sent, and as far as can be seen they are worked on."""
+        """Return whether plans can be sent, and are worked on as far as can be seen."""
         active = self._active
         return active is not None and active.deadlines.ready and not active.worker.liveness.silent(now)
 
@@ -148,7 +148,7 @@ class Workers:
         self._active = None
 
     def _check(self, now: float) -> None:
-        if self._active is not None and (fault := self._active.fault(now, self._short(now))):
+        if self._active is not None and (fault := self._active.fault(now, self._short_of_cpu(now))):
             self._end(self._active.worker, fault)
 
     def _handle(self, message: Message, now: float) -> None:

@@ -8,7 +8,7 @@ from services.worker.config import WorkerConfig
 from services.worker.service import serve
 from shared.config import load
 from shared.errors import QuireError
-from shared.process import EXIT_REFUSED, follow, printable, set_log_level, start_logging
+from shared.process import follow, refuse, set_log_level, start_logging
 from shared.transport import check_address
 
 
@@ -24,8 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
         return serve(config, Runner(config, alone=True))
     except QuireError as error:
-        print(printable(f"worker: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
-        return EXIT_REFUSED
+        return refuse("worker", error)
 
 
 if __name__ == "__main__":

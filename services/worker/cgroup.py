@@ -1,4 +1,4 @@
-"""The control groups that this process is in, and what they leave it.
+"""The control groups that this process is in, and the memory and CPUs that they leave it.
 
 A parent's limit binds as well as that of the own group, so each question is asked of all groups that can be seen.
 Version 2 has one tree; version 1 has one for each controller, and may stand beside a tree of version 2.
@@ -31,7 +31,7 @@ _MEMORY = (
 )
 
 _INHERITED = "hierarchical_memory_limit"
-"""What version 1 says in memory.stat: the least limit, also of parents that a container cannot see."""
+"""The line of version 1's memory.stat with the least limit, also of parents that a container cannot see."""
 
 
 def folders(root: Path, proc: Path, controller: str) -> Iterator[Path]:

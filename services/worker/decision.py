@@ -1,11 +1,11 @@
-"""Which code serves a checkpoint: the family of its architecture, or transformers' where the family cannot read it."""
+"""`decide`: a checkpoint is served by the family of its architecture, or by transformers where that cannot read it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from services.worker.loader import refuse_missing
 from services.worker.models.config_json import UnsupportedByFamily
-from services.worker.models.registry import Implementation, Way, choose, family, instead_of_family
+from services.worker.models.registry import Implementation, Way, choose, fall_back, family
 from services.worker.weight_files import WeightFiles
 
 
@@ -23,5 +23,5 @@ def decide(config: Mapping[str, Any], implementation: Implementation, files: Wei
         if files is not None:
             refuse_missing(files, spec, found.names)
     except UnsupportedByFamily as error:
-        return instead_of_family(way, implementation, error)
+        return fall_back(way, implementation, error)
     return way

@@ -156,7 +156,7 @@ def refuse_missing(files: WeightFiles, spec: DecoderSpec, names: WeightNames) ->
 
 
 def _may_be_renamed(files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames) -> bool:
-    """Whether what has no place in the model has as many elements as what is missing."""
+    """Return whether the tensors without a place in the model have as many elements as the missing ones."""
     total = sum(math.prod(files.shape(name)) for name in files.names)
     used: set[str] = set()
     needed = 0
@@ -199,7 +199,7 @@ def _untied(files: WeightFiles, spec: DecoderSpec, where: TensorNames) -> Decode
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two matrices hold the same numbers, of whatever types; a few rows at a time, since they may be large."""
+    """Return whether two matrices hold the same numbers, of whatever types. It compares a few rows at a time."""
     if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
         return False
     kind = torch.promote_types(a.dtype, b.dtype)

@@ -36,7 +36,7 @@ from shared.protocol import (
     decode_to_worker,
     encode,
 )
-from shared.reporter import Loop, Post, Reporter, supervisor_post
+from shared.reporter import Loop, Reporter, Watcher, supervisor_watcher
 from shared.transport import Monitor, dial, identity, show
 
 log = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ class Service:
 
     def run(self) -> int:
         """Serve one scheduler after the other until told to stop, or until none has come for too long."""
-        to_scheduler = Post(self._config.scheduler, lambda: self.identity)
-        to_supervisor = supervisor_post(self._config.supervisor_address, "worker")
+        to_scheduler = Watcher(self._config.scheduler, lambda: self.identity)
+        to_supervisor = supervisor_watcher(self._config.supervisor_address, "worker")
         with zmq.Context() as context, Reporter(self.loop, [to_scheduler, *to_supervisor]):
             try:
                 while True:

@@ -1,7 +1,7 @@
-"""Where a checkpoint keeps each tensor of a model: the same weights are saved under several names.
+"""`TensorNames`: the names under which a checkpoint keeps a model's tensors, since there are several conventions.
 
-What transformers takes is taken: tensors with or without the prefix of the whole model, one by one; a tied table under
-the name of the head alone; all experts of a layer in one tensor; the newer and the older name of a module.
+All that transformers takes is taken: tensors with or without the prefix of the whole model, one by one; a tied table
+under the name of the head alone; all experts of a layer in one tensor; the newer and the older name of a module.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ class TensorNames:
         return name in self._stored
 
     def find(self, name: str) -> str:
-        """Return how the checkpoint spells `name`; of a tensor that is not there, how it would."""
+        """Return the checkpoint's spelling of `name`; for a tensor that is not there, the one that it would have."""
         if name in self._stored:
             return self._stored[name]
         for theirs, ours in self._family.renamed.items():
@@ -41,7 +41,7 @@ class TensorNames:
         return name if name == self.head else self._prefix + name
 
     def is_stacked(self, stack: str, parts: Iterable[str]) -> bool:
-        """Whether the experts of one layer are in one tensor `stack`, and not in tensors of their own, `parts`."""
+        """Return whether one tensor `stack` holds the experts of a layer, and not tensors of their own, `parts`."""
         if stack in self._stored:
             return True
         return self._has_stacks and not any(part in self._stored for part in parts)

@@ -1,7 +1,7 @@
 """Which files of a model folder hold its weights.
 
-Folders also hold backups, other formats of the same weights, and leftovers of earlier versions. What transformers would
-take is taken: safetensors before pickles, a single file before an index. No file's tensors are looked at, and torch is
+Folders also hold backups, other formats of the same weights, and leftovers of earlier versions. The choice is that of
+transformers: safetensors before pickles, a single file before an index. No file's tensors are looked at, and torch is
 not imported, so that the command line can ask before anything starts.
 """
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make each parameter of a model."""
+"""`list_sources`: the tensors of a checkpoint that make each parameter of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter comes from: tensors that are stacked along the first dimension."""
+    """The origin of a parameter: tensors that are stacked along the first dimension."""
 
     parts: list[Part]
     transposed: bool = False  # the checkpoint has them the other way round
@@ -34,7 +34,7 @@ class Source:
 def list_sources(
     files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames
 ) -> Iterator[tuple[str, Source]]:
-    """Yield each parameter of `spec`, and the tensors that make it; those that are missing, as they would be called."""
+    """Yield each parameter of `spec`, and the tensors that make it, missing ones under the names they would have."""
     for parameter, shapes in parameters(spec):
         module, kind = parameter.rsplit(".", 1)
         modules, transposed = _modules(module, names)

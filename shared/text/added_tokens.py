@@ -1,4 +1,4 @@
-"""What files beside tokenizer.json say of tokens, as transformers' `AutoTokenizer` takes it.
+"""The tokens that files beside tokenizer.json name, read as transformers' `AutoTokenizer` reads them.
 
 A tokenizer.json can lack tokens that its model was trained with: people add some, and older programs wrote them into
 tokenizer_config.json, special_tokens_map.json or added_tokens.json only. Such a token has the id that the vocabulary
@@ -32,7 +32,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, folder: Path, vocab_size: int | None) -> None:
-    """Add to `backend` what the files beside tokenizer.json know of tokens.
+    """Add to `backend` the tokens that files beside tokenizer.json name.
 
     A token whose id the model does not have, since it is not below `vocab_size`, is left out with a line in the log: a
     prompt that held it could not be computed.
@@ -105,7 +105,7 @@ def _token(value: Any) -> AddedToken | None:
 def _inside(
     tokens: list[AddedToken], backend: tokenizers.Tokenizer, vocab_size: int | None, folder: Path
 ) -> list[AddedToken]:
-    """Those that have a place among the ids of the model."""
+    """Return those whose ids the model has."""
     new = [token for token in tokens if backend.token_to_id(token.content) is None]
     if not new or vocab_size is None:
         return tokens
@@ -119,7 +119,8 @@ def _inside(
 def disagrees_on_prefix_space(backend: tokenizers.Tokenizer, folder: Path) -> bool:
     """True if tokenizer_config.json asks for a space before a text where tokenizer.json puts none, or the other way.
 
-    Left open, it is no to most classes of byte-level tokenizers. Which class counts, transformers knows.
+    Most classes of byte-level tokenizers take a setting that is left open as no. Only transformers knows which class
+    applies.
     """
     parts = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
     puts = [put for part in parts for put in _prefix_spaces(json.loads(part.__getstate__()))]
@@ -130,7 +131,7 @@ def disagrees_on_prefix_space(backend: tokenizers.Tokenizer, folder: Path) -> bo
 
 
 def _prefix_spaces(part: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """The kinds of parts of a tokenizer that can put a space before a text, and if they do."""
+    """Yield the kinds of a tokenizer's parts that can put a space before a text, and whether they do."""
     match part.get("type"):
         case "Sequence":
             for inner in part.get("pretokenizers") or part.get("normalizers") or ():

@@ -36,7 +36,7 @@ class Detokenizer:
 
     @property
     def at_start(self) -> bool:
-        """Whether the next token that shows is the first of its text."""
+        """Return whether the next token that shows is the first of its text."""
         return not self._begun
 
     def push(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of sampling: the defaults for what a request leaves open.
+"""Sampling defaults in a model's generation_config.json: values for what a request leaves open.
 
 Nobody who serves a model wrote this file, so nothing in it ends a start: what can be read is read, the rest is left out
 and named in one line of the log.
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ConfigError, InvalidRequest, ModelError
+from shared.errors import ConfigError, InvalidRequest, ModelError, brief
 from shared.params import SamplingParams
 from shared.text.json_file import number, read_json, whole_number
 
@@ -22,8 +22,6 @@ KEYS = {"max_tokens": "max_new_tokens"}
 """The file's names of fields where they differ from ours."""
 
 WHOLE = ("top_k", "max_tokens")
-SHOWN = 40
-"""Characters of a value that is ignored."""
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
@@ -50,32 +48,33 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, config: Mapping[str, Any], path: Path) -> "SamplingDefaults":
         """Take the usable values out of what `path` holds, and log those that are not."""
-        usable: dict[str, Any] = {}
-        ignored: list[str] = []
-        for name in cls.__struct_fields__:
-            key = KEYS.get(name, name)
-            if (given := config.get(key)) is None:
-                continue
-            if (value := _usable(name, given)) is None:
-                ignored.append(f"{key} {repr(given)[:SHOWN]}")
-            else:
-                usable[name] = value
-        if ignored:
-            logger.warning("%s: ignored, since it is out of range or no number: %s", path, ", ".join(ignored))
-        return cls(**usable)
+        defaults, unusable = cls._sort(config)
+        if unusable:
+            logger.warning("%s: ignored, since it is out of range or no number: %s", path, ", ".join(unusable))
+        return defaults
 
     @classmethod
     def demand(cls, config: Mapping[str, Any], place: str) -> "SamplingDefaults":
         """Take the values that a user wrote at `place`. Raise `ConfigError` for one that cannot be used."""
-        found: dict[str, Any] = {}
+        defaults, unusable = cls._sort(config)
+        if unusable:
+            raise ConfigError(f"{place}: {unusable[0]} is out of range or no number")
+        return defaults
+
+    @classmethod
+    def _sort(cls, config: Mapping[str, Any]) -> tuple["SamplingDefaults", list[str]]:
+        """Return the usable values, and the others as words for people."""
+        usable: dict[str, Any] = {}
+        unusable: list[str] = []
         for name in cls.__struct_fields__:
             key = KEYS.get(name, name)
             if (given := config.get(key)) is None:
                 continue
             if (value := _usable(name, given)) is None:
-                raise ConfigError(f"{place}: {key} {repr(given)[:SHOWN]} is out of range or no number")
-            found[name] = value
-        return cls(**found)
+                unusable.append(f"{key} {brief(given)}")
+            else:
+                usable[name] = value
+        return cls(**usable), unusable
 
     def given(self) -> dict[str, Any]:
         """The fields that have a value."""

@@ -240,7 +240,7 @@ def _model_vocab_size(folder: Path) -> int | None:
 
 
 def _read_generation_config(path: Path) -> dict[str, Any]:
-    """As `read_json`; nobody who serves a model wrote this file, so a broken one says nothing but ends no start."""
+    """Return what `read_json` does, or `{}` for a broken file: whoever serves the model did not write it."""
     try:
         return read_json(path)
     except ModelError as error:

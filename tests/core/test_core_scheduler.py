@@ -39,7 +39,7 @@ def _core(**changes: object) -> Scheduler:
 
 
 AT_ONCE = Admission(0.0, 0)
-"""Of a sequence that did not wait; its first row has it."""
+"""The admission of a sequence that did not wait, which its first row carries."""
 
 
 def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:

@@ -23,7 +23,7 @@ ITEMS = {
     "messages": b'{"role":"user","content":"x"},',
     "parts": b'{"role":"user","content":[{"type":"text","text":"x"}]},',
 }
-"""What a list is filled with."""
+"""Items that lists are filled with."""
 
 TEXTS = {
     "letters": b"a",
@@ -35,7 +35,7 @@ TEXTS = {
     "backslashes": b"\\\\",
     "newlines": b"\\n",
 }
-"""What a string is filled with."""
+"""Text that strings are filled with."""
 
 LISTS = ("prompt", "messages", "stop", "stop_token_ids", "tools", "documents", "unknown")
 OBJECTS = ("chat_template_kwargs", "logit_bias", "metadata", "response_format", "stream_options", "unknown")
@@ -70,7 +70,7 @@ def _keys(size: int) -> bytes:
 
 
 def _body(field: str, value: bytes) -> tuple[str, bytes]:
-    """The request in which `field` has this value."""
+    """Return the path and body of a request in which `field` has this value."""
     if field == "messages":
         return CHAT, b'{"messages":' + value + b"}"
     if field == "content":
@@ -128,7 +128,7 @@ def post(port: int, path: str, body: bytes, headers: Mapping[str, str] = JSON) -
 async def stall(
     port: int, path: str, sent: Sequence[bytes], headers: Mapping[str, str] = JSON
 ) -> tuple[float, list[int], int]:
-    """The loop's longest stall while these bodies are sent at once, their statuses, and the longest answer."""
+    """Return the loop's longest stall while these bodies are sent at once, their statuses, and the longest answer."""
     with ticking() as ticker:
         answers = await asyncio.gather(*(asyncio.to_thread(post, port, path, body, headers) for body in sent))
         await asyncio.sleep(0.01)  # what is freed behind the answer counts too

@@ -1,4 +1,4 @@
-"""A gateway on the runner that the service uses, and exchanges with it byte by byte, in no client library's way."""
+"""A gateway on the runner that the service uses, and exchanges with it byte by byte, without a client library."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ class Exchange:
             return answer
 
     async def ended(self) -> bool:
-        """Whether the server ends the connection now, without another byte."""
+        """Return whether the server ends the connection now, without another byte."""
         return await asyncio.wait_for(self.reader.read(), PATIENCE) == b""
 
     async def _body(self, fields: dict[str, str]) -> bytes:

@@ -1,4 +1,4 @@
-"""What never becomes a request is answered in the API's shape too, in its turn, with one line in the log."""
+"""Bytes that never become a request are answered in the API's shape too, in their turn, with one line in the log."""
 
 import asyncio
 import gzip

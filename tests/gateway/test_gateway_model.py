@@ -1,4 +1,4 @@
-"""What a gateway reads of a model at its start, under what its settings say of it."""
+"""A gateway reads its model at the start, with the settings that change what it finds."""
 
 import json
 from pathlib import Path

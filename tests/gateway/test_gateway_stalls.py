@@ -118,3 +118,17 @@ async def test_names_of_megabytes_are_cut_in_errors() -> None:
                 _, given, length = await stall(client.port, path, [body])
                 assert (given, length < 1000) == ([status], True), body[:40]
             await client.complete(prompt="hi")
+
+
+async def test_a_stream_of_a_thousand_prompts_that_says_its_usage_in_every_chunk() -> None:
+    """LOOP-02: the sums are kept, and not made anew for each chunk."""
+    body = json.dumps(
+        {
+            "prompt": ["hi"] * 1024,
+            "max_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+    ).encode()
+    async with serve() as client:
+        assert await longest(client, COMPLETION, [body], {200}) < BOUND

@@ -74,7 +74,7 @@ CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 
 def sent(chunks: list[dict[str, Any]], prompts: int, n: int) -> list[tuple[int, int]]:
-    """What each chunk says was sent, and the tokens of its texts and those before: here a token is a word."""
+    """Return for each chunk the tokens that it says were sent, and those of all texts so far; a token is a word."""
     words = [0] * (prompts * n)
     found = []
     for chunk in chunks[:-1]:

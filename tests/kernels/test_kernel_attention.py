@@ -191,7 +191,7 @@ def rotated(vector: Tensor, position: int, frequencies: Tensor) -> Tensor:
 def test_biases_that_the_cache_lacks(
     kernels: Ops, rows: list[tuple[int, int]], pairs: int, options: dict[str, float]
 ) -> None:
-    """As if the keys and values had them; without all of a head rotated, softmax but no softcap allows it (KV8-01)."""
+    """KV8-01: the output is that of keys and values with biases. A softcap needs all of a head to be rotated."""
     if pairs < 5 and "softcap" in options:
         pytest.skip("never asked for")
     case = make_case(kernels, rows)

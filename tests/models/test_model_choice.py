@@ -26,7 +26,7 @@ Make = Callable[..., PreTrainedModel]
 
 
 def assert_served(folder: Path, decoder: type, caplog: pytest.LogCaptureFixture) -> None:
-    """By `decoder`, with transformers' logits."""
+    """Assert that `decoder` serves it, with transformers' logits."""
     forward = Forward(folder)
     assert isinstance(forward.decoder, decoder)
     forward.enter(0, TOKENS, [2, 0, 1])

@@ -68,7 +68,7 @@ def test_large_biases_of_values_cost_nothing(tmp_path: Path) -> None:
 
 @compiled
 def test_only_a_cache_of_eight_bits_lacks_biases(tmp_path: Path) -> None:
-    """What is added in another place is rounded in another place: other caches keep the bits that they had."""
+    """Biases that are added elsewhere are rounded elsewhere, so other caches keep the bits that they had."""
     folder = save(qwen2(), tmp_path)
     for cache, left_out in (("float32", False), ("bfloat16", False), ("int8", True)):
         decoder = Forward(folder, kv_cache_dtype=cache).decoder

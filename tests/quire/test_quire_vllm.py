@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire import settings, vllm
+from quire import settings, vllm, vllm_settings
 from quire.llm import translated
 from shared.config import flag_parser
 from shared.errors import ConfigError
@@ -91,6 +91,7 @@ def test_what_is_taken_without_effect_is_said_once_each() -> None:
         ("--tokenizer-mode mistral", "--tokenizer-mode mistral is not supported: "),
         ("--middleware a.b c.d", "--middleware ['a.b', 'c.d'] is not supported: "),
         ("--max-model-len 1.0001k", "--max-model-len 1.0001k: must be a whole number"),
+        ("--kv-cache-memory-bytes many", "--kv-cache-memory-bytes many: must be a number of bytes"),
         ("--max-model-len many", "--max-model-len 'many': Expected `int"),
         ("--no-such-flag-of-vllm", "unrecognized arguments: --no-such-flag-of-vllm"),
     ],
@@ -117,6 +118,8 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
         f"--config {file}: --tensor-parallel-size 1",
         f"--config {file}: --enforce-eager",
     ]
+    file.write_text("kv_cache_memory_bytes: null\n")
+    assert settings.read({"config": str(file)}, {}).worker.kv_cache_memory is None
     file.write_text("enable-lora: true\n")
     with pytest.raises(ConfigError, match=r"vllm\.yaml: --enable-lora is not supported: adapters"):
         settings.read({"config": str(file)}, {})
@@ -142,19 +145,26 @@ def test_the_key_of_vllm_protects_the_server() -> None:
 )
 def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], own: dict[str, Any]) -> None:
     """API-02: a script of vLLM's needs its import line changed, and nothing else."""
-    named = {"quantization": None, "max_model_len": None}
+    named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None}
     assert translated(named, arguments) == own
 
 
+@pytest.mark.parametrize("arguments", [{"shutdown_timeout": 5}, {"uvicorn_log_level": "debug"}, {"drain_timeout": 5}])
+def test_settings_of_the_server_are_no_arguments_of_llm(arguments: dict[str, Any]) -> None:
+    """They would be ignored in silence."""
+    with pytest.raises(ConfigError, match="LLM has no argument"):
+        translated({"quantization": None}, arguments)
+
+
 def test_every_name_stands_once_and_none_is_a_setting_of_quire() -> None:
-    rows = [*vllm.TAKEN.values(), *vllm.REFUSED.values()]
+    rows = [*vllm_settings.TAKEN.values(), *vllm_settings.REFUSED.values()]
     names = [word.partition("=")[0].rstrip("!") for row in rows for word in row.split()]
     own = {knob.name for knob in settings.public_knobs()}
     assert sorted(names) == sorted(set(names))
-    assert not own & (set(names) | set(vllm.RENAMED))
-    assert set(vllm.RENAMED.values()) <= own
-    assert {name.replace("-", "_") for name in vllm.SHORT.values()} <= set(names) | own
-    assert set(names) >= vllm.SEVERAL
+    assert not own & (set(names) | set(vllm_settings.RENAMED))
+    assert set(vllm_settings.RENAMED.values()) <= own
+    assert {name.replace("-", "_") for name in vllm_settings.SHORT.values()} <= set(names) | own
+    assert set(names) >= vllm_settings.SEVERAL
 
 
 def test_the_page_is_current() -> None:

@@ -38,7 +38,7 @@ class World:
         return [fault for _, fault in found]
 
     def until_dead(self, began: float, vitals: Vitals | None = None) -> tuple[float, str]:
-        """When it is found dead and why, if from then on it beats so, or not at all."""
+        """Return when it is found dead and why, if from then on it beats so, or not at all."""
         for quarter in range(400):
             now = began + quarter / 4
             if vitals is not None:
@@ -71,7 +71,7 @@ def test_one_whose_loop_stands_still_is_dead(world: World) -> None:
 
 
 def test_beats_of_another_process_do_not_count(world: World) -> None:
-    """Those of one that was replaced may still be there to be read."""
+    """Beats of a process that was replaced may still be there to be read."""
     world.beat(pid=os.getpid())
     world.beat(name="stranger")
     world.net.hear(b"reporter", b"nonsense", 1, pid=world.pid)

@@ -9,7 +9,7 @@ TIMEOUT = 2.0
 
 
 def ready(*, step_seconds: float = 0.01, token_seconds: float = 0.001) -> Deadlines:
-    """Those of a worker that was configured at 0 and has done its first step at 1."""
+    """Return the deadlines of a worker that was configured at 0 and has done its first step at 1."""
     made = Deadlines(replace(REGISTER, step_seconds=step_seconds, token_seconds=token_seconds), TIMEOUT, 0.0)
     made.configured(0.5)
     made.sent(0, 1, 0.5)

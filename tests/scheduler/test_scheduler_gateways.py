@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from services.scheduler.gateways import PATIENCE, ROWS, SKEW, TURN_BYTES, Gateways
-from shared.liveness import INDULGENCE
+from services.scheduler.gateways import ROWS, SKEW, TURN_BYTES, Gateways
+from shared.liveness import GATEWAY_PATIENCE, INDULGENCE
 from shared.protocol import (
     VERSION,
     Abort,
@@ -58,7 +58,7 @@ class World:
         return request.id
 
     def beat(self, peer: bytes, vitals: Vitals | None = None) -> None:
-        """As its reporter sends it, over a connection of its own."""
+        """Send a beat as its reporter does, over a connection of its own."""
         self.net.hear(b"reporter", Beat(peer.decode(), vitals or Vitals()), 99)
 
     def flush(self, peer: bytes, now: float = 0.0) -> list[object]:
@@ -218,8 +218,8 @@ def nonsense(world: World) -> None:
 
 def silence(world: World) -> None:
     world.beat(B)
-    world.receive(PATIENCE + 1)
-    world.gateways.expire(PATIENCE + 1)
+    world.receive(GATEWAY_PATIENCE + 1)
+    world.gateways.expire(GATEWAY_PATIENCE + 1)
 
 
 def unreachable(world: World) -> None:
@@ -234,8 +234,8 @@ def stuck(world: World) -> None:
     world.gateways.flush(1.0)
     for peer in (A, B):
         world.beat(peer)
-    world.receive(PATIENCE + 2)
-    world.gateways.expire(PATIENCE + 2)
+    world.receive(GATEWAY_PATIENCE + 2)
+    world.gateways.expire(GATEWAY_PATIENCE + 2)
 
 
 def comes_again(world: World) -> None:
@@ -288,12 +288,12 @@ def test_one_that_is_heard_is_not_given_up(world: World) -> None:
 @pytest.mark.parametrize("content", [submit(9), Abort(9), Beat("gateway-a", Vitals())], ids=["submit", "abort", "beat"])
 def test_one_that_was_given_up_is_told_so_whatever_it_says(world: World, content: Struct) -> None:
     """PRC-21."""
-    world.gateways.expire(PATIENCE + 1.0)
+    world.gateways.expire(GATEWAY_PATIENCE + 1.0)
     for peer in (A, b"reporter"):
         world.net.hear(peer, content, 1)
     world.net.unreachable.add(B)
     world.net.hear(B, submit(9), 2)
-    assert world.receive(PATIENCE + 2.0) == []
+    assert world.receive(GATEWAY_PATIENCE + 2.0) == []
     assert set(world.flush(A)) == {Unknown()}
     assert world.flush(B) == []
 
@@ -307,7 +307,7 @@ def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World
         world.receive(quarter / 4)
         world.gateways.expire(quarter / 4)
         given_up += [(quarter / 4, orphan) for orphan in world.gateways.orphans()]
-    assert given_up == [(PATIENCE + 0.25, Abort(mine))]
+    assert given_up == [(GATEWAY_PATIENCE + 0.25, Abort(mine))]
     assert world.gateways.unfinished == [other]
 
 
@@ -316,9 +316,9 @@ def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: Worl
     for quarter in range(5):
         world.beat(A, Vitals(delayed=quarter / 4))
         world.receive(quarter / 4)
-    world.gateways.expire(1.0 + PATIENCE + INDULGENCE)
+    world.gateways.expire(1.0 + GATEWAY_PATIENCE + INDULGENCE)
     assert id in world.gateways.unfinished
-    world.gateways.expire(1.1 + PATIENCE + INDULGENCE)
+    world.gateways.expire(1.1 + GATEWAY_PATIENCE + INDULGENCE)
     assert world.gateways.orphans() == [Abort(id)]
 
 
@@ -351,7 +351,7 @@ def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(world: World) -> No
     assert positions == list(range(100))
     assert len(messages) <= 3  # what was stuck first (news and a status), and all the rest
     assert world.gateways.flushed
-    world.gateways.expire(2.0 + PATIENCE / 2)
+    world.gateways.expire(2.0 + GATEWAY_PATIENCE / 2)
     assert world.gateways.unfinished == [id]
 
 

@@ -96,7 +96,7 @@ class World:
         return self.workers.take(name, decode_to_worker)
 
     def serves(self) -> bool:
-        """Whether a gateway and a worker that come now get a request done."""
+        """Return whether a gateway and a worker that come now get a request done."""
         for worker in self.service._workers._registered.copy().values():
             self.workers.leave(worker.fd)  # whoever is left makes room
         self.turn()

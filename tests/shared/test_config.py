@@ -200,3 +200,8 @@ def test_lists_may_be_json() -> None:
     assert read(environment={"QUIRE_KEYS": '["a,b"]'}).keys == ["a,b"]
     assert read("--keys", "[a", "b").keys == ["[a", "b"]
     assert read("--keys=[1]").keys == ["[1]"]
+
+
+def test_an_empty_json_list_is_an_empty_list() -> None:
+    assert read("--keys", "[]").keys == []
+    assert read(environment={"QUIRE_KEYS": "[]"}).keys == []

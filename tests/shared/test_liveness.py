@@ -1,4 +1,4 @@
-"""When a peer is dead. Time is a number here, and peers are what they tell and what is seen of them."""
+"""Peers are found dead. Time is a number here, and a peer is the beats that it sends and what the kernel shows."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def silent_after(before: Peer = well) -> Peer:
 
 
 def stuck_after(cpu: float, delayed: float, before: Peer = well) -> Peer:
-    """From then on its loop stands still, while its process uses so much a second."""
+    """Its loop stands still from then on, while its process uses so much a second."""
 
     def tell(now: float) -> Vitals | None:
         still = now - STRICKEN
@@ -64,16 +64,16 @@ def looking_runnable(now: float) -> Usage:
 
 
 def death(
-    liveness: Liveness, peer: Peer, *, look: Look | None = None, short: bool = False, due: float = NEVER
+    liveness: Liveness, peer: Peer, *, look: Look | None = None, short_of_cpu: bool = False, due: float = NEVER
 ) -> tuple[float, str]:
-    """When it is found to be dead and why, by a judge that looks four times a second."""
+    """Return when it is found to be dead and why, by a judge that looks four times a second."""
     for quarter in range(int(END / BEAT)):
         now = quarter * BEAT
         if (vitals := peer(now)) is not None:
             liveness.beat(vitals, now)
         if look is not None and liveness.wants_look(now, due):
             liveness.look(look(now), now)
-        if fault := liveness.fault(now, due=due, what="late", short=short):
+        if fault := liveness.fault(now, due=due, what="late", short_of_cpu=short_of_cpu):
             return now, fault
     return NEVER, ""
 
@@ -85,7 +85,7 @@ HANG = STRICKEN + TIMEOUT + BEAT  # when one is found that stands still
 
 
 @pytest.mark.parametrize(
-    ("peer", "short", "found"),
+    ("peer", "short_of_cpu", "found"),
     [
         (well, False, NEVER),
         (starved, True, NEVER),
@@ -97,15 +97,15 @@ HANG = STRICKEN + TIMEOUT + BEAT  # when one is found that stands still
     ],
     ids=["well", "starved", "jerky", "silent", "judge short", "starved before", "jerky before"],
 )
-def test_silence_over_a_network(peer: Peer, short: bool, found: float) -> None:
+def test_silence_over_a_network(peer: Peer, short_of_cpu: bool, found: float) -> None:
     """PRC-23. One that was short of CPU when it was last heard, or whose judge is short, is given longer."""
-    when, why = death(Liveness(TIMEOUT, 0.0), peer, short=short)
+    when, why = death(Liveness(TIMEOUT, 0.0), peer, short_of_cpu=short_of_cpu)
     assert when == found
     assert why.startswith("silent for" if found < NEVER else "")
 
 
 @pytest.mark.parametrize(
-    ("look", "short", "found"),
+    ("look", "short_of_cpu", "found"),
     [
         (looking_dead, False, SILENCE),
         (looking_dead, True, SILENCE),
@@ -116,9 +116,10 @@ def test_silence_over_a_network(peer: Peer, short: bool, found: float) -> None:
     ],
     ids=["stopped", "stopped, host busy", "computing", "starved", "runnable", "gone"],
 )
-def test_silence_on_the_same_host_is_looked_into(look: Look, short: bool, found: float) -> None:
+def test_silence_on_the_same_host_is_looked_into(look: Look, short_of_cpu: bool, found: float) -> None:
     """PRC-23. What the kernel shows decides, and nothing else."""
-    assert death(Liveness(TIMEOUT, 0.0, local=True), silent_after(starved), look=look, short=short)[0] == found
+    liveness = Liveness(TIMEOUT, 0.0, local=True)
+    assert death(liveness, silent_after(starved), look=look, short_of_cpu=short_of_cpu)[0] == found
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_a_shortage_is_remembered_for_a_while() -> None:
     shortage = Shortage()
     for quarter in range(41):
         shortage.note(min(quarter * BEAT, 5.0) * STARVED * 1.1, quarter * BEAT)
-    assert shortage.felt(5.0 + MEMORY)
-    assert not shortage.felt(5.0 + 1.0 + MEMORY + BEAT)
+    assert shortage.remembered(5.0 + MEMORY)
+    assert not shortage.remembered(5.0 + 1.0 + MEMORY + BEAT)
     assert not shortage.overdue(10.5)
     assert shortage.overdue(11.0)
 
@@ -204,7 +205,7 @@ def test_a_process_of_several_threads_that_wait_a_little_is_not_short() -> None:
     shortage = Shortage()
     for quarter in range(400):
         shortage.note(quarter * BEAT * STARVED * 0.9, quarter * BEAT)
-        assert not shortage.felt(quarter * BEAT)
+        assert not shortage.remembered(quarter * BEAT)
 
 
 def test_no_more_than_a_window_of_samples_is_kept() -> None:

@@ -29,7 +29,7 @@ def lower(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 
         ("min_tokens", [-1, 17]),  # 17 is more than the default of max_tokens
         ("presence_penalty", [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.1, 2.1, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, 1e-300, 1e300, math.inf, math.nan]),
         ("logprobs", [-1, 21]),
         ("top_logprobs", [-1, 21]),
         ("prompt_logprobs", [-1, 21]),
@@ -120,7 +120,7 @@ def test_a_key_of_the_bias_that_is_no_token_is_named_with_the_range(key: Any) ->
         ("max_tokens", [None, 0, 1]),
         ("min_tokens", [0, 16]),
         ("presence_penalty", [-2.0, 2.0]),
-        ("repetition_penalty", [1e-3, 5.0]),
+        ("repetition_penalty", [1e-30, 1e-3, 5.0, 1e30]),
         ("logprobs", [None, 0, 20]),
         ("stop", [None, "a", ["a", "b", "c", "d"], []]),
         ("logit_bias", [None, {}, {1: -100.0, 2: 100.0}]),
@@ -128,7 +128,12 @@ def test_a_key_of_the_bias_that_is_no_token_is_named_with_the_range(key: Any) ->
 )
 def test_values_in_range_are_taken(field: str, values: list[Any]) -> None:
     for value in values:
-        assert getattr(SamplingParams(**{field: value}), field) == value
+        params = SamplingParams(**{field: value})
+        assert getattr(params, field) == value
+        lowered = lower(params)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(lowered), type=Sampling) == lowered, (
+            "the wire takes it too"
+        )
 
 
 def test_lowering_carries_every_field() -> None:

@@ -1,4 +1,4 @@
-"""What processes tell of themselves, over real sockets, and what /proc shows of them."""
+"""Processes send beats over real sockets, and /proc shows what they do."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from shared.protocol import Beat, decode_to_supervisor
-from shared.reporter import BEAT, Loop, Post, Reporter
+from shared.reporter import BEAT, Loop, Reporter, Watcher
 from shared.transport import Listener, listen
 from shared.usage import Process
 
@@ -51,7 +51,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_beats_come_whatever_the_loop_does_and_tell_of_its_turn(listener: Listener) -> None:
     loop, name = Loop(), ["one"]
-    with Reporter(loop, [Post(address(listener), lambda: name[0])]):
+    with Reporter(loop, [Watcher(address(listener), lambda: name[0])]):
         assert next_beat(listener).vitals.busy == 0.0
         loop.turned()
         began = time.monotonic()
@@ -66,7 +66,7 @@ def test_beats_come_whatever_the_loop_does_and_tell_of_its_turn(listener: Listen
 
 
 def test_they_tell_of_cpu_time(listener: Listener) -> None:
-    with Reporter(Loop(), [Post(address(listener), lambda: "one")]):
+    with Reporter(Loop(), [Watcher(address(listener), lambda: "one")]):
         before = next_beat(listener).vitals
         while time.process_time() < before.cpu + 0.2:
             pass
@@ -75,7 +75,7 @@ def test_they_tell_of_cpu_time(listener: Listener) -> None:
 
 def test_one_without_a_name_says_nothing_and_old_beats_are_not_kept(listener: Listener) -> None:
     named = [""]
-    with Reporter(Loop(), [Post(address(listener), lambda: named[0])]):
+    with Reporter(Loop(), [Watcher(address(listener), lambda: named[0])]):
         assert not listener.socket.poll(3 * BEAT * 1000)
         named[0] = "one"
         assert next_beat(listener).name == "one"
@@ -84,7 +84,7 @@ def test_one_without_a_name_says_nothing_and_old_beats_are_not_kept(listener: Li
 def test_a_watcher_that_comes_late_hears_the_present() -> None:
     with tempfile.TemporaryDirectory(prefix="q") as folder, zmq.Context() as context:
         at, loop = f"ipc://{folder}/beats.sock", Loop()
-        with Reporter(loop, [Post(at, lambda: "one")]) as reporter:
+        with Reporter(loop, [Watcher(at, lambda: "one")]) as reporter:
             time.sleep(4 * BEAT)
             loop.turned()
             time.sleep(2 * BEAT)

@@ -9,12 +9,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -24,6 +23,7 @@ from quire.supervisor import is_healthy
 from services.gateway.attempt import Attempt
 from services.gateway.backend import Backend
 from shared.protocol import Finish, Sampling, Snapshot
+from tests.quire.serving import free_ports
 from tests.scripted import Script
 from tests.text.vocabulary import write_model_folder
 
@@ -137,15 +137,6 @@ class Server(Struct):
     @property
     def port(self) -> int:
         return self.gateway.port
-
-
-def free_ports(count: int) -> list[int]:
-    """So many ports that are free now."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @asynccontextmanager

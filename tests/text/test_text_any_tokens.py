@@ -70,7 +70,7 @@ def _spelled(vocabulary: Vocabulary, ids: Sequence[int]) -> Iterator[int]:
 
 
 def unfinished(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int]) -> bool:
-    """Whether the bytes of all ids end inside a character."""
+    """Return whether the bytes of all ids end inside a character."""
     return (
         UNFINISHED.search(b"".join(vocabulary.tokenizer.token_bytes(id) for id in ids if id not in hidden)) is not None
     )
@@ -135,7 +135,7 @@ def test_an_echo_and_what_follows_are_one_text(kind: str) -> None:
 
 
 def pieces(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
-    """What each token shows, and at last what waits."""
+    """Return what each token shows, and at last what waits."""
     detokenizer = Detokenizer(vocabulary.tokenizer, [])
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 

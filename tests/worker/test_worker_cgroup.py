@@ -1,4 +1,4 @@
-"""What control groups leave a process: trees of both versions, as files (MEM-21)."""
+"""Control groups leave a process memory and CPUs: trees of both versions, as files (MEM-21)."""
 
 import os
 from pathlib import Path

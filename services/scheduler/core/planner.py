@@ -163,8 +163,7 @@ class Planner:
             if roster.slots and not self._quarantine.active:  # a trial runs its members only
                 self._memory.fork(parent, child)
                 roster.seat(child)
-                child.queued = parent.queued  # it was admitted with its parent, whose work it shares
-                child.note_change()
+                child.note_admission_with(parent)
                 child.in_flight = 1
                 children.append(child)
             else:

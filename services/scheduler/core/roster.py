@@ -112,8 +112,7 @@ class Roster:
     def preempt(self, sequence: Sequence) -> None:
         """A running sequence goes back to the queue, as soon as nothing in flight names it."""
         self._counters.preemptions += 1
-        sequence.preemptions += 1
-        sequence.note_change()
+        sequence.note_preemption()
         self._stop(sequence)
 
     def end(self, sequence: Sequence, finish: Finish) -> None:

@@ -107,7 +107,7 @@ class Sequence:
 
         self.queued = -1.0  # seconds to its first admission; negative: not admitted yet
         self.preemptions = 0
-        self.admission: Admission | None = None  # to be told with the next row
+        self.admission: Admission | None = None  # to be sent with the next row
         self.cached_tokens = -1  # found in the index at its first admission; -1: not admitted yet
         self.prompt_seen = 0  # prompt positions counted in the metrics
         self.prompt_logprobs_sent = 0  # positions 1 to this one were delivered
@@ -126,13 +126,23 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     def note_admission(self, now: float) -> None:
-        """It is admitted, for the first time or again."""
+        """Note that it is admitted, for the first time or again."""
         if self.queued < 0:
             self.queued = max(now - self.request.accepted, 0.0)
-            self.note_change()
+            self._report_admission()
 
-    def note_change(self) -> None:
-        """Have the next row say how the sequence came to run."""
+    def note_admission_with(self, parent: "Sequence") -> None:
+        """Note that it is admitted as a fork of `parent`, whose work it shares."""
+        self.queued = parent.queued
+        self._report_admission()
+
+    def note_preemption(self) -> None:
+        """Note that it has to give up its blocks."""
+        self.preemptions += 1
+        self._report_admission()
+
+    def _report_admission(self) -> None:
+        """Have the next row carry how the sequence came to run."""
         self.admission = Admission(self.queued, self.preemptions)
 
     def move(self, state: State) -> None:
@@ -156,7 +166,7 @@ class Sequence:
 
 
 class Request:
-    """What one `Submit` asked for: its samples share the prompt, and take their places in the order by turns."""
+    """The request of one `Submit`: its samples share the prompt, and take their places in the order by turns."""
 
     __slots__ = ("accepted", "id", "live", "priority", "prompt_len", "rank", "sampling", "spread", "turn", "unborn")
 
@@ -178,7 +188,7 @@ class Request:
         self.priority = priority
         self.accepted = accepted  # time
         self.turn = turn  # samples of the same user's request before sample 0 of this one
-        self.spread = spread  # seconds by which each sample's place is behind the one's before
+        self.spread = spread  # seconds by which each sample's place is behind that of the one before
         self.live: dict[int, Sequence] = {}  # by sample index
         self.unborn: list[int] = []  # samples that begin when the prompt has been computed once
 

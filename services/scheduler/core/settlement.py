@@ -70,7 +70,7 @@ def _advance(row: Row, sequence: Sequence, answer: SampledRow | None) -> Progres
         return None
     request, cached, admission = sequence.request, sequence.cached_tokens, sequence.admission
     if admission is not None:
-        sequence.admission = None  # told once
+        sequence.admission = None  # sent once
     return ProgressRow(
         request.id, sequence.sample, output_len, tokens, logprobs, prompt_logprobs, finish, cached, "", admission
     )

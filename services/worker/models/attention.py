@@ -72,12 +72,12 @@ class Rotations:
     """The angles of each of a model's ropes, for the positions that were asked for."""
 
     def __init__(self, layers: Iterable[LayerSpec], ops: Ops, *, packed: bool) -> None:
-        """`packed` is whether attention wants those of all positions, since keys lack a bias."""
+        """`packed` says whether attention needs the angles of all positions, since keys lack a bias."""
         self._ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._ops, self._packed = ops, packed
         self.angles: dict[Rope, Any] = {}
-        """What attention wants of each rope, in the order of `ropes`; nothing if it wants none."""
+        """Each rope's angles as attention takes them, in the order of `ropes`; empty if it needs none."""
 
     @property
     def ropes(self) -> list[Rope]:

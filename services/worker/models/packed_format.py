@@ -1,4 +1,4 @@
-"""How a checkpoint packs integers in place of weights, as its own settings tell: GPTQ's and AWQ's.
+"""The format of a checkpoint that packs integers in place of weights, by its own settings: GPTQ's and AWQ's.
 
 They are the `quantization_config` of config.json, or a file beside it that the quantising tool wrote. Whatever else
 they may ask for is refused by name, since its numbers would mean something else. No torch here: the command line asks
@@ -22,7 +22,7 @@ SUPPORTED = (
 )
 
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
-"""What AutoGPTQ and AutoAWQ write beside config.json; some tools write AWQ's settings under the first name."""
+"""Files that AutoGPTQ and AutoAWQ write beside config.json; some tools write AWQ's settings under the first name."""
 
 _SPELLINGS = {
     "quant_method": ("quant_method", "method"),

@@ -84,7 +84,7 @@ def choose(config: Mapping[str, Any], implementation: Implementation = "auto") -
     raise ModelError(f"architecture {', '.join(names)} {_reason(names, config)}; {LISTED}")
 
 
-def instead_of_family(way: Way, implementation: Implementation, error: UnsupportedByFamily) -> Way:
+def fall_back(way: Way, implementation: Implementation, error: UnsupportedByFamily) -> Way:
     """Return transformers' way of a model that its family cannot serve because of `error`, which is raised if there is
     none, or if the family was asked for."""
     if implementation != "auto" or way.architecture not in with_replaceable_attention():
@@ -107,7 +107,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _is_body_or_unknown(name: str) -> bool:
-    """Whether `name` is of a causal model's body, or another spelling of a causal model's class."""
+    """Return whether `name` is of a causal model's body, or another spelling of a causal model's class."""
     return name not in ARCHITECTURES and name not in causal_models() and name.endswith(("Model", "ForCausalLM"))
 
 

@@ -112,7 +112,7 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
 class WeightNames:
     """Where a family's checkpoints keep each parameter: module names, without `.weight` and `.bias`."""
 
-    prefixes: tuple[str, ...]  # that a tensor may have before its name; of a missing one, the first is told
+    prefixes: tuple[str, ...]  # that a tensor may have before its name; an error on a missing one names the first
     layer: str  # prefix of a layer's names, with a place for its number
     modules: Mapping[str, str]  # of the model
     layer_modules: Mapping[str, tuple[str, ...]]
