@@ -60,6 +60,7 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
         keepers = [asyncio.ensure_future(child.keep_running()) for child in self.children]
         watcher = asyncio.ensure_future(self._replace_dead())
+        watcher.add_done_callback(self._tell_of_failure)
         try:
             status = await self._start(keepers)
             if status is None:
@@ -100,6 +101,11 @@ class Supervisor:
             for child, fault in self.watch.look(self.children, time.monotonic()):
                 child.replace(fault)
             await asyncio.sleep(PERIOD)
+
+    def _tell_of_failure(self, watcher: "asyncio.Future[None]") -> None:
+        """Say that nobody looks for hangs any more. Serving goes on, since a hang may never come."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self.say(f"services that hang are no longer replaced, by a bug: {error!r}")
 
     async def _until_ready(self) -> None:
         while not await self.ready():  # noqa: ASYNC110  (another process decides it)

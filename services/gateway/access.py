@@ -15,7 +15,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.typedefs import Handler
 
 from services.gateway import cors, expect, faults
-from services.gateway.serving import GATEWAY, REQUEST_ID
+from services.gateway.serving import GATEWAY, PATHS, REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,7 @@ def _id(given: str) -> str:
 def _route(request: web.Request) -> str:
     """Return the declared path that the request resolved to, without --root-path; 'none' if there is no such path."""
     resource = request.match_info.route.resource
-    if resource is None:
-        return "none"
-    return resource.canonical.removeprefix(request.app[GATEWAY].config.root_path.rstrip("/"))
+    return "none" if resource is None else request.app[PATHS][resource.canonical]
 
 
 def _carries(header: str, keys: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from aiohttp import web
 from services.gateway import access, cors, expect, faults, ignored
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
-from services.gateway.serving import GATEWAY, Gateway
+from services.gateway.serving import GATEWAY, PATHS, Gateway
 from shared.errors import Unavailable
 
 STARTED = int(time.time())
@@ -20,8 +20,11 @@ def make_app(gateway: Gateway) -> web.Application:
     app = web.Application(middlewares=access.MIDDLEWARES)
     app[GATEWAY] = gateway
     app.on_response_prepare.extend([access.sign, cors.sign, ignored.sign])
+    app[PATHS] = {}
     for root in dict.fromkeys(["", gateway.config.root_path.rstrip("/")]):
-        app.add_routes(_routes(root))
+        for route in app.add_routes(_routes(root)):
+            if route.resource is not None:
+                app[PATHS][route.resource.canonical] = route.resource.canonical[len(root) :]
     return app
 
 

@@ -109,4 +109,7 @@ class Gateway(Struct, frozen=True):
 
 
 GATEWAY = web.AppKey("gateway", Gateway)
+PATHS = web.AppKey("paths", dict[str, str])
+"""The declared path of each resource, by its canonical one, which may begin with --root-path."""
+
 REQUEST_ID = web.RequestKey("id", str)

@@ -370,3 +370,9 @@ async def test_the_api_is_also_under_the_path_of_a_proxy() -> None:
             assert response.status == 404
         async with client.get("/metrics") as response:
             assert 'handler="/v1/completions"} 2.0' in await response.text()
+    async with serve(root_path="/v1") as client:
+        for root in ("", "/v1"):
+            async with client.get(f"{root}/v1/models") as response:
+                assert response.status == 200
+        async with client.get("/metrics") as response:
+            assert 'handler="/v1/models"} 2.0' in await response.text()

@@ -16,6 +16,7 @@ import pytest
 from quire import children
 from quire.children import Child, Log, StartFailed
 from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
+from quire.watch import Watch
 
 SERVICE = """
 import os, signal, sys, time
@@ -239,3 +240,25 @@ def test_prc_01_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) ->
     assert len(descendants) == 2
     _, alive = psutil.wait_procs(descendants, timeout=10)
     assert alive == []
+
+
+class BrokenWatch(Watch):
+    """A watch with a bug."""
+
+    def __init__(self) -> None:
+        """Watch nothing."""
+
+    def look(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
+        """Fail."""
+        raise LookupError("of mine")
+
+
+async def test_a_watch_that_fails_is_told_and_serving_goes_on(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, {"gateway": "serve"})
+    supervisor = fakes.supervisor()
+    supervisor.watch = BrokenWatch()
+    async with fakes.running(supervisor) as task:
+        await until(lambda: fakes.announced == 1 and len(fakes.said) == 1)
+        assert fakes.said == ["services that hang are no longer replaced, by a bug: LookupError('of mine')"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
