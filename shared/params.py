@@ -7,7 +7,6 @@ Whole numbers may be written as 5.0, since some clients' languages have no other
 torch's scalars; what is kept is an int. Every list's length is checked before anything loops over it.
 """
 
-import math
 import operator
 import re
 import secrets
@@ -19,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from shared.errors import InvalidRequest, brief
-from shared.protocol import Sampling
+from shared.protocol import PENALTY_MAX, PENALTY_MIN, Sampling
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -101,8 +100,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             _check(self.min_tokens <= self.max_tokens, "min_tokens", "must be at most max_tokens", self.min_tokens)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        positive = self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)
-        _check(positive, "repetition_penalty", "must be greater than 0 and finite", self.repetition_penalty)
+        _between("repetition_penalty", self.repetition_penalty, PENALTY_MIN, PENALTY_MAX)
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
@@ -211,9 +209,11 @@ def whole(name: str, value: Any) -> int:
 
 def real(name: str, value: Any) -> float:
     """Return a number as it is, or as a float. Raises `InvalidRequest` naming the field."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    if hasattr(value, "dtype") and "bool" not in str(value.dtype):  # numpy's and torch's scalars
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # perhaps too large for a float
+    if isinstance(value, float):
+        return float(value)  # numpy's float64 is a float to Python, but not to msgspec
+    if hasattr(value, "dtype") and not any(kind in str(value.dtype) for kind in ("bool", "complex")):
         with suppress(TypeError, ValueError, RuntimeError):  # or an array
             return float(value)
     raise InvalidRequest(f"{name} must be a number, got {brief(value)}", name)
@@ -236,9 +236,17 @@ def _between(param: str, value: float, low: float, high: float) -> None:
 
 def _check_length(param: str, values: Any, most: int, of: str) -> None:
     """Raise `InvalidRequest` unless `values` is a list or the like of at most so many."""
-    sized = hasattr(values, "__len__") and hasattr(values, "__iter__") and not isinstance(values, (str, bytes))
-    _check(sized, param, f"must be a list of {of}", values)
+    _check(_is_listed(values), param, f"must be a list of {of}", values)
     _check(len(values) <= most, param, f"must hold at most {most} {of}", len(values))
+
+
+def _is_listed(values: Any) -> bool:
+    """Return whether `values` has a length and can be looped over, and is no text."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        return False
+    with suppress(TypeError):  # an array of no dimensions has the method, but no length
+        return len(values) >= 0
+    return False
 
 
 def _bias(key: object, value: Any) -> float:

@@ -53,6 +53,7 @@ Detail = Annotated[str, Meta(max_length=2**20)]  # for people
 
 Wanted = Annotated[int, Meta(ge=-1, le=_INT32)]  # a number of alternatives, or a sample; -1 is said where it is used
 Share = Annotated[float, Meta(ge=0, le=1)]
+PENALTY_MIN, PENALTY_MAX = 1e-30, 1e30  # of repetition_penalty, by which logits of a float32 are divided and multiplied
 Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; far more than the API takes
 TokenIds = Annotated[list[Index], Meta(max_length=2**20)]
 LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=2**20)]
@@ -97,7 +98,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     min_p: Share = 0.0  # 0 is off
     presence_penalty: Bias = 0.0  # over output tokens
     frequency_penalty: Bias = 0.0  # over output tokens
-    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=1e30)] = 1.0  # over prompt and output tokens
+    repetition_penalty: Annotated[float, Meta(ge=PENALTY_MIN, le=PENALTY_MAX)] = 1.0  # over prompt and output tokens
     logit_bias: LogitBias = []  # (token id, added to its logit)
     min_tokens: Index = 0  # stop tokens cannot be sampled before so many output tokens
     stop_token_ids: TokenIds = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
