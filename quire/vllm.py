@@ -202,7 +202,7 @@ class Setting(NamedTuple):
 
     def accepts(self, value: Any) -> bool:
         """Tell whether `value`, from a command line, a file or Python, asks for nothing that is missing here."""
-        if self.neutral is None or value in (None, [], {}, ()):
+        if self.neutral is None or value is None or (isinstance(value, (list, tuple, dict)) and not value):
             return True
         return any(_same(_text(value), neutral) for neutral in self.neutral)
 

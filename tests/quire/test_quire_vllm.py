@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import settings, vllm
@@ -142,6 +143,7 @@ def test_the_key_of_vllm_protects_the_server() -> None:
         ({"trust_remote_code": True, "swap_space": 4, "enforce_eager": True, "disable_log_stats": False}, {}),
         ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
         ({"cpu_offload_gb": 0.0, "logits_processors": [], "lora_modules": [], "hf_overrides": {}}, {}),
+        ({"tensor_parallel_size": np.int64(1)}, {}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
         ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),
     ],
