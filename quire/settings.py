@@ -93,8 +93,8 @@ def _from_file(path: str) -> vllm.Translation:
 
 def _with_key_of_vllm(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Let VLLM_API_KEY protect the server as it does vLLM's, unless Quire's own variable is set."""
-    key = environment.get("VLLM_API_KEY", "")
-    if not key or environment.get("QUIRE_API_KEY"):
+    key = environment.get("VLLM_API_KEY", "").strip()
+    if not key or environment.get("QUIRE_API_KEY", "").strip():
         return environment
     return {**environment, "QUIRE_API_KEY": json.dumps([key])}
 

@@ -35,7 +35,9 @@ class Setting(NamedTuple):
 
     def accepts(self, value: Any) -> bool:
         """Tell whether `value`, from a command line, a file or Python, asks for nothing that is missing here."""
-        return self.neutral is None or value is None or _text(value) in self.neutral
+        if self.neutral is None or value is None or (isinstance(value, (list, tuple, dict)) and not value):
+            return True
+        return any(_same(_text(value), neutral) for neutral in self.neutral)
 
 
 def _settings() -> Iterator[Setting]:
@@ -91,6 +93,14 @@ def _text(value: Any) -> str:
     return str(value).strip().lower()
 
 
+def _same(text: str, neutral: str) -> bool:
+    """Return whether two values are equal: `0.0` and `0` are, since some of these settings are floats."""
+    try:
+        return float(text) == float(neutral)
+    except ValueError:
+        return text == neutral
+
+
 def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
     own = RENAMED.get(name, name)
     if isinstance(value, str):
@@ -102,14 +112,16 @@ def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
     if own == "max_model_len" and _text(value) in ("auto", "-1"):
         return {}  # as unset: what the model was made for, as far as it fits
     if name == "kv_cache_memory_bytes" and value is not None:
-        value = _gibibytes(value, f"{place}--kv-cache-memory-bytes {value}")
+        value = _gib(value, f"{place}--kv-cache-memory-bytes {value}")
     return {own: value}
 
 
-def _gibibytes(value: Any, said: str) -> float:
+def _gib(value: Any, said: str) -> float:
+    """Return a number of bytes as GiB."""
+    number = _count(value, said) if isinstance(value, str) else value
     try:
-        return float(_count(value, said) if isinstance(value, str) else value) / GIB
-    except (TypeError, ValueError) as error:
+        return float(number) / GIB
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{said}: must be a number of bytes") from error
 
 

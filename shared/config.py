@@ -124,7 +124,7 @@ def resolve(
             values[knob.name] = _from_file(knob, file[knob.name])
             sources[knob.name] = f"--config {flags.get('config', '')}: {knob.flag[2:]}"
         if raw := environment.get(knob.variable, "").strip():
-            values[knob.name] = _from_variable(knob, raw)
+            values[knob.name] = _from_variable(raw) if _is_list(knob.type) else raw
             sources[knob.name] = knob.variable
         if knob.name in flags:
             values[knob.name] = _from_flag(knob, flags[knob.name])
@@ -189,24 +189,23 @@ def _from_file(knob: Knob, value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):  # of a knob that holds JSON
-        return json.dumps(value)
+        return json.dumps(value, default=str)  # YAML has dates
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return str(value) if number else value
 
 
-def _from_variable(knob: Knob, text: str) -> Any:
-    if not _is_list(knob.type):
-        return text
-    listed = _json_list(text)
-    return text.split(",") if listed is None else listed
+def _from_variable(raw: str) -> list[str]:
+    """Return the list that an environment variable spells: JSON, or words with commas between them."""
+    listed = _json_list(raw)
+    return [word.strip() for word in raw.split(",")] if listed is None else listed
 
 
 def _from_flag(knob: Knob, value: Any) -> Any:
     if not _is_list(knob.type):
         return value
-    words = [value] if isinstance(value, str) else list(value)
-    listed = _json_list(words[0]) if len(words) == 1 else None
-    return words if listed is None else listed
+    listed = [value] if isinstance(value, str) else list(value)
+    spelled = _json_list(listed[0]) if len(listed) == 1 else None
+    return listed if spelled is None else spelled
 
 
 def _json_list(text: Any) -> list[str] | None:

@@ -209,9 +209,11 @@ def whole(name: str, value: Any) -> int:
 
 def real(name: str, value: Any) -> float:
     """Return a number as it is, or as a float. Raises `InvalidRequest` naming the field."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    if hasattr(value, "dtype") and "bool" not in str(value.dtype):  # numpy's and torch's scalars
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # perhaps too large for a float
+    if isinstance(value, float):
+        return float(value)  # numpy's float64 is a float to Python, but not to msgspec
+    if hasattr(value, "dtype") and not any(kind in str(value.dtype) for kind in ("bool", "complex")):
         with suppress(TypeError, ValueError, RuntimeError):  # or an array
             return float(value)
     raise InvalidRequest(f"{name} must be a number, got {brief(value)}", name)
@@ -234,9 +236,17 @@ def _between(param: str, value: float, low: float, high: float) -> None:
 
 def _check_length(param: str, values: Any, most: int, of: str) -> None:
     """Raise `InvalidRequest` unless `values` is a list or the like of at most so many."""
-    sized = hasattr(values, "__len__") and hasattr(values, "__iter__") and not isinstance(values, (str, bytes))
-    _check(sized, param, f"must be a list of {of}", values)
+    _check(_is_listed(values), param, f"must be a list of {of}", values)
     _check(len(values) <= most, param, f"must hold at most {most} {of}", len(values))
+
+
+def _is_listed(values: Any) -> bool:
+    """Return whether `values` has a length and can be looped over, and is no text."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        return False
+    with suppress(TypeError):  # an array of no dimensions has the method, but no length
+        return len(values) >= 0
+    return False
 
 
 def _bias(key: object, value: Any) -> float:

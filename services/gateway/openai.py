@@ -7,7 +7,7 @@ some clients' languages have no other numbers.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -153,8 +153,21 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
+    check_values(b",".join(_arguments(request.messages)))
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+
+
+def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yield the JSON texts in a history's tool calls, which are decoded as well before a template sees them."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in [message.get("function_call"), *(calls if isinstance(calls, list) else ())]:
+            if isinstance(call, dict):
+                function = call.get("function", call)
+                text = function.get("arguments") if isinstance(function, dict) else None
+                if isinstance(text, str):
+                    yield text.encode()
 
 
 def _check_completion(request: CompletionRequest) -> None:

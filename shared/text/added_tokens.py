@@ -55,9 +55,14 @@ def _config(folder: Path) -> dict[str, Any]:
     if isinstance(config.get("added_tokens_decoder"), dict):
         return config
     older = read_json(folder / "special_tokens_map.json")
-    if _extra(config):
+    if _extra(config) and not _are_named(config):
         older.pop("additional_special_tokens", None)
     return config | older
+
+
+def _are_named(config: Mapping[str, Any]) -> bool:
+    """True if the newer field of extra special tokens has names of the model's own."""
+    return isinstance(config.get("extra_special_tokens"), dict) and bool(config["extra_special_tokens"])
 
 
 def _listed(config: Mapping[str, Any], folder: Path, here: Mapping[int, AddedToken]) -> list[AddedToken]:
@@ -66,8 +71,8 @@ def _listed(config: Mapping[str, Any], folder: Path, here: Mapping[int, AddedTok
     if isinstance(listed, dict):
         numbered = {whole_number(id): _token(value) for id, value in listed.items()}
     else:
-        # not those of special_tokens_map.json, which transformers reads too late to mark them
-        extra = _extra(read_json(folder / "tokenizer_config.json"))
+        # not those of special_tokens_map.json, nor those beside named ones: transformers reads both too late
+        extra = [] if _are_named(config) else _extra(read_json(folder / "tokenizer_config.json"))
         special = {token.content for token in (*_named(config).values(), *extra)}
         older = read_json(folder / "added_tokens.json")
         numbered = {whole_number(id): AddedToken(text, special=text in special) for text, id in older.items()}
@@ -87,8 +92,10 @@ def _named(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """The special tokens without a name."""
-    values = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    """The special tokens without a name. Where the newer field names its tokens, the older one has those without."""
+    values = config.get("extra_special_tokens")
+    if not isinstance(values, list) or not values:
+        values = config.get("additional_special_tokens")
     tokens = [_token(value) for value in values] if isinstance(values, list) else []
     return [token for token in tokens if token is not None]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, brief
 from shared.text.content import ContentForms, Message, text_part
 
 
@@ -61,7 +61,7 @@ def _part(part: Any, where: str) -> Message:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise InvalidRequest(f"{where} must be an object with a type", where)
     if part["type"] != "text":
-        raise InvalidRequest(f"{where} has type {part['type']!r}; this model takes only 'text'", where)
+        raise InvalidRequest(f"{where} has type {brief(part['type'])}; this model takes only 'text'", where)
     if not isinstance(part.get("text"), str):
         raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")
     return {name: value for name, value in part.items() if value is not None}

@@ -234,6 +234,24 @@ async def test_values_of_a_body_are_counted(item: str) -> None:
         assert "the body holds" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda text: {"tool_calls": [{"function": {"name": "f", "arguments": text}}]},
+        lambda text: {"tool_calls": [{"function": {"name": "f", "arguments": text[: 6 + 3 * 13_000] + "1]}"}}] * 12},
+        lambda text: {"tool_calls": [{"name": "f", "arguments": text}]},
+        lambda text: {"function_call": {"name": "f", "arguments": text}},
+    ],
+    ids=["one", "many", "bare", "function_call"],
+)
+async def test_values_inside_of_tool_calls_are_counted(message: Any) -> None:
+    """Arguments are JSON in a string, which is decoded too: a million lists there cost as much as in the body."""
+    text = '{"a":[' + "[]," * 150_000 + "1]}"
+    async with serve() as client:
+        fields = {"messages": [USER, {"role": "assistant", "content": "x"} | message(text)]}
+        await refuses(client, PATHS[1], fields, words="more than")
+
+
 async def test_lim12_a_long_prompt_is_never_cut() -> None:
     backend = FakeBackend()
     async with serve(backend) as client:

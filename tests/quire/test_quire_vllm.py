@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import settings, vllm, vllm_settings
@@ -45,6 +46,7 @@ def parse(line: str) -> tuple[settings.Settings, list[str]]:
         '--limit-mm-per-prompt {"image":0} --no-enable-log-requests --tokenizer-mode auto --load-format auto',
         "--max_model_len 2048 --served_model_name a b --cuda-graph-sizes 1 2 4 --api-key x",
         "--quantization gptq_marlin --kv-cache-memory-bytes 2G --generation-config vllm --stream-interval 4",
+        "--cpu-offload-gb 0.0 --ssl-cert-reqs 0",
     ],
 )
 def test_start_lines_of_vllm_are_taken(line: str) -> None:
@@ -91,6 +93,7 @@ def test_what_is_taken_without_effect_is_said_once_each() -> None:
         ("--tokenizer-mode mistral", "--tokenizer-mode mistral is not supported: "),
         ("--middleware a.b c.d", "--middleware ['a.b', 'c.d'] is not supported: "),
         ("--max-model-len 1.0001k", "--max-model-len 1.0001k: must be a whole number"),
+        ("--cpu-offload-gb 0.5", "--cpu-offload-gb 0.5 is not supported: weights stay on the device"),
         ("--kv-cache-memory-bytes many", "--kv-cache-memory-bytes many: must be a number of bytes"),
         ("--max-model-len many", "--max-model-len 'many': Expected `int"),
         ("--no-such-flag-of-vllm", "unrecognized arguments: --no-such-flag-of-vllm"),
@@ -129,6 +132,8 @@ def test_the_key_of_vllm_protects_the_server() -> None:
     """API-02: who sets VLLM_API_KEY must not get a server that is open."""
     assert settings.read({}, {"VLLM_API_KEY": "a,b"}).gateway.api_key == ["a,b"]
     assert settings.read({}, {"VLLM_API_KEY": "a", "QUIRE_API_KEY": "b"}).gateway.api_key == ["b"]
+    assert settings.read({}, {"VLLM_API_KEY": "a\n", "QUIRE_API_KEY": " "}).gateway.api_key == ["a"]  # blank: unset
+    assert settings.read({}, {"VLLM_API_KEY": " "}).gateway.api_key == []
     found = settings.read({"api_key": ["c"]}, {"VLLM_API_KEY": "a"})
     assert found.gateway.api_key == ["c"]
     assert json.loads(settings.service_environment(found)["QUIRE_API_KEY"]) == ["c"]
@@ -139,6 +144,8 @@ def test_the_key_of_vllm_protects_the_server() -> None:
     [
         ({"trust_remote_code": True, "swap_space": 4, "enforce_eager": True, "disable_log_stats": False}, {}),
         ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
+        ({"cpu_offload_gb": 0.0, "logits_processors": [], "lora_modules": [], "hf_overrides": {}}, {}),
+        ({"tensor_parallel_size": np.int64(1)}, {}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
         ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),
     ],

@@ -194,10 +194,22 @@ def test_a_string_is_a_list_of_one_and_what_is_empty_is_unset(tmp_path: Path) ->
     assert read(f"--config={file}", environment={"QUIRE_KEYS": ""}).keys == ["1", "two"]
 
 
+def test_spaces_around_the_commas_of_a_variable_are_no_part_of_its_words() -> None:
+    """A key that begins with a space could never be sent."""
+    assert read(environment={"QUIRE_KEYS": "a, b ,c"}).keys == ["a", "b", "c"]
+
+
+def test_dates_in_a_files_objects_are_strings(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("name: {day: 2020-01-02}\n")
+    assert read(f"--config={file}").name == '{"day": "2020-01-02"}'
+
+
 def test_lists_may_be_json() -> None:
     """API-02: vLLM's start lines spell lists so."""
     assert read("--keys", '["a", "b,c"]').keys == ["a", "b,c"]
     assert read(environment={"QUIRE_KEYS": '["a,b"]'}).keys == ["a,b"]
+    assert read("--keys", "[]").keys == read(environment={"QUIRE_KEYS": "[]"}).keys == []
     assert read("--keys", "[a", "b").keys == ["[a", "b"]
     assert read("--keys=[1]").keys == ["[1]"]
 

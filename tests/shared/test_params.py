@@ -29,7 +29,7 @@ def lower(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 
         ("min_tokens", [-1, 17]),  # 17 is more than the default of max_tokens
         ("presence_penalty", [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.1, 2.1, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, 1e-300, 1e300, math.inf, math.nan]),
+        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan, 1e300, 1e-300, 10**400]),
         ("logprobs", [-1, 21]),
         ("top_logprobs", [-1, 21]),
         ("prompt_logprobs", [-1, 21]),
@@ -45,7 +45,9 @@ def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> 
         assert caught.value.message.startswith(field)
 
 
-NO_NUMBER: list[Any] = ["5", True, False, b"5", [5], {}, object(), 1j, np.bool_(True), np.array([5, 6])]
+NO_NUMBER: list[Any] = [
+    "5", True, False, b"5", [5], {}, object(), 1j, np.bool_(True), np.array([5, 6]), np.complex64(1)
+]  # fmt: skip
 WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -58,8 +60,8 @@ REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"
         *((field, NO_NUMBER) for field in REAL),
         *((field, [1, 0, "true", None]) for field in FLAGS),
         *((field, [None]) for field in ("n", "top_k", "min_tokens", *REAL)),
-        ("stop", [5, ["a", 5], [None], b"a", {"a": 1}.__iter__()]),
-        ("stop_token_ids", [5, "12", ["1"], [1.5], [True], [None], range(1025)]),
+        ("stop", [5, ["a", 5], [None], b"a", {"a": 1}.__iter__(), np.array("a")]),
+        ("stop_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [None], range(1025)]),
         ("logit_bias", [5, [1], {1: "x"}, {1: None}, {1: True}, {1.5: 1}, {None: 1}, {True: 1},
                         dict.fromkeys(range(16_385), 1)]),
     ],
@@ -169,6 +171,19 @@ def test_lowering_carries_every_field() -> None:
         logprobs=2,
         prompt_logprobs=1,
     )
+
+
+@pytest.mark.parametrize("field", REAL)
+def test_every_number_of_numpys_can_be_sent(field: str) -> None:
+    """One that Python takes for a float is none to the wire's encoder."""
+    sampling = lower(SamplingParams(**{field: np.float64(0.5)}))  # type: ignore[arg-type]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+
+
+@pytest.mark.parametrize("penalty", [1e-30, 1e30])
+def test_what_is_in_range_passes_the_wire(penalty: float) -> None:
+    sampling = lower(SamplingParams(repetition_penalty=penalty))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
 
 
 def test_what_is_off_is_off_on_the_wire() -> None:

@@ -25,6 +25,7 @@ NEW = {"content": "<|new|>", "special": True, "normalized": False}
 PLAIN = {"content": "<plain>", "special": False, "rstrip": True}
 LISTED = {str(SIZE): NEW, str(SIZE + 1): PLAIN}
 OLD = {"<plain>": SIZE + 1, "<|old|>": SIZE}
+NAMED = {"extra_special_tokens": {"new_token": "<|new|>"}}
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
 GPT2 = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "<s>"}
 
@@ -77,6 +78,8 @@ def assert_as_transformers(folder: Path) -> Tokenizer:
         {"additional_special_tokens": ["<|extra|>", {"__type": "AddedToken", "content": "<|new|>", "lstrip": True}]},
         {"extra_special_tokens": ["<|extra|>"]},
         {"extra_special_tokens": [], "additional_special_tokens": ["<|extra|>"]},
+        NAMED | {"additional_special_tokens": ["<|extra|>"]},
+        {"extra_special_tokens": {}, "additional_special_tokens": ["<|extra|>"]},
         {"extra_special_tokens": {"image_token": "<|extra|>"}},
         {"image_token": "<|extra|>", "add_bos_token": True},
         {"eos_token": "<|extra|>", "pad_token": "<|new|>", "sep_token": "<|old|>"},
@@ -93,7 +96,8 @@ def test_tokens_of_tokenizer_config(config: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("config", [{}, {"additional_special_tokens": ["<|old|>"]}, {"pad_token": "<plain>"},
-                                    {"added_tokens_decoder": LISTED}])  # fmt: skip
+                                    {"added_tokens_decoder": LISTED}, NAMED,
+                                    NAMED | {"additional_special_tokens": ["<|old|>"]}])  # fmt: skip
 @pytest.mark.parametrize(
     "files",
     [

@@ -107,6 +107,13 @@ def test_tpl03_other_parts_are_refused_by_their_type(kind: str) -> None:
     assert caught.value.param == "messages[1].content[0]"
 
 
+def test_the_type_of_a_part_is_cut_to_a_line() -> None:
+    """An error is a line long, whatever a client sends."""
+    with pytest.raises(InvalidRequest, match="messages") as caught:
+        render({"role": "user", "content": [{"type": "x" * 1_000_000}]})
+    assert len(caught.value.message) < 300
+
+
 @pytest.mark.parametrize(
     "messages",
     [[], ["hi"], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": 5}],
