@@ -140,6 +140,8 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from error
+    if data is None:  # an empty file, or nothing but comments
+        return {}
     if not isinstance(data, dict):
         raise ConfigError(f"--config {path}: must be a mapping of settings")
     return {str(key).replace("-", "_"): value for key, value in data.items()}

@@ -7,6 +7,7 @@ some clients' languages have no other numbers.
 """
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -97,6 +98,7 @@ def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list
 
     Raises `InvalidRequest` naming the field at fault, where there is one; if `strict`, for unknown fields too.
     """
+    body = body.removeprefix(BOM_UTF8)  # which some clients write, and RFC 8259 lets a reader ignore
     check_values(body)
     try:
         given = _GIVEN.decode(body)

@@ -376,3 +376,10 @@ async def test_the_api_is_also_under_the_path_of_a_proxy() -> None:
                 assert response.status == 200
         async with client.get("/metrics") as response:
             assert 'handler="/v1/models"} 2.0' in await response.text()
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    async with serve() as client:
+        headers = {"Content-Type": "application/json"}
+        async with client.post("/v1/completions", data=b'\xef\xbb\xbf{"prompt": "hi"}', headers=headers) as response:
+            assert response.status == 200

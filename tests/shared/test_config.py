@@ -205,6 +205,14 @@ def test_dates_in_a_files_objects_are_strings(tmp_path: Path) -> None:
     assert read(f"--config={file}").name == '{"day": "2020-01-02"}'
 
 
+def test_a_file_may_say_nothing(tmp_path: Path) -> None:
+    """API-03: a file of comments is no mistake."""
+    file = tmp_path / "settings.yaml"
+    for text in ("", "# size: 5\n"):
+        file.write_text(text)
+        assert read(f"--config={file}") == Sample()
+
+
 def test_lists_may_be_json() -> None:
     """API-02: vLLM's start lines spell lists so."""
     assert read("--keys", '["a", "b,c"]').keys == ["a", "b,c"]
