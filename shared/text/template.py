@@ -141,9 +141,8 @@ class ChatTemplate:
         """The form of content that the template reads, found when it is first needed."""
         if self._template is None:
             return ContentForms()
-        if self._form is not None:
-            return ContentForms({"user": self._form})
-        return find_forms(lambda messages: self._run(messages, True, {}))
+        found = find_forms(lambda messages: self._run(messages, True, {}))  # also if the user knows: it tries it out
+        return found if self._form is None else ContentForms({"user": self._form})
 
     def _error(self, message: str) -> ModelError:
         return ModelError(message if self._origin is None else f"{self._origin}: {message}")
