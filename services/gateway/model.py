@@ -100,14 +100,15 @@ def _from_file(source: str, folder: Path) -> SamplingDefaults:
         return SamplingDefaults()
     if source == "auto":
         return SamplingDefaults.load(folder)
-    path = named_generation_config(source)
-    return SamplingDefaults.read(read_json(path), path)
+    return SamplingDefaults.read(*named_generation_config(source))
 
 
-def named_generation_config(folder: str) -> Path:
-    """Return the file in the folder of --generation-config. Raises `ModelError` if it is missing or no JSON object."""
+def named_generation_config(folder: str) -> tuple[dict[str, Any], Path]:
+    """Return what the file in the folder of --generation-config holds, and its path.
+
+    Raises `ModelError` if it is missing or no JSON object.
+    """
     path = Path(folder).expanduser() / "generation_config.json"
     if not path.is_file():
         raise ModelError(f"--generation-config {folder}: there is no {path}")
-    read_json(path)
-    return path
+    return read_json(path), path

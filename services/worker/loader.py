@@ -118,8 +118,8 @@ def load_weights(
 
     Raises ModelError naming a tensor that is missing, or has the wrong shape or type, before memory is taken for any.
     """
-    refuse_missing(files, spec, names)
     where = TensorNames(files.names, names, tied=spec.tied)
+    _refuse_missing(files, spec, names, where)
     sources = dict(list_sources(files, _untied(files, spec, where), names, where))
     for source in sources.values():
         _check(files, source)
@@ -146,7 +146,10 @@ def refuse_missing(files: WeightFiles, spec: DecoderSpec, names: WeightNames) ->
     It is an UnsupportedByFamily if the checkpoint has as many numbers for which the family knows no place: they may be
     the same weights under names that it does not know. No tensor is read.
     """
-    where = TensorNames(files.names, names, tied=spec.tied)
+    _refuse_missing(files, spec, names, TensorNames(files.names, names, tied=spec.tied))
+
+
+def _refuse_missing(files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames) -> None:
     absent = (part for part in _parts(files, spec, names, where) if part.tensor not in files)
     found = [part.tensor for part in itertools.islice(absent, _COUNTED + 1)]
     if missing := list(dict.fromkeys(found)):  # one may hold all experts
