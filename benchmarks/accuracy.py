@@ -23,9 +23,9 @@ from torch import Tensor
 from kernels.load import ops
 from services.worker.batch import build
 from services.worker.config import WorkerConfig
-from services.worker.model import load_model
+from services.worker.models.load import load_model
 from services.worker.slots import Slots
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 from shared.text.tokenizer import Tokenizer
 

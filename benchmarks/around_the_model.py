@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.worker_threads import MODES, decode
-from services.worker import report
+from services.worker import logprobs as report
 from services.worker import runner as running
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import Inputs, Shape

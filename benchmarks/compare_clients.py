@@ -26,8 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.serving import ROOT, embedded, sleeping
-from shared.checkpoint import locate
-from shared.embedded import EMBEDDED
+from shared.hub.checkpoint import locate
+from shared.hub.embedded import EMBEDDED
 
 FIGURES = (
     "duration",

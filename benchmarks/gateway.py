@@ -30,8 +30,8 @@ import msgspec
 import zmq
 
 from shared import protocol as wire
-from shared.checkpoint import locate
-from shared.embedded import EMBEDDED
+from shared.hub.checkpoint import locate
+from shared.hub.embedded import EMBEDDED
 from shared.text.tokenizer import Tokenizer
 from shared.transport import Listener, listen
 

@@ -32,8 +32,8 @@ from quire.bench.client import Target
 from quire.bench.load import Run, run, session
 from quire.bench.options import WorkloadOptions
 from quire.bench.workload import Drawer, Request
-from shared.checkpoint import locate
-from shared.embedded import EMBEDDED
+from shared.hub.checkpoint import locate
+from shared.hub.embedded import EMBEDDED
 from shared.text.tokenizer import Tokenizer
 
 INTERVAL = 0.1  # seconds between two readings; the engine renews its figures four times a second

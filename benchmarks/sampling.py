@@ -20,7 +20,7 @@ from kernels.reference.sample import Choices
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import Inputs
 from services.worker.runner import Runner
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.text.tokenizer import Tokenizer
 
 KINDS = {  # temperature, top_k, top_p, min_p

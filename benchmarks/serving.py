@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from shared.checkpoint import locate
-from shared.embedded import EMBEDDED
+from shared.hub.checkpoint import locate
+from shared.hub.embedded import EMBEDDED
 from tests.scripted import Script
 from tests.system.running import engine, gateway
 

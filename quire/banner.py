@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.gateway.config import GatewayConfig
-from shared.embedded import EMBEDDED
+from shared.hub.embedded import EMBEDDED
 from shared.text.template import ChatTemplate
 
 QUESTION = "What is the capital of France?"

@@ -98,7 +98,7 @@ def pull(argv: list[str]) -> int:
     import os
 
     from quire.checks import check_model
-    from shared.checkpoint import locate
+    from shared.hub.checkpoint import locate
     from shared.config import ModelConfig, flag_parser, resolve
 
     parser = flag_parser([ModelConfig], prog="quire pull", description="Fetch a model ahead.")

@@ -23,11 +23,11 @@ from quire.pending import Pending
 from quire.progress import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.checkpoint import locate, locate_tokenizer
+from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.params import SamplingParams
-from shared.text.generation import SamplingDefaults
+from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 

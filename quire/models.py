@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from services.worker.models.fallback.catalog import with_replaceable_attention
-from services.worker.models.packed_format import packed_format
+from services.worker.checkpoint.quantization_config import packed_format
 from services.worker.models.registry import ARCHITECTURES, Way, choose, read_supported
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.errors import ModelError
 
 
@@ -48,8 +48,8 @@ def _way(folder: Path) -> Way:
     way = choose(config)
     if not way.native:
         return way
-    from services.worker.decision import decide  # torch, which takes seconds to import
-    from services.worker.weight_files import WeightFiles
+    from services.worker.models.implementation import decide  # torch, which takes seconds to import
+    from services.worker.checkpoint.weight_files import WeightFiles
 
     try:
         files = WeightFiles(folder, packed=packed_format(config))

@@ -7,7 +7,7 @@ from quire.outputs import CompletionOutput, RequestOutput, TokenDistribution, di
 from shared.params import SamplingParams
 from shared.protocol import ProgressRow, Sampling, Submit, TokenLogprobs, pack_tokens
 from shared.text.logprobs import LogprobEntry, prompt_entries
-from shared.text.sample import SampleText
+from shared.text.sample_text import SampleText
 from shared.text.tokenizer import Tokenizer
 
 

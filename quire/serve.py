@@ -20,7 +20,7 @@ from quire.supervisor import Supervisor, is_healthy
 from quire.watch import Patience, Watch
 from services.gateway.config import GatewayConfig
 from services.gateway.model import tokenizer_folder
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.errors import ConfigError
 from shared.transport import listen
 

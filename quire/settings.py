@@ -19,7 +19,7 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import Knob, arguments, knobs, read_file, resolve
 from shared.errors import ConfigError
-from shared.progress import VARIABLE, on_terminal
+from shared.hub.progress import VARIABLE, on_terminal
 
 INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"})
 

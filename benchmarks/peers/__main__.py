@@ -35,8 +35,8 @@ from benchmarks.peers.record import Entry, Record, load, save
 from benchmarks.peers.report import page
 from benchmarks.peers.roster import ROSTER, Peer
 from benchmarks.peers.turns import Turns
-from shared.checkpoint import locate
-from shared.embedded import EMBEDDED, embedded_file
+from shared.hub.checkpoint import locate
+from shared.hub.embedded import EMBEDDED, embedded_file
 from shared.text.tokenizer import Tokenizer
 
 QUICK = 0.5  # scale

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 
 TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -15,7 +15,7 @@ def checkpoint(folder: Path) -> Path:
         import torch
         from safetensors.torch import save_file
 
-        from services.worker.weight_files import WeightFiles
+        from services.worker.checkpoint.weight_files import WeightFiles
 
         source, made = locate(""), wanted.with_suffix(".part")
         made.mkdir(parents=True, exist_ok=True)

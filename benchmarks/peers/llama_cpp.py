@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.peers.environments import Skipped, call, environment, log
 from benchmarks.peers.launch import Launch, Place
-from shared.embedded import embedded_file
+from shared.hub.embedded import embedded_file
 
 PACKAGE = "llama-cpp-python==0.3.36"
 OPTIONS = (

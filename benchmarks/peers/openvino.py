@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.peers.environments import call, environment, log, pinned
 from benchmarks.peers.launch import Launch, Place
-from shared.embedded import embedded_file
+from shared.hub.embedded import embedded_file
 
 PACKAGE = "openvino-genai==2026.4.1.0"
 EXPORTER = "optimum-intel[openvino]==2.2.0"

@@ -17,7 +17,7 @@ from quire.bench.options import LatencyOptions
 from quire.bench.outputs import check_writable
 from quire.bench.throughput import write_json
 from quire.llm import LLM
-from shared.progress import on_terminal
+from shared.hub.progress import on_terminal
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MOST_ID = 10_000

@@ -14,7 +14,7 @@ from quire.llm import LLM
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import knobs
-from shared.embedded import EMBEDDED
+from shared.hub.embedded import EMBEDDED
 from shared.params import SamplingParams
 
 

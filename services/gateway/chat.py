@@ -17,7 +17,7 @@ from services.gateway.sampling import chat_params, priority_of
 from services.gateway.serving import GATEWAY, REQUEST_ID, Gateway, Job
 from services.gateway.stream import collect, stream
 from services.gateway.usage import usage
-from shared.text.sample import SampleText
+from shared.text.sample_text import SampleText
 
 _text = msgspec.json.Encoder().encode
 

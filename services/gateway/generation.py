@@ -16,7 +16,7 @@ from services.gateway.serving import Gateway, Job
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.protocol import Finish, ProgressRow, TokenLogprobs
 from shared.text.logprobs import LogprobEntry, prompt_entries
-from shared.text.sample import SampleText
+from shared.text.sample_text import SampleText
 from shared.text.tokenizer import Tokenizer
 
 REFUSALS = (Overloaded, InvalidRequest, Unavailable)

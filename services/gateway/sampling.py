@@ -11,7 +11,7 @@ import msgspec
 from services.gateway.openai import ChatRequest, CompletionRequest, GenerationRequest
 from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams, whole
-from shared.text.generation import SamplingDefaults
+from shared.text.sampling_defaults import SamplingDefaults
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 

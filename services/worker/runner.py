@@ -15,17 +15,17 @@ from torch import Tensor
 
 from kernels.layout import KVLayout
 from kernels.load import ops as load_ops
-from services.worker import report
+from services.worker import logprobs as report
 from services.worker.batch import Batch, build
 from services.worker.config import WorkerConfig
-from services.worker.host import keep_freed_memory, pin_threads, set_threads, use_huge_pages
-from services.worker.kv import kv_memory
-from services.worker.model import choose_device, load_model
+from services.worker.cpu_tuning import keep_freed_memory, pin_threads, set_threads, use_huge_pages
+from services.worker.kv_memory import kv_memory
+from services.worker.models.load import choose_device, load_model
 from services.worker.sampler import Draws, Sampler
 from services.worker.slots import Slots
 from services.worker.warmup import warm_up
-from shared.checkpoint import locate, text_digest
-from shared.embedded import EMBEDDED
+from shared.hub.checkpoint import locate, text_digest
+from shared.hub.embedded import EMBEDDED
 from shared.protocol import Configure, Fork, ModelFacts, SampledRow, StepPlan, StepResult, TokenLogprobs
 
 

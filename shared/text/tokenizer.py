@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from shared.checkpoint import cache_folder
+from shared.hub.checkpoint import cache_folder
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
 from shared.text.added_tokens import add_tokens, disagrees_on_prefix_space, special_tokens

@@ -12,7 +12,7 @@ from benchmarks.peers.chart import draw
 from benchmarks.peers.record import Entry, Measured, Record, Started, load, save
 from benchmarks.peers.report import page
 from benchmarks.peers.workloads import LONG_TAIL, SHARED_PREFIX, write
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.text.tokenizer import Tokenizer
 
 CEILINGS = {"1": {"read": 10.0, "float32": 100.0, "bfloat16": 50.0, "int8": 500.0}}

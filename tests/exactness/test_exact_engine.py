@@ -11,7 +11,7 @@ import pytest
 
 from quire.engine import Engine
 from services.worker.runner import Runner
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
 from shared.protocol import NewSequence, StepPlan, StepResult
 from shared.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from msgspec import Struct
 from openai.types.chat.chat_completion_chunk import ChatCompletionChunk
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
 from shared.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from quire.engine import Engine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Finish, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.tokenizer import Tokenizer

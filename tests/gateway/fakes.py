@@ -36,7 +36,7 @@ from shared.protocol import (
     TokenLogprobs,
     Welcome,
 )
-from shared.text.generation import SamplingDefaults
+from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from tests.text.vocabulary import CHATML, make_tokenizer
 

@@ -15,7 +15,7 @@ from services.gateway import ignored
 from services.gateway.openai import ChatRequest
 from services.gateway.prompt import chat_prompt
 from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
-from shared.text.generation import SamplingDefaults
+from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 from tests.gateway.fakes import TOKENIZER, VOCAB, Client, FakeBackend, endless, ids, serve

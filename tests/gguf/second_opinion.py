@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from services.worker.weight_files import WeightFiles
+from services.worker.checkpoint.weight_files import WeightFiles
 
 
 def read(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.weight_files import WeightFiles
+from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.gguf import folder as gguf_folder
 from shared.gguf.folder import FORMAT, POINTER, model_folder, read_pointer
@@ -176,7 +176,7 @@ def test_a_cache_that_is_a_file_is_a_clear_error(file: Path, tmp_path: Path) -> 
 def test_making_and_reading_it_takes_no_torch(file: Path, tmp_path: Path) -> None:
     """The gateway, whose image has none, may be the first to ask for it."""
     code = (
-        "import sys; from pathlib import Path; from shared.checkpoint import locate\n"
+        "import sys; from pathlib import Path; from shared.hub.checkpoint import locate\n"
         "from shared.text.tokenizer import Tokenizer\n"
         f"Tokenizer.load(locate({str(file)!r}))\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"

@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from kernels.load import ops
-from services.worker.weight_files import WeightFiles
+from services.worker.checkpoint.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
 from tests.gguf import second_opinion
 from tests.gguf.writing import write

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
-from services.worker.model import Model, load_model
-from services.worker.naming import naming
+from services.worker.models.load import Model, load_model
+from services.worker.checkpoint.errors import naming
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.tiny import llama, opt, save

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from kernels.load import ops
 from quire.models import describe
 from services.worker.config import WorkerConfig
-from services.worker.model import load_model
-from services.worker.models.decoder import Decoder
+from services.worker.models.load import load_model
+from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import ThroughTransformers
 from shared.errors import ModelError
 from tests.models.tiny import Forward, llama, opt, our_logits, rewrite, save, set_config, transformers_logits

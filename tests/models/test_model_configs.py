@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
-from services.worker.models.config_json import read_config
+from services.worker.checkpoint.config_json import read_config
 from services.worker.models.registry import choose, family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kernels.load import ops
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder.decoder import Decoder
 from tests.models.tiny import Forward, llama, save
 from tests.models.variants import gemma, gemma2, gemma3, phi3, qwen2, qwen3, qwen3_moe
 

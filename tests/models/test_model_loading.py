@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from services.worker.config import WorkerConfig
-from services.worker.fingerprint import fingerprint, weights_digest
-from services.worker.kv import kv_memory
-from services.worker.model import load_model
-from services.worker.precision import Precision
+from services.worker.models.fingerprint import fingerprint, weights_digest
+from services.worker.kv_memory import kv_memory
+from services.worker.models.load import load_model
+from services.worker.models.precision import Precision
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.tiny import Forward, llama, opt, reference_logits, save, set_config
@@ -403,7 +403,7 @@ def test_memory_for_kv() -> None:
 
 
 def test_a_missing_gpu_is_said(tmp_path: Path) -> None:
-    from services.worker.model import choose_device
+    from services.worker.models.load import choose_device
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

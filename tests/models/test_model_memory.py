@@ -22,8 +22,8 @@ import torch
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
-from services.worker.host import keep_freed_memory, set_threads
-from services.worker.model import load_model
+from services.worker.cpu_tuning import keep_freed_memory, set_threads
+from services.worker.models.load import load_model
 
 
 def anonymous() -> int:

@@ -11,12 +11,12 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTraine
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
-from services.worker.decision import decide
-from services.worker.model import load_model
-from services.worker.models.config_json import read_config
-from services.worker.models.decoder import Decoder
+from services.worker.models.implementation import decide
+from services.worker.models.load import load_model
+from services.worker.checkpoint.config_json import read_config
+from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import ThroughTransformers
-from services.worker.weight_files import WeightFiles
+from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from tests.models.tiny import (
     LLAMA,

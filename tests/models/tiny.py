@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 from kernels.load import ops
 from services.worker.batch import build
 from services.worker.config import WorkerConfig
-from services.worker.model import load_model
+from services.worker.models.load import load_model
 from services.worker.slots import Slots
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 

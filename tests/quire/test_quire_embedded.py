@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from services.worker.weight_files import WeightFiles
-from shared import embedded
-from shared.checkpoint import cache_folder, locate
+from services.worker.checkpoint.weight_files import WeightFiles
+from shared.hub.download import embedded
+from shared.hub.checkpoint import cache_folder, locate
 from shared.errors import ModelError
 from tests.gguf import second_opinion
 

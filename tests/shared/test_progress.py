@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from shared.progress import VARIABLE, progress
+from shared.hub.progress import VARIABLE, progress
 
 
 def test_a_log_gets_a_line_at_the_start_and_one_at_the_end(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.params import SamplingParams
-from shared.text.generation import SamplingDefaults
+from shared.text.sampling_defaults import SamplingDefaults
 
 
 def load(folder: Path, content: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from shared.params import SamplingParams
 from shared.protocol import Finish, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import prompt_entries
-from shared.text.sample import SampleText
+from shared.text.sample_text import SampleText
 from shared.text.stops import StopMatcher
 from tests.text.vocabulary import KINDS, make_tokenizer, make_vocabulary
 

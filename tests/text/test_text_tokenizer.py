@@ -198,7 +198,7 @@ def test_a_folder_without_any_tokenizer_is_a_model_error(tmp_path: Path, monkeyp
 
 def test_importing_text_brings_in_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, shared.text.sample, shared.text.template, shared.text.generation;"
+        "import sys, shared.text.sample_text, shared.text.template, shared.text.sampling_defaults;"
         "print(sorted({'torch', 'transformers', 'aiohttp'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker import cgroup, host
+from services.worker import cgroup
+from services.worker import cpu_tuning as host
 from services.worker.config import WorkerConfig
-from services.worker.kv import kv_memory
+from services.worker.kv_memory import kv_memory
 
 NO_LIMIT = 9223372036854771712  # as version 1 says it
 STAT = "anon 300\nfile 7600\nfile_mapped 100\ninactive_anon 0\nactive_anon 300\ninactive_file {}\nactive_file {}\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu import extension
-from services.worker import host
+from services.worker import cpu_tuning as host
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_freed_memory_is_kept_without_harm() -> None:
 PINNED = """
 import os, torch
 from kernels.cpu import extension
-from services.worker import host
+from services.worker import cpu_tuning as host
 torch.set_num_threads({threads})
 torch.ones(10_000_000).sum()  # makes the pool
 host.pin_threads()

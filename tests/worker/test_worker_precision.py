@@ -10,8 +10,8 @@ import torch
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
-from services.worker.precision import Checkpoint, Precision, choose_precision, why_dequantised
-from shared.checkpoint import locate
+from services.worker.models.precision import Checkpoint, Precision, choose_precision, why_dequantised
+from shared.hub.checkpoint import locate
 from shared.errors import ConfigError
 from tests.models.tiny import Forward, llama, reference_logits, save
 

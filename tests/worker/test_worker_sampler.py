@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from services.worker.report import sampled_logprobs
+from services.worker.logprobs import sampled_logprobs
 from services.worker.sampler import Draws, Sampler
 from services.worker.slots import Slots
 from shared.protocol import Configure, Epoch, NewSequence, Sampling, StepPlan, pack_tokens

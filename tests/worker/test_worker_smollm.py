@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from services.worker.config import WorkerConfig
 from services.worker.runner import Runner
-from shared.checkpoint import locate
+from shared.hub.checkpoint import locate
 from tests.gguf import second_opinion
 from tests.worker.driving import Drive, sequence
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from services.worker.models.config_json import UnsupportedByFamily, convert, read_config
+from services.worker.checkpoint.config_json import UnsupportedByFamily, convert, read_config
 from services.worker.models.fallback.catalog import causal_by_type, causal_models, with_replaceable_attention
-from services.worker.models.packed_format import SETTINGS_FILES, SUPPORTED, packed_format, with_settings_beside
+from services.worker.checkpoint.quantization_config import SETTINGS_FILES, SUPPORTED, packed_format, with_settings_beside
 from shared.errors import ModelError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _is_body_or_unknown(name: str) -> bool:
 
 def family(architecture: str) -> "Family":
     """The family of an architecture that is in the table."""
-    module = importlib.import_module(f"services.worker.models.{ARCHITECTURES[architecture]}")
+    module = importlib.import_module(f"services.worker.models.families.{ARCHITECTURES[architecture]}")
     found: Family = module.FAMILY
     return found
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from services.worker.models.fallback.sizes import check_sizes
-from services.worker.weight_files import FLOATS, WeightFiles, refuse_codes
+from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, refuse_codes
 from shared.errors import ModelError
-from shared.progress import progress
+from shared.hub.progress import progress
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.rope import read_max_positions
+from services.worker.models.decoder.rope import read_max_positions
 from shared.errors import ModelError
 
 _NAMES = (

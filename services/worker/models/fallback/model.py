@@ -14,8 +14,8 @@ from services.worker.models.fallback.attention import Call, PagedAttention, Reco
 from services.worker.models.fallback.build import build, first_line, quiet
 from services.worker.models.fallback.context import max_positions
 from services.worker.models.fallback.linear import pack_modules
-from services.worker.models.trial import check_finite, refuse_if_different, trial_tokens
-from services.worker.weight_files import WeightFiles
+from services.worker.models.sanity_check import check_finite, refuse_if_different, trial_tokens
+from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 
 

@@ -6,7 +6,7 @@ field, or sets out to make a million layers.
 
 from typing import Any
 
-from services.worker.models.config_json import MOST_PARTS, check_size, number
+from services.worker.checkpoint.config_json import MOST_PARTS, check_size, number
 
 _SIZES = {
     "vocab_size", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "n_heads",

@@ -1,0 +1,1 @@
+"""Reads a checkpoint: bytes on disk become named tensors."""

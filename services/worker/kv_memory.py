@@ -1,0 +1,32 @@
+"""How much memory KV may take. How many blocks that makes is the scheduler's sum."""
+
+import torch
+
+from services.worker.config import WorkerConfig
+from services.worker.cpu_tuning import available_memory
+from shared.errors import ConfigError
+
+GIB = 2**30
+HOST_DEFAULT = 4 * GIB
+HOST_SHARE = 0.25
+"""Without a wish, KV on a CPU takes this share of the memory that is free, and never more than the default."""
+
+
+def kv_memory(config: WorkerConfig, device: torch.device, activations: int) -> int:
+    """Bytes for KV on `device`, whose weights are loaded.
+
+    `activations` is what a step takes at its peak beside the weights, measured. Raises ConfigError if nothing is left.
+    """
+    if config.kv_cache_memory is not None:
+        return int(config.kv_cache_memory * GIB)
+    if device.type == "cpu":
+        return min(HOST_DEFAULT, int(available_memory() * HOST_SHARE))
+    free, total = torch.cuda.mem_get_info(device)
+    allowance = int(total * config.gpu_memory_utilization) - (total - free)
+    left = allowance + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - activations
+    if left <= 0:
+        raise ConfigError(
+            f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves no memory for KV: "
+            f"of {total / GIB:.1f} GiB {free / GIB:.1f} are free, and a step needs {activations / GIB:.1f}"
+        )
+    return left

@@ -1,0 +1,1 @@
+"""Quire's own decoder: one set of layers that every family configures."""

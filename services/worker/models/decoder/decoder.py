@@ -1,0 +1,169 @@
+"""The decoder: one forward pass over a ragged batch, for any spec.
+
+It knows tensors only. A row of the batch is tokens at consecutive positions whose keys and values go to given places
+of the cache; how many there are makes no difference here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.decoder_layers import LayerParts, Sizes
+from kernels.load import Ops
+from services.worker.models.decoder.attention import Attention, Rotations
+from services.worker.models.causal_lm import Inputs, Shape
+from services.worker.models.decoder.feed_forward import FeedForward, MixtureOfExperts
+from services.worker.models.decoder.layers import Linear, Norm, Step, Weights
+from services.worker.models.spec import DecoderSpec
+
+Caches = list[tuple[Tensor, Tensor]]
+
+
+class Layer(NamedTuple):
+    attention_norm: Norm
+    attention: Attention
+    attention_post_norm: Norm | None
+    mlp_norm: Norm
+    mlp: FeedForward | MixtureOfExperts
+    mlp_post_norm: Norm | None
+
+
+class Decoder:
+    """A model's weights and its forward pass."""
+
+    def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, *, kv_dtype: torch.dtype = torch.float32) -> None:
+        """`kv_dtype` is that of the caches that it will be given."""
+        self.spec = spec
+        self._ops = ops
+        self._device = weights.device
+        self._embedding = ops.pack_linear(weights.take_matrix("embedding.weight"))
+        own_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
+        self._head = ops.pack_linear(weights.take_matrix("head.weight")) if own_head else self._embedding
+        self._positions = weights.take("positions.weight") if spec.learned_positions is not None else None
+        projected = spec.embedding_size != spec.hidden_size
+        self._project_in = Linear(weights, "project_in", ops) if projected else None
+        self._project_out = Linear(weights, "project_out", ops) if projected else None
+        self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
+        self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
+        packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
+        self._rotations = Rotations(spec.layers, ops, packed=packed)
+        self.layers_at_once = self._join()
+
+    @property
+    def shape(self) -> Shape:
+        return self.spec.shape
+
+    def reach(self, length: int) -> None:
+        """Be ready for positions below `length`."""
+        self._rotations.reach(length, self._device)
+
+    def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
+        """Hidden states (T, H) of all tokens, before the last norm; their keys and values are put in `caches`."""
+        step = Step(inputs, self._rotations.at(inputs.positions), self._rotations.angles)
+        if self.layers_at_once:
+            rotations, angles = list(step.rotations.values()), list(step.angles.values())
+            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations, angles)
+        layers = self._norm_first if self.spec.norm_first else self._norm_last
+        return layers(self._embed(inputs), step, caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, V) float32 of hidden states (N, H) that `forward` gave."""
+        if self._final_norm:
+            hidden = self._final_norm(hidden)
+        if self._project_out:
+            hidden = self._project_out(hidden)
+        logits = self._ops.linear(hidden, self._head, None).float()
+        cap = self.spec.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def _embed(self, inputs: Inputs) -> Tensor:
+        x = self._ops.embedding(inputs.tokens, self._embedding)
+        if self.spec.embedding_scale != 1:
+            # Rounded as the product with a tensor of one element would round it.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
+        if self._project_in:
+            x = self._project_in(x)
+        if self._positions is not None:
+            x = x + self._ops.embedding(inputs.positions + (self.spec.learned_positions or 0), self._positions)
+        return x
+
+    def _norm_first(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
+        """x + f(norm(x)), twice a layer. Sum and norm are one operation: `part` is what has yet to be added to `x`."""
+        part: Tensor | None = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            normed, x = layer.attention_norm.add(part, x)
+            part = layer.attention(normed, step, cache)
+            if layer.attention_post_norm:
+                part = layer.attention_post_norm(part)
+            normed, x = layer.mlp_norm.add(part, x)
+            part = layer.mlp(normed)
+            if layer.mlp_post_norm:
+                part = layer.mlp_post_norm(part)
+        return x if part is None else x + part
+
+    def _norm_last(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
+        """norm(x + f(x)), twice a layer."""
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x, _ = layer.attention_norm.add(layer.attention(x, step, cache), x)
+            x, _ = layer.mlp_norm.add(layer.mlp(x), x)
+        return x
+
+    def _join(self) -> Callable[..., Tensor] | None:
+        """The layers as one operation, where there is one for their kind."""
+        spec, ropes = self.spec, self._rotations.ropes
+        if not spec.norm_first or spec.norm == "layer" or spec.num_layers == 0:
+            return None
+        parts = []
+        for layer in self._layers:
+            attention, mlp = layer.attention, layer.mlp
+            if isinstance(mlp, MixtureOfExperts):
+                return None
+            parts.append(
+                LayerParts(
+                    attention_norm=layer.attention_norm.weight,
+                    qkv=attention.qkv.parts,
+                    q_norm=_weight(attention.q_norm),
+                    k_norm=_weight(attention.k_norm),
+                    out=attention.out.parts,
+                    attention_post_norm=_weight(layer.attention_post_norm),
+                    mlp_norm=layer.mlp_norm.weight,
+                    up=mlp.up.parts,
+                    down=mlp.down.parts,
+                    mlp_post_norm=_weight(layer.mlp_post_norm),
+                    inner=spec.intermediate_size,
+                    window=attention.layer.window,
+                    rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
+                    kv_bias=attention.kv_bias,
+                )
+            )
+        sizes = Sizes(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            softcap=spec.attention_softcap,
+            eps=spec.norm_eps,
+            activation=spec.activation,
+        )
+        return self._ops.join_layers(sizes, parts)
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return norm.weight if norm else None
+
+
+def _layer(weights: Weights, index: int, spec: DecoderSpec, ops: Ops, kv_dtype: torch.dtype) -> Layer:
+    prefix, layer = f"layers.{index}.", spec.layers[index]
+    experts = layer.experts
+    return Layer(
+        attention_norm=Norm(weights, f"{prefix}attention_norm", spec, ops),
+        attention=Attention(weights, prefix, layer, spec, ops, kv_dtype=kv_dtype),
+        attention_post_norm=Norm(weights, f"{prefix}attention_post_norm", spec, ops) if spec.post_norms else None,
+        mlp_norm=Norm(weights, f"{prefix}mlp_norm", spec, ops),
+        mlp=MixtureOfExperts(weights, prefix, experts, spec, ops)
+        if experts
+        else FeedForward(weights, prefix, spec, ops),
+        mlp_post_norm=Norm(weights, f"{prefix}mlp_post_norm", spec, ops) if spec.post_norms else None,
+    )

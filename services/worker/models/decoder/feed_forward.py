@@ -1,0 +1,47 @@
+"""The feed-forward block of a layer: one for all tokens, or experts of which each token uses a few."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels.load import Ops
+from services.worker.models.decoder.layers import Linear, Weights
+from services.worker.models.spec import Activation, DecoderSpec, Experts
+
+
+class FeedForward:
+    """down(activation(up(x))); gate and up are one product where there are both."""
+
+    def __init__(self, weights: Weights, prefix: str, spec: DecoderSpec, ops: Ops) -> None:
+        self.up = Linear(weights, f"{prefix}up", ops)
+        self.down = Linear(weights, f"{prefix}down", ops)
+        self._activation = activation(spec.activation, ops)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self._activation(self.up(x)))
+
+
+class MixtureOfExperts:
+    """The weighted sum of the feed-forward blocks that a router chooses for each token."""
+
+    def __init__(self, weights: Weights, prefix: str, experts: Experts, spec: DecoderSpec, ops: Ops) -> None:
+        self._router = Linear(weights, f"{prefix}router", ops)
+        self._experts = [
+            FeedForward(weights, f"{prefix}experts.{expert}.", spec, ops) for expert in range(experts.count)
+        ]
+        self._top_k, self._normalised, self._ops = experts.top_k, experts.normalised, ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shares, chosen = self._ops.route(self._router(x), self._top_k, self._normalised)
+        return self._ops.mix_experts(x, shares, chosen, self._experts)
+
+
+def activation(name: Activation, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """The operation called `name`."""
+    found: Callable[[Tensor], Tensor] = {
+        "silu_and_mul": ops.silu_and_mul,
+        "gelu_tanh_and_mul": ops.gelu_tanh_and_mul,
+        "gelu_tanh": ops.gelu_tanh,
+        "relu": ops.relu,
+    }[name]
+    return found

@@ -1,0 +1,1 @@
+"""Model families: each translates its config.json and names its tensors."""

@@ -1,0 +1,25 @@
+"""Qwen3: a Llama that normalises each head's query and key, and whose upper layers may see a window."""
+
+from collections.abc import Mapping
+from dataclasses import replace as with_fields
+from typing import Any
+
+from msgspec.structs import replace
+
+from services.worker.models.families import llama
+from services.worker.models.families import qwen2
+from services.worker.models.spec import DecoderSpec, Family
+
+NAMES = with_fields(
+    llama.NAMES,
+    layer_modules={**llama.NAMES.layer_modules, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)},
+)
+
+
+def read(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Qwen3ForCausalLM."""
+    spec = llama.read_as("Qwen3ForCausalLM", {"head_dim": 128, **config}, max_positions=32768)
+    return qwen2.with_upper_windows(replace(spec, qk_norm=True), config)
+
+
+FAMILY = Family(read, NAMES)

@@ -1,0 +1,91 @@
+"""Where a model's files are: from a folder, a GGUF file, a Hugging Face name, or nothing, to a local folder.
+
+Every service that reads model files calls `locate` and gets the same folder. Downloads go through huggingface_hub and
+into its own cache, so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they always do. A GGUF file, such as the
+embedded model, gets a folder in Quire's cache the first time somebody asks for it.
+"""
+
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+
+from shared.hub.embedded import RECOMMENDED, embedded_file
+from shared.errors import ModelError
+from shared.gguf.folder import model_folder
+from shared.gguf.parts import FILES, is_gguf
+from shared.hub.download import download, gguf_files, wanted_files
+
+TEXT_FILES = ("config.json", "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json")
+
+
+def cache_folder() -> Path:
+    """Where Quire keeps what it makes: `QUIRE_CACHE`, or the user's cache folder."""
+    if own := os.environ.get("QUIRE_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire"
+
+
+def locate(model: str, revision: str | None = None, cache: str | None = None) -> Path:
+    """The local folder of `model`: a folder, a GGUF file, a Hugging Face name (downloaded if need be), such a name with
+    the type of the GGUF file that is meant (`owner/name:Q4_K_M`), or '' for the embedded one. `cache` is the folder for
+    downloads, if it is not to be Hugging Face's own.
+
+    Raises `ModelError`, with what to do about it, if it cannot be had.
+    """
+    if not model:
+        return model_folder(embedded_file(), cache_folder() / "gguf", RECOMMENDED)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    if is_gguf(path.name):
+        return model_folder(path, cache_folder() / "gguf")
+    if path.exists():
+        raise ModelError(
+            f"{model} is a file; a model is a folder with config.json, a .gguf file or a Hugging Face name"
+        )
+    if _looks_like_path(model):
+        raise ModelError(f"there is no folder {model}")
+    name, _, quantisation = model.partition(":")
+    if quantisation:
+        choose = partial(gguf_files, quantisation=quantisation)
+        folder = download(name, revision, choose, cache)
+        files = choose([str(file.relative_to(folder)) for file in folder.rglob(FILES)])
+        return model_folder(folder / files[0], cache_folder() / "gguf")
+    return _checked(download(model, revision, wanted_files, cache))
+
+
+def locate_tokenizer(name: str, revision: str | None = None, cache: str | None = None) -> Path:
+    """The local folder of a tokenizer: a model's, as `locate` has it, or one that holds nothing else."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        if is_gguf(path.name) or path.exists() or ":" in name or _looks_like_path(name):
+            return locate(name, revision, cache)
+        return download(name, revision, partial(wanted_files, weights=False), cache)
+    except ModelError as error:
+        raise ModelError(f"--tokenizer: {error}") from error
+
+
+def text_digest(folder: Path) -> str:
+    """Sixteen hexadecimal digits of what tells text from tokens in a model's folder, whichever service reads it.
+
+    The chat template is not part of it: it makes text, and may differ.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        files = sorted(folder.glob(FILES))
+        hint = f"; name the file itself: {files[0]}" if files else ""
+        raise ModelError(f"{folder} has no config.json, so it is not a model folder{hint}")
+    return folder
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
