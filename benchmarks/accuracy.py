@@ -121,14 +121,14 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
     blocks = -(-longest // BLOCK)
     layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, loaded.precision.kv_dtype)
     storage = layout.allocate(blocks, device)
-    epoch = Epoch(boot="accuracy", count=1)
+    epoch = Epoch(boot_id="accuracy", count=1)
     found = []
     for text in texts:
         sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
         state = Slots(sizes, shape.vocab_size, device)
         loaded.decoder.reach(blocks * BLOCK + 1)
         sequence = NewSequence(0, pack_tokens(text), len(text), list(range(blocks)), Sampling(1, 0), 0)
-        state.apply(StepPlan(epoch, 0, [], new=[sequence]))
+        state.apply(StepPlan(epoch, 0, [], new_sequences=[sequence]))
         batch = build([Row(0, 0, len(text), 0)], state, layout, kernels)
         hidden = loaded.decoder.forward(batch.inputs, layout.views(storage))
         found.append(loaded.decoder.logits(hidden).log_softmax(-1))

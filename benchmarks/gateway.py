@@ -70,8 +70,8 @@ class Engine:
             match wire.decode_from_gateway(message.body):
                 case wire.Hello():
                     self._gateway = message.peer
-                    facts = wire.ModelFacts(EMBEDDED, "Scripted", "none", ENDLESS, 49152, "scripted")
-                    self._say(wire.Welcome(wire.VERSION, "scripted", "0", facts, ENDLESS, 1024))
+                    model = wire.ModelInfo(EMBEDDED, "Scripted", "none", ENDLESS, 49152, "scripted")
+                    self._say(wire.Welcome(wire.VERSION, "scripted", "0", model, ENDLESS, 1024))
                 case wire.Submit(id=id):
                     self.running.add(id)
                     self._say(wire.Accepted([id]))

@@ -19,7 +19,7 @@ from services.worker.runner import Runner
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 BLOCK = 16
-EPOCH = Epoch(boot="benchmark", count=1)
+EPOCH = Epoch(boot_id="benchmark", count=1)
 MODES = {
     "greedy": Sampling(max_tokens=1, seed=0, temperature=0.0),
     "sampled": Sampling(max_tokens=1, seed=0, temperature=0.8),
@@ -108,7 +108,7 @@ def sequence(slot: int, size: int, tokens: int, length: int, sampling: Sampling)
 
 def execute(runner: Runner, rows: Sequence[Row], new: Sequence[NewSequence] = ()) -> float:
     step = next(_steps)
-    return runner.execute(StepPlan(epoch=EPOCH, step=step, rows=list(rows), new=list(new))).seconds
+    return runner.execute(StepPlan(epoch=EPOCH, step=step, rows=list(rows), new_sequences=list(new))).seconds
 
 
 _steps = itertools.count()

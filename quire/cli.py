@@ -98,8 +98,8 @@ def pull(argv: list[str]) -> int:
     import os
 
     from quire.checks import check_model
-    from shared.hub.checkpoint import locate
     from shared.config import ModelConfig, flag_parser, resolve
+    from shared.hub.checkpoint import locate
 
     parser = flag_parser([ModelConfig], prog="quire pull", description="Fetch a model ahead.")
     parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")

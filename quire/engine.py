@@ -16,7 +16,7 @@ from services.scheduler.core import Scheduler
 from services.worker.config import WorkerConfig
 from services.worker.runner import Runner
 from shared.errors import EngineFailure, InvalidRequest
-from shared.protocol import VERSION, Epoch, Finish, ProgressRow, Register, Submit
+from shared.protocol import VERSION, Epoch, FinishReason, ProgressRow, Register, Submit
 
 UNBOUNDED = 2**31 - 1  # requests that may wait: the caller's list is in memory anyway
 
@@ -26,15 +26,20 @@ class Engine:
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
         self.runner = Runner(worker)
-        found = self.runner.facts
-        self.facts = found.facts
+        found = self.runner.info
+        self.model = found.model
         register = Register(
-            version=VERSION, worker="in-process", rank=0, world=1, pid=os.getpid(), **msgspec.structs.asdict(found)
+            version=VERSION,
+            identity="in-process",
+            rank=0,
+            world_size=1,
+            pid=os.getpid(),
+            **msgspec.structs.asdict(found),
         )
         wanted = msgspec.structs.replace(scheduler, async_scheduling=False, max_num_queued_reqs=UNBOUNDED)
         self.limits = limits(wanted, register)
         self.core = Scheduler(self.limits)
-        self._epoch = Epoch(boot=uuid.uuid4().hex, count=0)
+        self._epoch = Epoch(boot_id=uuid.uuid4().hex, count=0)
         self._begin_epoch()
 
     def submit(self, request: Submit) -> None:
@@ -53,7 +58,7 @@ class Engine:
             raise EngineFailure(f"nothing can be run, though there are requests: {self.core.snapshot()}")
         rows = self.core.commit(self.runner.execute(plan))
         for row in rows:
-            if row.finish is Finish.ERROR:
+            if row.finish_reason is FinishReason.ERROR:
                 raise EngineFailure(row.detail)
         return rows
 

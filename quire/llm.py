@@ -23,9 +23,9 @@ from quire.pending import Pending
 from quire.progress import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
+from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.params import SamplingParams
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
@@ -197,13 +197,13 @@ class LLM:
         return given
 
     def _prepare(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> Pending:
-        text, tokens = self._tokens(prompt, engine.facts.vocab_size)
+        text, tokens = self._tokens(prompt, engine.model.vocab_size)
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         sampling = params.lower(
             prompt_len=len(tokens),
             max_model_len=engine.limits.max_model_len,
-            vocab_size=engine.facts.vocab_size,
+            vocab_size=engine.model.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
         return Pending(next(self._ids), text, tokens, params, sampling, self._tokenizer)

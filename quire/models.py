@@ -7,11 +7,11 @@ needs torch, since the family is asked whether it can read this one.
 from importlib.metadata import version
 from pathlib import Path
 
-from services.worker.models.fallback.catalog import with_replaceable_attention
 from services.worker.checkpoint.quantization_config import packed_format
+from services.worker.models.fallback.catalog import with_replaceable_attention
 from services.worker.models.registry import ARCHITECTURES, Way, choose, read_supported
-from shared.hub.checkpoint import locate
 from shared.errors import ModelError
+from shared.hub.checkpoint import locate
 
 
 def listing() -> str:
@@ -48,8 +48,8 @@ def _way(folder: Path) -> Way:
     way = choose(config)
     if not way.native:
         return way
-    from services.worker.models.implementation import decide  # torch, which takes seconds to import
     from services.worker.checkpoint.weight_files import WeightFiles
+    from services.worker.models.implementation import decide  # torch, which takes seconds to import
 
     try:
         files = WeightFiles(folder, packed=packed_format(config))

@@ -59,9 +59,9 @@ class Pending:
         self.cached_tokens = max(self.cached_tokens, row.cached_tokens)
         if row.sample == 0:  # the samples share the prompt
             self.prompt_logprobs += row.prompt_logprobs or []
-        sample.feed(row.tokens, row.logprobs, row.finish)
+        sample.feed(row.tokens, row.logprobs, row.finish_reason)
         self.logprobs[row.sample] += sample.take_logprobs()
-        return sample.finish_reason is not None and row.finish is None
+        return sample.finish_reason is not None and row.finish_reason is None
 
     def output(self) -> RequestOutput:
         """The result so far."""

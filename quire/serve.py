@@ -20,8 +20,8 @@ from quire.supervisor import Supervisor, is_healthy
 from quire.watch import Patience, Watch
 from services.gateway.config import GatewayConfig
 from services.gateway.model import tokenizer_folder
-from shared.hub.checkpoint import locate
 from shared.errors import ConfigError
+from shared.hub.checkpoint import locate
 from shared.transport import listen
 
 STILL = 4.0

@@ -12,7 +12,7 @@ from msgspec import Struct
 from quire.children import Child
 from shared.errors import ProtocolError
 from shared.liveness import STANDSTILL, Liveness
-from shared.protocol import Beat, decode_to_supervisor
+from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import Listener
 from shared.usage import Process
 
@@ -64,16 +64,16 @@ class Watch:
                 beat = decode_to_supervisor(message.body)
             except ProtocolError:
                 continue
-            if message.pid is not None and message.pid == pids.get(beat.name):  # and not a former process's
+            if message.pid is not None and message.pid == pids.get(beat.identity):  # and not a former process's
                 self._note_beat(beat, message.pid, now)
 
-    def _note_beat(self, beat: Beat, pid: int, now: float) -> None:
-        life = self._lives.get(beat.name)
+    def _note_beat(self, beat: Heartbeat, pid: int, now: float) -> None:
+        life = self._lives.get(beat.identity)
         if life is None:
-            patience = self._patience[beat.name]
+            patience = self._patience[beat.identity]
             liveness = Liveness(patience.silence, now, turn=patience.turn, local=True)
-            life = self._lives[beat.name] = Life(pid, Process(pid), liveness)
-        life.liveness.beat(beat.vitals, now)
+            life = self._lives[beat.identity] = Life(pid, Process(pid), liveness)
+        life.liveness.beat(beat.process, now)
 
     def _judge(self, life: Life, now: float) -> str:
         if life.liveness.wants_look(now):

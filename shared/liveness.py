@@ -1,6 +1,6 @@
 """`Liveness`: the one rule by which worker, scheduler and gateway are found dead. Time is a parameter.
 
-A thread in each process reports how it is doing (`Vitals`, see `shared.reporter`), and its peers judge by that:
+A thread in each process reports how it is doing (`ProcessStats`, see `shared.reporter`), and its peers judge by that:
 
 - It is *silent* if nothing was heard of it for the timeout.
 - It *hangs* if beats come but its loop has stood still for the timeout, or is late with what its judge awaits of it.
@@ -15,7 +15,7 @@ short of CPU when it was last heard of, or whose judge is, may well be unable to
 from collections import deque
 from typing import NamedTuple
 
-from shared.protocol import Vitals
+from shared.protocol import ProcessStats
 
 GATEWAY_PATIENCE = 10.0
 """Seconds after which a scheduler gives up a gateway that sends nothing, or takes nothing, and aborts its requests."""
@@ -90,7 +90,7 @@ class Rate:
 
 
 class Shortage:
-    """A process's shortage of CPU, now or lately, by samples of its `Vitals.delayed`, due each `BEAT`."""
+    """A process's shortage of CPU, now or lately, by samples of its `ProcessStats.delayed`, due each `BEAT`."""
 
     def __init__(self) -> None:
         self._rate = Rate()
@@ -136,13 +136,13 @@ class Liveness:
         self._ready, self._readiness = 0.0, Rate()  # seconds for which it was seen to be runnable
         self._gone = False
 
-    def beat(self, vitals: Vitals, now: float) -> None:
+    def beat(self, vitals: ProcessStats, now: float) -> None:
         """Take a beat of the peer."""
         self.heard = now
-        self._busy = vitals.busy
-        self._shortage.note(vitals.delayed, now)
+        self._busy = vitals.busy_seconds
+        self._shortage.note(vitals.cpu_wait_seconds, now)
         if not self._local:
-            self._note(vitals.cpu, vitals.delayed, now)
+            self._note(vitals.cpu_seconds, vitals.cpu_wait_seconds, now)
 
     def hear(self, now: float) -> None:
         """Note that it said something else."""

@@ -27,7 +27,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from shared.protocol import STEP_TOKENS, Snapshot
+from shared.protocol import STEP_TOKEN_BUCKETS, Snapshot
 
 LABELS = ("model_name", "engine")
 CACHE_LABELS = (
@@ -213,7 +213,7 @@ def _split(
 
 def _step_tokens(model: str, snapshots: Mapping[str, Snapshot]) -> Metric:
     family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in a step.", labels=LABELS)
-    bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
+    bounds = [*(str(float(bound)) for bound in STEP_TOKEN_BUCKETS), "+Inf"]
     for engine, snapshot in snapshots.items():
         steps = snapshot.step_tokens or [0] * len(bounds)
         buckets = list(zip(bounds, accumulate(steps), strict=False))

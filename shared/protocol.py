@@ -1,9 +1,9 @@
 """Every message between Quire's processes. This file is the architecture.
 
-    gateway ──Hello, Submit, Abort, Beat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
-    gateway ◀─Welcome, Accepted, Refused, Progress, Status, Unknown── scheduler
-    scheduler ◀─Register, StepResult, Fault, Beat, Configured── worker
-    supervisor ◀─Beat── gateway, scheduler, worker
+    gateway ──Hello, Submit, Abort, Heartbeat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
+    gateway ◀─Welcome, Accepted, Refused, Progress, Status, UnknownGateway── scheduler
+    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured── worker
+    supervisor ◀─Heartbeat── gateway, scheduler, worker
 
 Rules of the file:
 - One union a direction, each member tagged by a small integer; encoders and decoders are built once, below.
@@ -35,7 +35,7 @@ VERSION = 4
 MAX_FRAME = 64 * 1024 * 1024
 """No message is longer than this many bytes; sockets drop a peer that sends more."""
 
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets in which `Snapshot.step_tokens` counts steps; what is larger has a bucket of its own."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-30, 1e30
@@ -54,7 +54,9 @@ Finite = Annotated[float, Meta(ge=-3.4e38, le=3.4e38)]  # a float32 holds it
 Name = Annotated[str, Meta(max_length=4096)]
 Detail = Annotated[str, Meta(max_length=2**20)]  # for people
 
-Wanted = Annotated[int, Meta(ge=-1, le=_INT32)]  # a number of alternatives, or a sample; -1 is said where it is used
+OptionalIndex = Annotated[
+    int, Meta(ge=-1, le=_INT32)
+]  # a number of alternatives, or a sample; -1 is said where it is used
 Share = Annotated[float, Meta(ge=0, le=1)]
 Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; far more than the API takes
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
@@ -62,7 +64,7 @@ TokenIds = Annotated[list[Index], Meta(max_length=2**20)]
 LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=2**20)]
 
 
-class Finish(Enum):
+class FinishReason(Enum):
     """Why a sequence ended."""
 
     STOP = "stop"  # an end-of-sequence or stop token was sampled
@@ -83,7 +85,7 @@ class Refusal(Enum):
 class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Names one configuration of a worker group; results of another epoch are dropped."""
 
-    boot: Name  # drawn anew by each scheduler process
+    boot_id: Name  # drawn anew by each scheduler process
     count: Count  # grows each time the group is (re)configured
 
 
@@ -105,8 +107,8 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     logit_bias: LogitBias = []  # (token id, added to its logit)
     min_tokens: Index = 0  # stop tokens cannot be sampled before so many output tokens
     stop_token_ids: TokenIds = []  # sampling one ends the sequence; end-of-sequence ids included unless ignored
-    logprobs: Wanted = -1  # alternatives reported for each output token; -1: not even the token's own
-    prompt_logprobs: Wanted = -1  # the same for the tokens of the prompt; such a request takes no prefix hits
+    logprobs: OptionalIndex = -1  # alternatives reported for each output token; -1: not even the token's own
+    prompt_logprobs: OptionalIndex = -1  # the same for the tokens of the prompt; such a request takes no prefix hits
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -121,19 +123,19 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 # every process → those that watch it
 
 
-class Vitals(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ProcessStats(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The state of a process by its own account. Peers judge by it whether it lives (`shared.liveness`)."""
 
-    busy: Seconds = 0.0  # seconds that its loop has spent in the present turn; 0 while it waits for messages
-    cpu: ThreadSeconds = 0.0  # CPU seconds used so far, by all threads
-    delayed: ThreadSeconds = 0.0  # seconds that its threads have waited for a CPU so far; 0 if not known
+    busy_seconds: Seconds = 0.0  # seconds that its loop has spent in the present turn; 0 while it waits for messages
+    cpu_seconds: ThreadSeconds = 0.0  # CPU seconds used so far, by all threads
+    cpu_wait_seconds: ThreadSeconds = 0.0  # seconds that its threads have waited for a CPU so far; 0 if not known
 
 
-class Beat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
+class Heartbeat(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):
     """A process lives. A thread of its own sends it, over a socket of its own, whatever the loop does."""
 
-    name: Name  # identity of the socket that the process talks over; its role, if it is for the supervisor
-    vitals: Vitals
+    identity: Name  # identity of the socket that the process talks over; its role, if it is for the supervisor
+    process: ProcessStats
 
 
 # gateway → scheduler
@@ -143,7 +145,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=T
     """A gateway's first message on a new socket."""
 
     version: Count
-    gateway: Name  # the socket's identity, for logs
+    identity: Name  # the socket's identity, for logs
 
 
 class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
@@ -157,30 +159,32 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     sample: Index = 0  # index of the first sample
     priority: Annotated[int, Meta(ge=-(2**63), le=_INT64)] = 0  # lower is served first
     arrival: Time = 0.0  # when the gateway took it in; orders the queue across gateways
-    turn: Index = 0  # samples of the same user's request before the first of these; others' may be served between
+    samples_before: Index = (
+        0  # samples of the same user's request before the first of these; others' may be served between
+    )
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
     """Stop a request, or one sample of it. Idempotent; unknown ids are ignored; nothing is answered."""
 
     id: Count
-    sample: Wanted = -1  # -1: all of them
+    sample: OptionalIndex = -1  # -1: all of them
 
 
 # scheduler → gateway
 
 
-class ModelFacts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ModelInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a worker knows of the model it loaded."""
 
-    model: Name  # the folder or name it was loaded from
+    name: Name  # the folder or name it was loaded from
     architecture: Name  # as in config.json
     dtype: Name  # of the weights in memory
     max_positions: Count  # the longest context that the model was made for
     vocab_size: Index  # logits per position
     fingerprint: Name  # equal fingerprints give equal tokens
-    weights: Name = ""  # of the weight files: an engine's workers must agree; empty: not known
-    text: Name = ""  # of the files that tell text from tokens: a gateway's must be the same; empty: not known
+    weights_digest: Name = ""  # of the weight files: an engine's workers must agree; empty: not known
+    text_digest: Name = ""  # of the files that tell text from tokens: a gateway's must be the same; empty: not known
 
 
 class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -210,7 +214,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     block_size: Count = 0  # tokens in a block
     waiting_deferred: Count = 0  # of `waiting`: for a worker, a trial or their request's prompt, not for room
     prompt_tokens_cached: Count = 0  # counter: of `prompt_tokens`, those found in the prefix index
-    step_tokens: list[Count] = []  # counter: steps, by the tokens computed in them; see `STEP_TOKENS`
+    step_tokens: list[Count] = []  # counter: steps, by the tokens computed in them; see `STEP_TOKEN_BUCKETS`
     step_tokens_sum: Count = 0  # counter: tokens computed in all steps
     tokens_per_second: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # generated, over the last seconds
     rejected_by_requests: Count = 0  # counter: of `refused`, those that found too many requests waiting
@@ -224,16 +228,16 @@ class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields
 
     version: Count
     engine: Name  # name of the engine, for metrics' labels
-    boot: Name  # of the scheduler process
-    facts: ModelFacts
+    boot_id: Name  # of the scheduler process
+    model: ModelInfo
     max_model_len: Index  # tokens of prompt and output together, after fitting the pool
     max_num_seqs: Index
 
 
-class Admission(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class SchedulingInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The way of a sequence to its slot."""
 
-    queued: Seconds  # from the acceptance of its request to its first admission, by the scheduler's clock
+    queued_seconds: Seconds  # from the acceptance of its request to its first admission, by the scheduler's clock
     preemptions: Count  # so far
 
 
@@ -246,10 +250,10 @@ class ProgressRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     tokens: list[Index]
     logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt positions, in order, from position 1
-    finish: Finish | None = None  # the last row of this sequence
+    finish_reason: FinishReason | None = None  # the last row of this sequence
     cached_tokens: Index = 0  # prompt tokens found in the prefix index when it was first admitted
     detail: Detail = ""  # when `finish` is ERROR
-    admission: Admission | None = None  # when it has changed since the sequence's last row
+    scheduling: SchedulingInfo | None = None  # when it has changed since the sequence's last row
 
 
 class Progress(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
@@ -273,10 +277,10 @@ class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
     ready: bool  # steps can be made: workers are there and none is overdue
     draining: bool
     snapshot: Snapshot
-    vitals: Vitals = Vitals()  # the scheduler's
+    process: ProcessStats = ProcessStats()  # the scheduler's
 
 
-class Unknown(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+class UnknownGateway(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
     """Answers any message of a gateway that said no Hello, or was given up: nothing of its requests remains."""
 
 
@@ -350,11 +354,13 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
     epoch: Epoch
     step: Count  # consecutive within an epoch, from 0
     rows: list[Row]
-    new: list[NewSequence] = []
+    new_sequences: list[NewSequence] = []
     forks: list[Fork] = []
-    writes: list[TableWrite] = []
-    copies: list[tuple[Index, Index]] = []  # (source block, destination block), all layers; no block is on both sides
-    released: list[Index] = []  # slots no longer in use
+    table_writes: list[TableWrite] = []
+    block_copies: list[
+        tuple[Index, Index]
+    ] = []  # (source block, destination block), all layers; no block is on both sides
+    released_slots: list[Index] = []  # slots no longer in use
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -368,12 +374,12 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
     """A worker rank's first message on a new socket: weights are loaded and warm."""
 
     version: Count
-    worker: Name  # the socket's identity, for logs
+    identity: Name  # the socket's identity, for logs
     rank: Index
-    world: Index  # ranks of the group
+    world_size: Index  # ranks of the group
     pid: Index  # on the worker's host
     device: Name
-    facts: ModelFacts
+    model: ModelInfo
     kv_bytes_per_token: Count  # all layers, keys and values
     kv_memory: Count  # bytes that may hold KV
     step_seconds: Seconds  # measured: a step's fixed cost
@@ -412,11 +418,11 @@ class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fie
     epoch: Epoch
 
 
-GatewayToScheduler = Hello | Submit | Abort | Beat
-SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | Unknown
+GatewayToScheduler = Hello | Submit | Abort | Heartbeat
+SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | UnknownGateway
 SchedulerToWorker = Configure | StepPlan | Stop
-WorkerToScheduler = Register | StepResult | Fault | Beat | Configured
-ToSupervisor = Beat
+WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured
+ToSupervisor = Heartbeat
 
 
 class _SubmitId(Struct, frozen=True, array_like=True, tag=2):

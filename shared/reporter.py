@@ -15,7 +15,7 @@ from typing import NamedTuple
 import zmq
 
 from shared.liveness import Shortage
-from shared.protocol import Beat, Vitals, encode
+from shared.protocol import Heartbeat, ProcessStats, encode
 from shared.transport import dial_beats
 from shared.usage import Process, name_helper
 
@@ -54,7 +54,7 @@ class Reporter:
     """Sends beats for the time of a `with` block."""
 
     def __init__(self, loop: Loop, watchers: Sequence[Watcher]) -> None:
-        self.vitals = Vitals()  # the last ones
+        self.vitals = ProcessStats()  # the last ones
         self._loop = loop
         self._watchers = watchers
         self._process = Process(os.getpid())
@@ -84,13 +84,13 @@ class Reporter:
                 for watcher, socket in zip(self._watchers, sockets, strict=True):
                     if name := watcher.name():
                         with suppress(zmq.Again):  # nobody is there, or it does not read
-                            socket.send(encode(Beat(name, self.vitals)), zmq.NOBLOCK)
+                            socket.send(encode(Heartbeat(name, self.vitals)), zmq.NOBLOCK)
                 if self._over.wait(BEAT):
                     return
 
     def _sample(self, now: float) -> None:
-        self.vitals = Vitals(self._loop.busy(now), time.process_time(), self._process.delayed())
-        self._shortage.note(self.vitals.delayed, now)
+        self.vitals = ProcessStats(self._loop.busy(now), time.process_time(), self._process.delayed())
+        self._shortage.note(self.vitals.cpu_wait_seconds, now)
 
 
 def supervisor_watcher(address: str, role: str) -> list[Watcher]:

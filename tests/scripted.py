@@ -26,7 +26,7 @@ from services.worker.service import serve
 from shared.process import follow, start_logging
 from shared.protocol import (
     Configure,
-    ModelFacts,
+    ModelInfo,
     NewSequence,
     Row,
     SampledRow,
@@ -70,10 +70,10 @@ class Script(Struct):
     misdeeds: list[Misdeed] = []
 
 
-class Facts(Struct):
-    """See `services.worker.service.Facts`."""
+class Info(Struct):
+    """See `services.worker.service.WorkerInfo`."""
 
-    facts: ModelFacts
+    model: ModelInfo
     device: str
     kv_bytes_per_token: int
     kv_memory: int
@@ -98,26 +98,26 @@ class ScriptedRunner:
         time.sleep(script.start_delay)
 
     @property
-    def facts(self) -> Facts:
+    def info(self) -> Info:
         script = self.script
-        facts = ModelFacts(
-            model=script.model,
+        model = ModelInfo(
+            name=script.model,
             architecture="Scripted",
             dtype="none",
             max_positions=script.max_positions,
             vocab_size=script.vocab_size,
             fingerprint=script.fingerprint,
-            text=script.text,
+            text_digest=script.text,
         )
-        return Facts(facts, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
+        return Info(model, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
 
     def configure(self, message: Configure) -> None:
         self.slots = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for slot in plan.released:
+        for slot in plan.released_slots:
             del self.slots[slot]
-        for new in plan.new:
+        for new in plan.new_sequences:
             self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
         for row in plan.rows:
             self._misbehave(self.slots[row.slot])

@@ -27,9 +27,9 @@ from quire.bench.options import ServeOptions
 from quire.bench.outputs import check_writable
 from quire.bench.report import MODEL, Result, block, file_name, record, result, save
 from quire.bench.workload import Drawer, Request
+from shared.errors import EngineFailure, ModelError, Unavailable
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import EMBEDDED
-from shared.errors import EngineFailure, ModelError, Unavailable
 from shared.hub.progress import on_terminal
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer

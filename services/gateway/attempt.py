@@ -84,7 +84,7 @@ class Attempt:
             self.fail(EngineFailure(f"tokens {known} to {row.position - 1} of the output were lost"))
             return
         self._lengths[row.sample] = known + len(row.tokens)
-        if row.finish is not None:
+        if row.finish_reason is not None:
             self._unfinished.discard(row.sample)
         self._rows.append(row)
         self._wake()

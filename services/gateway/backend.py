@@ -80,14 +80,14 @@ class Backend:
 
     @asynccontextmanager
     async def submit(
-        self, tokens: "array[int]", sampling: Sampling, *, n: int = 1, priority: int = 0, turn: int = 0
+        self, tokens: "array[int]", sampling: Sampling, *, n: int = 1, priority: int = 0, samples_before: int = 0
     ) -> AsyncIterator[Attempt]:
         """Run a request for the time of the block; leaving it ends what is unfinished.
 
         Raises `Unavailable` if there is no engine to send it to.
         """
         link = self._choose()
-        attempt = link.submit(tokens, sampling, n, priority, turn)
+        attempt = link.submit(tokens, sampling, n, priority, samples_before)
         try:
             yield attempt
         finally:

@@ -54,7 +54,7 @@ async def _jobs(gateway: Gateway, request: CompletionRequest, arrived: float) ->
     params = completion_params(request, model.defaults)
     welcome = gateway.welcome
     prompts = await completion_prompts(
-        request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.facts.vocab_size
+        request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
     )
     _check_samples(len(prompts), params)
     default = COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
@@ -68,7 +68,7 @@ async def _jobs(gateway: Gateway, request: CompletionRequest, arrived: float) ->
             default_max_tokens=default,
             priority=priority,
             arrived=arrived,
-            turn=at * params.n,
+            samples_before=at * params.n,
             echo=request.echo is True,
         )
         jobs.append(job)

@@ -14,7 +14,7 @@ from services.gateway.backend import Attempt
 from services.gateway.metrics import Metrics, Timing
 from services.gateway.serving import Gateway, Job
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
-from shared.protocol import Finish, ProgressRow, TokenLogprobs
+from shared.protocol import FinishReason, ProgressRow, TokenLogprobs
 from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.sample_text import SampleText
 from shared.text.tokenizer import Tokenizer
@@ -125,22 +125,22 @@ class Generation:
         figures.prompt_ended(self.job.sampling.max_tokens, outputs, computed)
 
     def _take(self, row: ProgressRow, now: float) -> str:
-        if row.admission is not None:
-            self._timings[row.sample].admission = row.admission
-        if row.finish is Finish.ERROR:
+        if row.scheduling is not None:
+            self._timings[row.sample].scheduling = row.scheduling
+        if row.finish_reason is FinishReason.ERROR:
             raise EngineFailure(row.detail or "the engine ended this request")
-        if row.finish is Finish.ABORT:  # and not by us: of those that we aborted no rows are taken
+        if row.finish_reason is FinishReason.ABORT:  # and not by us: of those that we aborted no rows are taken
             raise Unavailable("the engine was shut down")
         if row.sample == 0 and row.prompt_logprobs:
             self._prompt_logprobs += row.prompt_logprobs
         self.cached_tokens = max(self.cached_tokens, row.cached_tokens)
         sample = self.samples[row.sample]
         before = len(sample.token_ids)
-        text = sample.feed(row.tokens, row.logprobs, row.finish)
+        text = sample.feed(row.tokens, row.logprobs, row.finish_reason)
         figures = self._metrics.engine(self._attempt.engine)
         figures.tokens(self._timings[row.sample], len(sample.token_ids) - before, now)
         if sample.finish_reason is not None:
-            if row.finish is None:  # a stop string, of which the engine knows nothing
+            if row.finish_reason is None:  # a stop string, of which the engine knows nothing
                 self._attempt.abort(row.sample)
             self._ended(row.sample, sample.finish_reason, now)
         return text
@@ -155,7 +155,9 @@ class Generation:
 @asynccontextmanager
 async def submit(gateway: Gateway, job: Job) -> AsyncIterator[Generation]:
     """Runs `job` at an engine for as long as the region is not left."""
-    submitted = gateway.backend.submit(job.tokens, job.sampling, n=job.params.n, priority=job.priority, turn=job.turn)
+    submitted = gateway.backend.submit(
+        job.tokens, job.sampling, n=job.params.n, priority=job.priority, samples_before=job.samples_before
+    )
     async with submitted as attempt:
         generation = Generation(job, attempt, gateway.model.tokenizer, gateway.metrics)
         try:

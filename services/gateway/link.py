@@ -32,7 +32,7 @@ from shared.protocol import (
     Sampling,
     Status,
     Submit,
-    Unknown,
+    UnknownGateway,
     Welcome,
     decode_to_gateway,
     encode,
@@ -106,7 +106,9 @@ class Link:
     def name(self) -> str:
         return self.welcome.engine if self.welcome else self.address
 
-    def submit(self, tokens: "array[int]", sampling: Sampling, n: int, priority: int, turn: int = 0) -> Attempt:
+    def submit(
+        self, tokens: "array[int]", sampling: Sampling, n: int, priority: int, samples_before: int = 0
+    ) -> Attempt:
         """Start a request."""
         attempt = Attempt(next(self._ids), n, self.name, self._send)
         self._attempts[attempt.id] = attempt
@@ -120,7 +122,7 @@ class Link:
                 n=n,
                 priority=priority,
                 arrival=time.time(),
-                turn=turn,
+                samples_before=samples_before,
             )
         )
         return attempt
@@ -198,9 +200,9 @@ class Link:
                 self._lost = "it sent something that is not a message"  # and somebody would wait for what was lost
         return True
 
-    def _take(self, message: Welcome | Accepted | Refused | Progress | Status | Unknown) -> None:
+    def _take(self, message: Welcome | Accepted | Refused | Progress | Status | UnknownGateway) -> None:
         now = time.monotonic()
-        if isinstance(message, Unknown):  # no sign of life, for this gateway has none of its services
+        if isinstance(message, UnknownGateway):  # no sign of life, for this gateway has none of its services
             self._lost = "it has given this gateway up"
             return
         self._liveness.hear(now)
@@ -218,13 +220,13 @@ class Link:
                     attempt.fail(_error(message))
             case Status():
                 self.status, self._told, self._since = message, now, 0
-                self._liveness.beat(message.vitals, now)
-            case Welcome() if self._text and message.facts.text not in ("", self._text):
+                self._liveness.beat(message.process, now)
+            case Welcome() if self._text and message.model.text_digest not in ("", self._text):
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 log.error("engine at %s: %s; start both anew", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
-                log.info("engine %s at %s serves %s", message.engine, self.address, message.facts.model)
+                log.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
 
     def _send(self, message: Struct) -> None:
         if self._socket is None:

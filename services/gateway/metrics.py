@@ -12,7 +12,7 @@ from msgspec import Struct
 from prometheus_client import Counter, Histogram
 
 from shared.metrics import EngineCollector, exposition, registry
-from shared.protocol import Admission, Snapshot
+from shared.protocol import SchedulingInfo, Snapshot
 
 LABELS = ("model_name", "engine")
 TO_FIRST = (
@@ -30,7 +30,7 @@ class Timing(Struct):
 
     arrived: float
     submitted: float = 0.0  # sent to the engine
-    admission: Admission | None = None  # the engine's last word on how it came to run
+    scheduling: SchedulingInfo | None = None  # the engine's last word on how it came to run
     first: float | None = None
     last: float | None = None
 
@@ -74,14 +74,14 @@ class EngineFigures:
             self.decode.observe(timing.last - timing.first)
             if output > 1:
                 self.per_token.observe((timing.last - timing.first) / (output - 1))
-        if timing.admission is not None:
-            self._admitted_sample_ended(timing, timing.admission, now)
+        if timing.scheduling is not None:
+            self._admitted_sample_ended(timing, timing.scheduling, now)
 
-    def _admitted_sample_ended(self, timing: Timing, admission: Admission, now: float) -> None:
+    def _admitted_sample_ended(self, timing: Timing, scheduling: SchedulingInfo, now: float) -> None:
         """Split the sample's time where the engine admitted it, `queued` seconds after it was submitted."""
-        admitted = timing.submitted + admission.queued
-        self.queue.observe(admission.queued)
-        self.preemptions.observe(admission.preemptions)
+        admitted = timing.submitted + scheduling.queued_seconds
+        self.queue.observe(scheduling.queued_seconds)
+        self.preemptions.observe(scheduling.preemptions)
         self.inference.observe(max((timing.last or now) - admitted, 0.0))
         if timing.first is not None:
             self.prefill.observe(max(timing.first - admitted, 0.0))

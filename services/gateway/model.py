@@ -12,11 +12,11 @@ from msgspec import Struct
 
 from services.gateway.config import GatewayConfig
 from services.gateway.faults import UnknownModel
+from shared.errors import ConfigError, ModelError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
 from shared.hub.embedded import EMBEDDED
-from shared.errors import ConfigError, ModelError, brief
-from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.json_file import parse_object, read_json
+from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 

@@ -26,7 +26,7 @@ class Job(Struct, frozen=True):
     sampling: Sampling
     priority: int
     arrived: float  # on the monotonic clock
-    turn: int = 0  # samples of the same request before the first of these
+    samples_before: int = 0  # samples of the same request before the first of these
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # where in the prompt's text each token begins, if that is needed
 
@@ -75,7 +75,7 @@ class Gateway(Struct, frozen=True):
         default_max_tokens: int | None,
         priority: int,
         arrived: float,
-        turn: int = 0,
+        samples_before: int = 0,
         echo: bool = False,
     ) -> Job:
         """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
@@ -85,11 +85,11 @@ class Gateway(Struct, frozen=True):
         sampling = params.lower(
             prompt_len=len(prompt.tokens),
             max_model_len=welcome.max_model_len,
-            vocab_size=welcome.facts.vocab_size,
+            vocab_size=welcome.model.vocab_size,
             eos_token_ids=self.model.tokenizer.eos_token_ids,
         )
         text = self._text(prompt) if echo else None
-        return Job(prompt.tokens, params, sampling, priority, arrived, turn, text, prompt.offsets)
+        return Job(prompt.tokens, params, sampling, priority, arrived, samples_before, text, prompt.offsets)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most = self.config.max_logprobs

@@ -96,7 +96,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 def limits(config: SchedulerConfig, worker: Register) -> Limits:
     """The core's limits for an engine whose worker is `worker`. ConfigError if nothing fits its memory."""
     num_blocks = count_blocks(config, worker)
-    wanted = min(config.max_model_len or worker.facts.max_positions, worker.facts.max_positions)
+    wanted = min(config.max_model_len or worker.model.max_positions, worker.model.max_positions)
     spare = CPU_BATCHED_TOKENS if worker.device.startswith("cpu") else GPU_BATCHED_TOKENS
     return Limits(
         block_size=config.block_size,

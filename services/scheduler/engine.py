@@ -15,7 +15,7 @@ from shared.protocol import (
     VERSION,
     Configure,
     Epoch,
-    ModelFacts,
+    ModelInfo,
     ProgressRow,
     Refusal,
     Refused,
@@ -36,14 +36,14 @@ class Engine:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._core: Scheduler | None = None
-        self._facts: ModelFacts | None = None
+        self._model: ModelInfo | None = None
         self._epoch = Epoch(secrets.token_hex(8), 0)
         self._draining = False
 
     @property
     def model(self) -> str:
         """Folder or name of the model; empty before the first worker has come."""
-        return self._facts.model if self._facts else ""
+        return self._model.name if self._model else ""
 
     @property
     def idle(self) -> bool:
@@ -56,9 +56,9 @@ class Engine:
 
     def unsuitable(self, worker: Register) -> str:
         """Return why a worker cannot go on with what this engine serves; empty if it can. The first one always can."""
-        if self._facts is None or self._core is None:
+        if self._model is None or self._core is None:
             return ""
-        if self._differs(worker, self._facts):
+        if self._differs(worker, self._model):
             return "it has loaded another model than this engine serves"
         tokens, promised = pool_tokens(self._config, worker), self._core.limits.max_model_len
         if tokens < promised:
@@ -66,37 +66,37 @@ class Engine:
         return ""
 
     @staticmethod
-    def _differs(worker: Register, facts: ModelFacts) -> bool:
-        if facts.fingerprint != worker.facts.fingerprint:
+    def _differs(worker: Register, model: ModelInfo) -> bool:
+        if model.fingerprint != worker.model.fingerprint:
             log.warning("a new worker computes differently from the former: continued outputs may differ")
-        return msgspec.structs.replace(worker.facts, fingerprint=facts.fingerprint) != facts
+        return msgspec.structs.replace(worker.model, fingerprint=model.fingerprint) != model
 
     def configure(self, worker: Register) -> Configure:
         """Begin an epoch with this worker. Raises `ConfigError` if its memory is too small."""
         core = self._core or self._begin(worker)
         num_blocks = count_blocks(self._config, worker)
-        self._epoch = Epoch(self._epoch.boot, self._epoch.count + 1)
+        self._epoch = Epoch(self._epoch.boot_id, self._epoch.count + 1)
         core.begin_epoch(self._epoch, num_blocks)
         return configuration(core.limits, self._epoch, num_blocks)
 
     def welcome(self) -> Welcome | None:
         """What gateways need to know; None before the first worker has come."""
-        if self._core is None or self._facts is None:
+        if self._core is None or self._model is None:
             return None
         return Welcome(
             version=VERSION,
             engine=self._config.engine,
-            boot=self._epoch.boot,
-            facts=self._facts,
+            boot_id=self._epoch.boot_id,
+            model=self._model,
             max_model_len=self._core.limits.max_model_len,
             max_num_seqs=self._core.limits.max_num_seqs,
         )
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or say why not."""
-        if self._core is None or self._facts is None:
+        if self._core is None or self._model is None:
             return Refused(request.id, Refusal.DRAINING, "the engine has not started yet")
-        if found := fault(request, self._facts.vocab_size):
+        if found := fault(request, self._model.vocab_size):
             return Refused(request.id, Refusal.INVALID, found)
         return self._core.submit(request, now)
 
@@ -122,12 +122,12 @@ class Engine:
 
     def _begin(self, worker: Register) -> Scheduler:
         made = limits(self._config, worker)
-        wanted = self._config.max_model_len or worker.facts.max_positions
+        wanted = self._config.max_model_len or worker.model.max_positions
         if made.max_model_len < wanted:
-            tight = made.max_model_len < worker.facts.max_positions
+            tight = made.max_model_len < worker.model.max_positions
             reason = "the KV memory holds no more" if tight else "the model was made for no more"
             log.warning("max_model_len is reduced from %d to %d: %s", wanted, made.max_model_len, reason)
-        self._facts = worker.facts
+        self._model = worker.model
         core = self._core = Scheduler(made)
         if self._draining:
             core.drain()

@@ -24,7 +24,7 @@ from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
-    Beat,
+    Heartbeat,
     Hello,
     Progress,
     ProgressRow,
@@ -32,7 +32,7 @@ from shared.protocol import (
     Refused,
     Status,
     Submit,
-    Unknown,
+    UnknownGateway,
     Welcome,
     decode_from_gateway,
     encode,
@@ -154,7 +154,7 @@ class Gateways:
             if owner is None:
                 continue
             owner.gateway.rows.append(msgspec.structs.replace(row, id=owner.id))
-            if row.finish is not None:
+            if row.finish_reason is not None:
                 owner.unfinished -= 1
                 if not owner.unfinished:
                     del self._owners[row.id], owner.gateway.ids[owner.id]
@@ -205,7 +205,7 @@ class Gateways:
         if isinstance(content, Hello):
             self._greet(message, content, now)
             return None
-        if isinstance(content, Beat):
+        if isinstance(content, Heartbeat):
             self._note_beat(content, now)
             return None
         if gateway is None:
@@ -219,10 +219,10 @@ class Gateways:
                 id = gateway.ids.get(content.id)
                 return None if id is None else Abort(id, content.sample)
 
-    def _note_beat(self, beat: Beat, now: float) -> None:
-        name = beat.name.encode()
+    def _note_beat(self, beat: Heartbeat, now: float) -> None:
+        name = beat.identity.encode()
         if (gateway := self._peers.get(name)) is not None:
-            gateway.liveness.beat(beat.vitals, now)
+            gateway.liveness.beat(beat.process, now)
         else:
             self._turn_away(name)
 
@@ -253,7 +253,7 @@ class Gateways:
         """Tell one who was given up, and may not know it: it must not wait for what never comes."""
         log.debug("something of %s, who is not known (any more)", show(peer))
         with suppress(PeerGone, PeerSlow):
-            self._listener.send(peer, encode(Unknown()))
+            self._listener.send(peer, encode(UnknownGateway()))
 
     def _submit(self, gateway: Gateway, submit: Submit) -> Submit | None:
         if submit.id in gateway.ids:

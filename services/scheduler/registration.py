@@ -61,9 +61,9 @@ def unfit(register: Register) -> str:
     """Why a worker cannot be used; empty if it can."""
     if register.version != VERSION:
         return f"it speaks version {register.version} of the protocol, this scheduler version {VERSION}"
-    if register.rank != 0 or register.world != 1:
-        return f"it is rank {register.rank} of {register.world}, but an engine has one worker"
-    if register.kv_bytes_per_token < 1 or register.facts.max_positions < 2 or register.facts.vocab_size < 1:
+    if register.rank != 0 or register.world_size != 1:
+        return f"it is rank {register.rank} of {register.world_size}, but an engine has one worker"
+    if register.kv_bytes_per_token < 1 or register.model.max_positions < 2 or register.model.vocab_size < 1:
         return "what it says of its model cannot be"
     if max(register.kv_bytes_per_token, register.kv_memory) > MAX_MEMORY:
         return f"it says to have {register.kv_memory} bytes for KV, {register.kv_bytes_per_token} for a token"

@@ -16,11 +16,11 @@ from services.scheduler.deadlines import Deadlines
 from services.scheduler.registration import Registration, unfit
 from shared.errors import ProtocolError
 from shared.protocol import (
-    Beat,
     Configure,
     Configured,
     Epoch,
     Fault,
+    Heartbeat,
     Register,
     StepPlan,
     StepResult,
@@ -164,9 +164,9 @@ class Workers:
             return
         if isinstance(content, Register):
             self._admit(message, content, now)
-        elif isinstance(content, Beat):
-            if (sender := self._registered.get(content.name.encode())) is not None:
-                sender.liveness.beat(content.vitals, now)
+        elif isinstance(content, Heartbeat):
+            if (sender := self._registered.get(content.identity.encode())) is not None:
+                sender.liveness.beat(content.process, now)
         elif self._active is None or worker is not self._active.worker:
             log.debug("a message of %s came too late", show(message.peer))
         elif isinstance(content, Fault):

@@ -26,13 +26,13 @@ from services.worker.slots import Slots
 from services.worker.warmup import warm_up
 from shared.hub.checkpoint import locate, text_digest
 from shared.hub.embedded import EMBEDDED
-from shared.protocol import Configure, Fork, ModelFacts, SampledRow, StepPlan, StepResult, TokenLogprobs
+from shared.protocol import Configure, Fork, ModelInfo, SampledRow, StepPlan, StepResult, TokenLogprobs
 
 
-class Facts(Struct, frozen=True):
+class WorkerInfo(Struct, frozen=True):
     """What a worker tells its scheduler of itself: the body of `Register`."""
 
-    facts: ModelFacts
+    model: ModelInfo
     device: str
     kv_bytes_per_token: int
     kv_memory: int
@@ -72,16 +72,16 @@ class Runner:
         speeds = warm_up(self, self._decoder.shape, self.device)
         self._epoch = None
         shape = self._decoder.shape
-        self._facts = Facts(
-            facts=ModelFacts(
-                model=config.model or EMBEDDED,
+        self._info = WorkerInfo(
+            model=ModelInfo(
+                name=config.model or EMBEDDED,
                 architecture=shape.architecture,
                 dtype=model.precision.name,
                 max_positions=shape.max_positions,
                 vocab_size=shape.vocab_size,
                 fingerprint=model.fingerprint,
-                weights=model.weights,
-                text=text_digest(folder),
+                weights_digest=model.weights,
+                text_digest=text_digest(folder),
             ),
             device=str(self.device),
             kv_bytes_per_token=self._layout(block_size=1).bytes_per_token,
@@ -91,8 +91,8 @@ class Runner:
         )
 
     @property
-    def facts(self) -> Facts:
-        return self._facts
+    def info(self) -> WorkerInfo:
+        return self._info
 
     def configure(self, message: Configure) -> None:
         """Begin an epoch: empty slots, and KV memory of `num_blocks`. What was there before is gone."""
@@ -110,8 +110,8 @@ class Runner:
             raise RuntimeError("a plan came before any configuration")
         began = time.perf_counter()
         self._epoch.state.apply(plan)
-        if plan.copies:
-            sources, destinations = torch.tensor(plan.copies, device=self.device).T
+        if plan.block_copies:
+            sources, destinations = torch.tensor(plan.block_copies, device=self.device).T
             self._ops.copy_blocks(self._epoch.storage, sources, destinations)
         rows = self._compute(plan, self._epoch) if plan.rows else []
         return StepResult(epoch=plan.epoch, step=plan.step, rows=rows, seconds=time.perf_counter() - began)

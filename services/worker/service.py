@@ -28,7 +28,7 @@ from shared.protocol import (
     Configured,
     Epoch,
     Fault,
-    ModelFacts,
+    ModelInfo,
     Register,
     StepPlan,
     StepResult,
@@ -51,11 +51,11 @@ LINGER_MS = 1_000
 """For a fault report to leave before the process ends."""
 
 
-class Facts(Protocol):
+class WorkerInfo(Protocol):
     """What a runner knows of its model and device: the body of `Register`."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def model(self) -> ModelInfo: ...
     @property
     def device(self) -> str: ...
     @property
@@ -72,7 +72,7 @@ class Runner(Protocol):
     """A model on a device. `configure` comes before the first `execute` of an epoch; plans come in order."""
 
     @property
-    def facts(self) -> Facts: ...
+    def info(self) -> WorkerInfo: ...
     def configure(self, message: Configure) -> None: ...
     def execute(self, plan: StepPlan) -> StepResult: ...
 
@@ -217,15 +217,15 @@ class _Connection:
         return End.FAILED
 
     def _register(self, name: str) -> Register:
-        found = self._runner.facts
+        found = self._runner.info
         return Register(
             version=VERSION,
-            worker=name,
+            identity=name,
             rank=0,
-            world=1,
+            world_size=1,
             pid=os.getpid(),
             device=found.device,
-            facts=found.facts,
+            model=found.model,
             kv_bytes_per_token=found.kv_bytes_per_token,
             kv_memory=found.kv_memory,
             step_seconds=found.step_seconds,

@@ -36,13 +36,13 @@ class Slots:
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the slots to where `plan`'s rows expect them; its copies are of blocks, and not done here."""
-        for slot in plan.released:
+        for slot in plan.released_slots:
             self.sampling[slot] = None
-        for sequence in plan.new:
+        for sequence in plan.new_sequences:
             self._enter(sequence)
         for fork in plan.forks:
             self._fork(fork)
-        self._write(plan.writes)
+        self._write(plan.table_writes)
 
     def put(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Sampled tokens take their places; all three (N,) int64 on the device."""

@@ -36,7 +36,7 @@ def warm_up(steps: Steps, shape: Shape, device: torch.device) -> Speeds:
     """Run a long and a short step a few times. Leaves `steps` configured for these; configure it anew."""
     count = max(2, min(_TOKENS[device.type], shape.max_positions - 1))
     blocks = -(-(count + 1) // _BLOCK)
-    epoch = Epoch(boot="warm-up", count=0)
+    epoch = Epoch(boot_id="warm-up", count=0)
     steps.configure(
         Configure(
             epoch=epoch,
@@ -53,7 +53,9 @@ def warm_up(steps: Steps, shape: Shape, device: torch.device) -> Speeds:
         slot=0, tokens=tokens, prompt_len=count, blocks=list(range(blocks)), sampling=sampling, sample=0
     )
     held = _begin_peak(device)
-    steps.execute(StepPlan(epoch=epoch, step=0, new=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)]))
+    steps.execute(
+        StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
+    )
     peak = _peak(device) - held
     long, short = (
         min(

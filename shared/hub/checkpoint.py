@@ -10,11 +10,11 @@ import os
 from functools import partial
 from pathlib import Path
 
-from shared.hub.embedded import RECOMMENDED, embedded_file
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.gguf.parts import FILES, is_gguf
 from shared.hub.download import download, gguf_files, wanted_files
+from shared.hub.embedded import RECOMMENDED, embedded_file
 
 TEXT_FILES = ("config.json", "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json")
 

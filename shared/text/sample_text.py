@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from shared.params import SamplingParams
-from shared.protocol import Finish, TokenLogprobs
+from shared.protocol import FinishReason, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import LogprobEntry, make_entry
 from shared.text.stops import StopMatcher
@@ -48,7 +48,7 @@ class SampleText:
     ) -> None:
         self.token_ids: list[int] = []
         self._starts: list[int] = []  # the offset at which each token's text begins
-        self.finish_reason: str | None = None  # a value of `Finish`
+        self.finish_reason: str | None = None  # a value of `FinishReason`
         self.stop_reason: str | int | None = None  # a stop string, or a stop token id that the user asked for
         self._tokenizer = tokenizer
         self._params = params
@@ -74,7 +74,7 @@ class SampleText:
         self,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None = None,
-        finish: Finish | None = None,
+        finish: FinishReason | None = None,
     ) -> str:
         """The text to show after `tokens`, the last ones if `finish`. Tokens behind a stop string are dropped."""
         shown = ""
@@ -85,7 +85,9 @@ class SampleText:
             self.token_ids.append(token)
             if logprobs is not None:
                 self._pending.append(self._place(token, logprobs[at]))
-            shown += self._take(token, hidden=finish is Finish.STOP and at == len(tokens) - 1 and self._hides(token))
+            shown += self._take(
+                token, hidden=finish is FinishReason.STOP and at == len(tokens) - 1 and self._hides(token)
+            )
         if finish is not None and self.finish_reason is None:
             shown += self._end(finish)
         return shown
@@ -121,12 +123,12 @@ class SampleText:
                 self._stop_at(self._matcher.matched)
         return self._show(piece)
 
-    def _end(self, finish: Finish) -> str:
+    def _end(self, finish: FinishReason) -> str:
         shown = self._flush()
         if self.finish_reason is None:
             self.finish_reason = finish.value
             last = self.token_ids[-1] if self.token_ids else None
-            if finish is Finish.STOP and last in (self._params.stop_token_ids or ()):
+            if finish is FinishReason.STOP and last in (self._params.stop_token_ids or ()):
                 self.stop_reason = last
         return shown
 
@@ -135,7 +137,7 @@ class SampleText:
         return shown if self.finish_reason is not None else shown + self._show(self._matcher.flush())
 
     def _stop_at(self, stop: str) -> None:
-        self.finish_reason, self.stop_reason = Finish.STOP.value, stop
+        self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
 
     def _show(self, piece: str) -> str:
         if piece:

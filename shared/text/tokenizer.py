@@ -15,9 +15,9 @@ from typing import Any
 
 import tokenizers
 
-from shared.hub.checkpoint import cache_folder
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
+from shared.hub.checkpoint import cache_folder
 from shared.text.added_tokens import add_tokens, disagrees_on_prefix_space, special_tokens
 from shared.text.bytes import TokenBytes, read_text
 from shared.text.json_file import read_json, whole_number

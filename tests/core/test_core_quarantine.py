@@ -4,7 +4,7 @@ from array import array
 
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.sequence import Request, Sequence
-from shared.protocol import Finish, Sampling
+from shared.protocol import FinishReason, Sampling
 
 
 def _suspects(count: int) -> list[Sequence]:
@@ -33,7 +33,7 @@ def test_suspects_run_in_halves_one_after_the_other() -> None:
     _pass(suspects[2])
     quarantine.settle()
     assert quarantine.begin() == suspects[3:]
-    suspects[3].finish = Finish.ABORT
+    suspects[3].finish_reason = FinishReason.ABORT
     _pass(suspects[4])
     quarantine.settle()
     assert not quarantine.active
@@ -67,7 +67,7 @@ def test_twice_alone_condemns_and_passing_in_between_acquits() -> None:
 
 def test_who_ran_beside_an_aborted_one_was_not_alone() -> None:
     quarantine, (aborted, other) = Quarantine(), _suspects(2)
-    aborted.finish = Finish.ABORT
+    aborted.finish_reason = FinishReason.ABORT
     for _ in range(3):
         assert quarantine.accuse([aborted, other]) is None
     assert other.strikes == 0

@@ -5,15 +5,15 @@ import pytest
 from services.scheduler.core import Limits, Scheduler
 from shared.errors import ConfigError, ProtocolError
 from shared.protocol import (
-    Admission,
     Epoch,
-    Finish,
+    FinishReason,
     Fork,
     NewSequence,
     ProgressRow,
     Row,
     SampledRow,
     Sampling,
+    SchedulingInfo,
     StepPlan,
     StepResult,
     Submit,
@@ -38,7 +38,7 @@ def _core(**changes: object) -> Scheduler:
     return core
 
 
-AT_ONCE = Admission(0.0, 0)
+AT_ONCE = SchedulingInfo(0.0, 0)
 """The admission of a sequence that did not wait, which its first row carries."""
 
 
@@ -66,20 +66,20 @@ def test_the_way_of_a_request_at_depth_two() -> None:
     _submit(core, 1, [1, 2, 3, 4, 5], sampling)
     first = _plan(core)
     new = NewSequence(0, pack_tokens([1, 2, 3, 4, 5]), 5, [0, 1], sampling, 0)
-    assert first == StepPlan(EPOCH, 0, [Row(0, 0, 5, 1)], new=[new])
+    assert first == StepPlan(EPOCH, 0, [Row(0, 0, 5, 1)], new_sequences=[new])
     second = _plan(core)
     assert second == StepPlan(EPOCH, 1, [Row(0, 5, 1, 1)]), "before the first result is there"
     assert core.plan(1.0) is None
     assert core.in_flight == 2
-    assert _commit(core, first, 6) == [ProgressRow(1, 0, 0, [6], admission=AT_ONCE)]
+    assert _commit(core, first, 6) == [ProgressRow(1, 0, 0, [6], scheduling=AT_ONCE)]
     third = _plan(core)
     assert third == StepPlan(EPOCH, 2, [Row(0, 6, 1, 1)])
     assert _commit(core, second, 7) == [ProgressRow(1, 0, 1, [7])]
     assert core.plan(1.0) is None, "the third token is on the way, and it is the last"
-    assert _commit(core, third, 8) == [ProgressRow(1, 0, 2, [8], finish=Finish.LENGTH)]
+    assert _commit(core, third, 8) == [ProgressRow(1, 0, 2, [8], finish_reason=FinishReason.LENGTH)]
     assert core.idle
     _submit(core, 2, [9], sampling)
-    assert _plan(core).released == [0]
+    assert _plan(core).released_slots == [0]
 
 
 def test_a_new_block_is_written_when_a_sequence_grows_into_it() -> None:
@@ -87,7 +87,7 @@ def test_a_new_block_is_written_when_a_sequence_grows_into_it() -> None:
     _submit(core, 1, [1, 2, 3, 4], Sampling(max_tokens=3, seed=5))
     _commit(core, _plan(core), 5)
     plan = _plan(core)
-    assert (plan.rows, plan.writes) == ([Row(0, 4, 1, 1)], [TableWrite(0, 1, [1])])
+    assert (plan.rows, plan.table_writes) == ([Row(0, 4, 1, 1)], [TableWrite(0, 1, [1])])
 
 
 def test_a_full_hit_copies_its_last_block_and_computes_one_token() -> None:
@@ -97,9 +97,9 @@ def test_a_full_hit_copies_its_last_block_and_computes_one_token() -> None:
     _commit(core, _plan(core), 9)
     _submit(core, 2, [1, 2, 3, 4, 5, 6, 7, 8], sampling)
     plan = _plan(core)
-    assert plan.rows == [Row(plan.new[0].slot, 7, 1, 1)]
-    assert plan.new[0].blocks[0] == 0
-    assert plan.copies == [(1, plan.new[0].blocks[1])]
+    assert plan.rows == [Row(plan.new_sequences[0].slot, 7, 1, 1)]
+    assert plan.new_sequences[0].blocks[0] == 0
+    assert plan.block_copies == [(1, plan.new_sequences[0].blocks[1])]
     assert core.snapshot().blocks_free == 16 - 3, "the source is pinned"
     (row,) = _commit(core, plan, 9)
     assert row.cached_tokens == 7
@@ -117,8 +117,8 @@ def test_a_fork_shares_the_prompt_and_copies_the_block_that_is_written() -> None
     assert [(row.sample, row.position, row.tokens) for row in news] == [(0, 0, [6]), (1, 0, [7]), (2, 0, [8])]
     plan = _plan(core)
     assert [row.slot for row in plan.rows] == [0, 1, 2]
-    assert plan.copies == [(1, 2), (1, 3)], "the last holder writes in place"
-    assert plan.writes == [TableWrite(0, 1, [2]), TableWrite(1, 1, [3])]
+    assert plan.block_copies == [(1, 2), (1, 3)], "the last holder writes in place"
+    assert plan.table_writes == [TableWrite(0, 1, [2]), TableWrite(1, 1, [3])]
 
 
 def test_samples_without_a_slot_wait_and_take_hits() -> None:
@@ -129,8 +129,8 @@ def test_samples_without_a_slot_wait_and_take_hits() -> None:
     assert (core.snapshot().running, core.snapshot().waiting) == (2, 1)
     _commit(core, plan, 6, 7)
     last = _plan(core)
-    assert (last.rows[0].start, last.new[0].sample) == (4, 2)
-    assert _commit(core, last, 8)[0].finish is Finish.LENGTH
+    assert (last.rows[0].start, last.new_sequences[0].sample) == (4, 2)
+    assert _commit(core, last, 8)[0].finish_reason is FinishReason.LENGTH
     assert core.snapshot().prompt_tokens == 5, "a prompt is counted once"
 
 
@@ -138,7 +138,7 @@ def test_a_stray_row_behind_a_stop_is_dropped_and_never_published() -> None:
     core = _core()
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5, stop_token_ids=[7]))
     first, second = _plan(core), _plan(core)
-    assert _commit(core, first, 7) == [ProgressRow(1, 0, 0, [7], finish=Finish.STOP, admission=AT_ONCE)]
+    assert _commit(core, first, 7) == [ProgressRow(1, 0, 0, [7], finish_reason=FinishReason.STOP, scheduling=AT_ONCE)]
     assert core.snapshot().blocks_free == 15, "a plan in flight writes to it"
     assert _commit(core, second, 4) == []
     assert (core.snapshot().blocks_free, core.snapshot().blocks_cached) == (16, 0)
@@ -148,7 +148,7 @@ def test_min_tokens_are_the_workers_business_and_a_stop_ends() -> None:
     core = _core(depth=1)
     _submit(core, 1, [1, 2, 3, 7], Sampling(max_tokens=9, seed=5, stop_token_ids=[7], min_tokens=1), prompt_len=3)
     (row,) = _commit(core, _plan(core), 7)
-    assert (row.position, row.tokens, row.finish) == (1, [7], Finish.STOP)
+    assert (row.position, row.tokens, row.finish_reason) == (1, [7], FinishReason.STOP)
 
 
 def test_prompt_scores_go_on_as_they_come() -> None:
@@ -157,11 +157,11 @@ def test_prompt_scores_go_on_as_they_come() -> None:
     scores = [TokenLogprobs(float(position), 1, [], []) for position in range(7)]
     first = _plan(core)
     news = core.commit(StepResult(EPOCH, first.step, [SampledRow(0, [], None, scores[1:6])]))
-    assert news == [ProgressRow(1, 0, 0, [], None, scores[1:6], admission=AT_ONCE)]
+    assert news == [ProgressRow(1, 0, 0, [], None, scores[1:6], scheduling=AT_ONCE)]
     second = _plan(core)
     assert second.rows == [Row(0, 5, 2, 0)]
     news = core.commit(StepResult(EPOCH, second.step, [SampledRow(0, [], None, scores[6:])]))
-    assert news == [ProgressRow(1, 0, 0, [], None, scores[6:], Finish.LENGTH)]
+    assert news == [ProgressRow(1, 0, 0, [], None, scores[6:], FinishReason.LENGTH)]
 
 
 def test_a_result_without_its_token_is_the_workers_fault_and_changes_nothing() -> None:
@@ -186,7 +186,7 @@ def test_a_displaced_sequence_that_comes_back_in_the_same_plan_gets_one_row() ->
     _submit(core, 3, [3] * 3, sampling, priority=0)  # needs one block, and one to spare
     plan = _plan(core)
     assert core.snapshot().preemptions == 1
-    assert [pack_tokens([3] * 3), pack_tokens([*common, *[2] * 8])] == [new.tokens for new in plan.new]
+    assert [pack_tokens([3] * 3), pack_tokens([*common, *[2] * 8])] == [new.tokens for new in plan.new_sequences]
     assert sorted(row.slot for row in plan.rows) == [0, 1, 2], "what it shares with the other is a hit now, so it fits"
     assert sum(row.count for row in plan.rows) <= 16
 
@@ -198,13 +198,13 @@ def test_a_row_says_how_long_its_sequence_waited_and_how_often_it_was_preempted(
     assert core.submit(Submit(1, pack_tokens([1, 2, 3]), 3, sampling, priority=1), 10.0) is None
     first = core.plan(12.5)
     assert first is not None
-    assert [row.admission for row in _commit(core, first, 4)] == [Admission(2.5, 0)]
+    assert [row.scheduling for row in _commit(core, first, 4)] == [SchedulingInfo(2.5, 0)]
     assert core.submit(Submit(2, pack_tokens([5]), 1, Sampling(max_tokens=1, seed=5)), 13.0) is None
-    for now, expected in ((14.0, (1, Admission(2.5, 1))), (15.0, (2, Admission(2.0, 0))), (20.0, (1, None))):
+    for now, expected in ((14.0, (1, SchedulingInfo(2.5, 1))), (15.0, (2, SchedulingInfo(2.0, 0))), (20.0, (1, None))):
         plan = core.plan(now)
         assert plan is not None
         assert core.snapshot().preemptions == 1
-        assert [(row.id, row.admission) for row in _commit(core, plan, 6)] == [expected]
+        assert [(row.id, row.scheduling) for row in _commit(core, plan, 6)] == [expected]
     assert core.idle
 
 
@@ -215,11 +215,11 @@ def test_samples_that_begin_together_were_admitted_together() -> None:
     assert (core.snapshot().waiting, core.snapshot().waiting_deferred) == (3, 2), "two wait for their prompt"
     plan = core.plan(4.0)
     assert plan is not None
-    assert [row.admission for row in _commit(core, plan, 7, 7)] == [Admission(3.0, 0)] * 2
+    assert [row.scheduling for row in _commit(core, plan, 7, 7)] == [SchedulingInfo(3.0, 0)] * 2
     assert (core.snapshot().waiting, core.snapshot().waiting_deferred) == (1, 0)
     plan = core.plan(6.0)
     assert plan is not None
-    assert [row.admission for row in _commit(core, plan, 7)] == [Admission(5.0, 0)]
+    assert [row.scheduling for row in _commit(core, plan, 7)] == [SchedulingInfo(5.0, 0)]
 
 
 def test_steps_are_counted_by_their_tokens_and_prompts_by_their_source() -> None:
@@ -251,7 +251,7 @@ def test_a_worker_lost_and_another_one() -> None:
     core.begin_epoch(Epoch("boot", 2), 16)
     again = _plan(core)
     assert (again.epoch, again.step, again.rows) == (Epoch("boot", 2), 0, [Row(0, 0, 4, 1)])
-    assert again.new[0].tokens == pack_tokens([1, 2, 3, 4])
+    assert again.new_sequences[0].tokens == pack_tokens([1, 2, 3, 4])
     assert _commit(core, second, 5) == [], "a result of the old epoch"
     assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5])]
 
@@ -266,15 +266,17 @@ def test_aborts_end_samples_in_every_place() -> None:
     core = _core(depth=1, max_num_seqs=1)
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5), n=3)
     _submit(core, 2, [4], Sampling(max_tokens=9, seed=5))
-    assert core.abort(1, 2) == [ProgressRow(1, 2, 0, [], finish=Finish.ABORT)], "not begun"
-    assert core.abort(2) == [ProgressRow(2, 0, 0, [], finish=Finish.ABORT)], "in the queue"
+    assert core.abort(1, 2) == [ProgressRow(1, 2, 0, [], finish_reason=FinishReason.ABORT)], "not begun"
+    assert core.abort(2) == [ProgressRow(2, 0, 0, [], finish_reason=FinishReason.ABORT)], "in the queue"
     plan = _plan(core)
-    assert core.abort(1, 0) == [ProgressRow(1, 0, 0, [], finish=Finish.ABORT, admission=AT_ONCE)], "running"
+    assert core.abort(1, 0) == [ProgressRow(1, 0, 0, [], finish_reason=FinishReason.ABORT, scheduling=AT_ONCE)], (
+        "running"
+    )
     assert core.abort(1, 0) == core.abort(1, 7) == core.abort(9) == []
     assert _commit(core, plan, 4) == []
     plan = _plan(core)
-    assert plan.new[0].sample == 1
-    assert _commit(core, plan, 5) == [ProgressRow(1, 1, 0, [5], admission=AT_ONCE)]
+    assert plan.new_sequences[0].sample == 1
+    assert _commit(core, plan, 5) == [ProgressRow(1, 1, 0, [5], scheduling=AT_ONCE)]
     assert [row.position for row in core.abort(1)] == [1]
     assert core.idle
     assert (core.snapshot().finished_abort, core.snapshot().blocks_free) == (4, 16)

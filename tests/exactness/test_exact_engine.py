@@ -63,22 +63,22 @@ def together(requests: list[Request], caching: Engine) -> list[Output]:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     alone: list[Run], together: list[Output], caching: Engine
 ) -> None:
-    assert_alike(alone, runs(together), caching.facts.vocab_size)
+    assert_alike(alone, runs(together), caching.model.vocab_size)
 
 
 def test_alone_each_token_is_the_one_that_its_seed_stands_for(alone: list[Run], plain: Engine) -> None:
-    assert_same(alone, alone, plain.facts.vocab_size)
+    assert_same(alone, alone, plain.model.vocab_size)
 
 
 def test_by_default_it_is_served_in_its_own_bits(plain: Engine, dtype: str) -> None:
-    assert plain.facts.dtype == ("gguf" if dtype == "auto" and EXACT else "float32")
+    assert plain.model.dtype == ("gguf" if dtype == "auto" and EXACT else "float32")
 
 
 def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
     requests: list[Request], alone: list[Run], together: list[Output], caching: Engine
 ) -> None:
     again = serve(caching, requests)
-    assert_alike(alone, runs(again), caching.facts.vocab_size)
+    assert_alike(alone, runs(again), caching.model.vocab_size)
     lengths = [len(request.prompt) for request in requests]
     assert set(EDGES) <= set(lengths)
     expected = [min(length // BLOCK * BLOCK, length - 1) for length in lengths]
@@ -94,7 +94,7 @@ def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH
     found = small.core.snapshot()
     print(f"{found.preemptions} preemptions in {found.steps} steps")
     assert found.preemptions > 0
-    assert_alike(alone, runs(outputs), small.facts.vocab_size)
+    assert_alike(alone, runs(outputs), small.model.vocab_size)
 
 
 def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None:  # SMP-01
@@ -104,17 +104,17 @@ def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None: 
     )
     (undisturbed,) = serve(plain, [one])
     beside = [serve(plain, [one, unseeded])[0], serve(plain, [seeded, one])[1]]
-    assert_alike([undisturbed.run] * 2, runs(beside), plain.facts.vocab_size)
+    assert_alike([undisturbed.run] * 2, runs(beside), plain.model.vocab_size)
 
 
 def ask(engine: Engine, text: str, params: SamplingParams) -> Request:
     """A request as the front doors make it of `params`, except that nothing ends it early."""
     prompt = Tokenizer.load(locate("")).encode(text)
     params = msgspec.structs.replace(params, logprobs=MAX_LOGPROBS, ignore_eos=True)
-    facts, length = engine.facts, engine.limits.max_model_len
+    model, length = engine.model, engine.limits.max_model_len
     return Request(
         prompt,
-        params.lower(prompt_len=len(prompt), max_model_len=length, vocab_size=facts.vocab_size, eos_token_ids=()),
+        params.lower(prompt_len=len(prompt), max_model_len=length, vocab_size=model.vocab_size, eos_token_ids=()),
     )
 
 
@@ -126,7 +126,7 @@ class Confused:
         self.spoil = spoil
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(msgspec.structs.replace(plan, new=self.spoil(plan.new)))
+        return self.runner.execute(msgspec.structs.replace(plan, new=self.spoil(plan.new_sequences)))
 
 
 def with_other_noise(new: list[NewSequence]) -> list[NewSequence]:
@@ -149,7 +149,7 @@ def test_a_fault_is_found(
     some = [index for index, request in enumerate(requests) if 1 < len(request.prompt) < 2 * BLOCK][:6]
     monkeypatch.setattr(plain, "runner", Confused(plain.runner, spoil))
     outputs = serve(plain, [requests[index] for index in some])
-    vocab_size = plain.facts.vocab_size
+    vocab_size = plain.model.vocab_size
     pairs = zip((alone[index] for index in some), runs(outputs), strict=True)
     faulty = [differ(run, other, vocab_size) for run, other in pairs]
     if spoil is with_other_noise:

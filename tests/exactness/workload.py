@@ -17,7 +17,7 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS
-from shared.protocol import Finish, ProgressRow, Sampling, Submit, pack_tokens
+from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.tokenizer import Tokenizer
 from tests.exactness.margin import Run
 
@@ -86,7 +86,7 @@ class Output(Struct):
 
     run: Run
     cached_tokens: int = 0
-    finish: Finish | None = None
+    finish: FinishReason | None = None
 
 
 _ids = itertools.count()  # no engine may see one twice
@@ -101,7 +101,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> list[Output]:
     while not engine.core.idle:
         for row in engine.step():
             _apply(row, outputs[row.id])
-    assert all(output.finish is Finish.LENGTH for output in outputs.values())
+    assert all(output.finish is FinishReason.LENGTH for output in outputs.values())
     found = engine.core.snapshot()
     assert found.running == found.waiting == 0
     assert found.blocks_free == found.blocks
@@ -116,4 +116,4 @@ def _apply(row: ProgressRow, output: Output) -> None:
     assert len(row.logprobs) == len(row.tokens) > 0
     tokens += row.tokens
     entries += row.logprobs
-    output.cached_tokens, output.finish = max(output.cached_tokens, row.cached_tokens), row.finish
+    output.cached_tokens, output.finish = max(output.cached_tokens, row.cached_tokens), row.finish_reason

@@ -26,11 +26,11 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.protocol import (
     VERSION,
-    Admission,
-    Finish,
-    ModelFacts,
+    FinishReason,
+    ModelInfo,
     ProgressRow,
     Sampling,
+    SchedulingInfo,
     Snapshot,
     Status,
     TokenLogprobs,
@@ -70,7 +70,7 @@ class FakeAttempt:
     """One submit. `left` is set once its region was left; `aborted` are the samples that were aborted one by one."""
 
     engine = "0"
-    turn = 0
+    samples_before = 0
 
     def __init__(self, backend: "FakeBackend", tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> None:
         self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
@@ -118,7 +118,7 @@ class FakeAttempt:
         cached = self._backend.cached_tokens
         if sampling.max_tokens == 0:
             self._live.remove(sample)
-            return ProgressRow(1, sample, 0, [], None, scores, Finish.LENGTH, cached, "", self._backend.admission)
+            return ProgressRow(1, sample, 0, [], None, scores, FinishReason.LENGTH, cached, "", self._backend.admission)
         self._outputs[sample] = iter(self._outputs[sample])
         token = next(cast(Any, self._outputs[sample]))
         self._positions[sample] += 1
@@ -129,10 +129,10 @@ class FakeAttempt:
         admission = None if position else self._backend.admission
         return ProgressRow(1, sample, position, [token], known, scores, finish, cached, "", admission)
 
-    def _finish(self, token: int, count: int) -> Finish | None:
+    def _finish(self, token: int, count: int) -> FinishReason | None:
         if token in self.sampling.stop_token_ids and count > self.sampling.min_tokens:
-            return Finish.STOP
-        return Finish.LENGTH if count == self.sampling.max_tokens else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count == self.sampling.max_tokens else None
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:
@@ -148,14 +148,14 @@ class FakeBackend:
     """What a gateway sees of its engines. The knobs are for tests to set."""
 
     def __init__(self, script: Script = DEFAULT, *, max_model_len: int = 256) -> None:
-        facts = ModelFacts(MODEL, "TinyForCausalLM", "float32", max_model_len, VOCAB, "f")
-        self.welcome: Welcome | None = Welcome(VERSION, "0", "boot", facts, max_model_len, 8)
+        model = ModelInfo(MODEL, "TinyForCausalLM", "float32", max_model_len, VOCAB, "f")
+        self.welcome: Welcome | None = Welcome(VERSION, "0", "boot", model, max_model_len, 8)
         self.script = script
         self.attempts: list[FakeAttempt] = []
         self.is_ready = True
         self.cached_tokens = 0
         self.burst = 1  # steps whose rows come together
-        self.admission: Admission | None = None  # of every sample
+        self.admission: SchedulingInfo | None = None  # of every sample
         self.refusal: Exception | None = None  # the engine's answer, instead of an acceptance
         self.answers = asyncio.Event()  # whether the engine says anything
         self.answers.set()
@@ -173,12 +173,12 @@ class FakeBackend:
 
     @asynccontextmanager
     async def submit(
-        self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int, turn: int = 0
+        self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int, samples_before: int = 0
     ) -> AsyncIterator[FakeAttempt]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
         attempt = FakeAttempt(self, tokens, sampling, n, priority)
-        attempt.turn = turn
+        attempt.samples_before = samples_before
         self.attempts.append(attempt)
         self.submitted.set()
         try:

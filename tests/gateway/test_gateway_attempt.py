@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.attempt import Attempt
 from shared.errors import EngineFailure, Overloaded, QuireError
-from shared.protocol import Abort, Finish, ProgressRow
+from shared.protocol import Abort, FinishReason, ProgressRow
 
 
 class World:
@@ -14,8 +14,8 @@ class World:
         self.sent: list[Abort] = []
         self.attempt = Attempt(5, n, "0", self.sent.append)
 
-    def take(self, position: int, *tokens: int, sample: int = 0, finish: Finish | None = None) -> None:
-        self.attempt.take(ProgressRow(5, sample, position, list(tokens), finish=finish))
+    def take(self, position: int, *tokens: int, sample: int = 0, finish: FinishReason | None = None) -> None:
+        self.attempt.take(ProgressRow(5, sample, position, list(tokens), finish_reason=finish))
 
     async def tokens(self) -> list[int]:
         return [token for row in await self.attempt.rows() for token in row.tokens]
@@ -29,7 +29,7 @@ async def test_rows_come_in_order_and_waiting_is_for_news_only() -> None:
     waiting = asyncio.create_task(world.tokens())
     await asyncio.sleep(0)
     assert not waiting.done()
-    world.take(3, 10, finish=Finish.STOP)
+    world.take(3, 10, finish=FinishReason.STOP)
     assert await waiting == [10]
     assert world.attempt.done
 
@@ -90,7 +90,7 @@ async def test_samples_have_positions_of_their_own() -> None:
     world = World(2)
     world.take(0, 7, sample=1)
     world.take(0, 8, sample=0)
-    world.take(1, 9, sample=1, finish=Finish.LENGTH)
+    world.take(1, 9, sample=1, finish=FinishReason.LENGTH)
     world.take(0, 1, sample=2)
     assert [(row.sample, row.tokens) for row in await world.attempt.rows()] == [(1, [7]), (0, [8]), (1, [9])]
     assert not world.attempt.done
@@ -102,8 +102,8 @@ async def test_an_aborted_sample_is_heard_of_no_more() -> None:
     world.take(0, 8, sample=1)
     world.attempt.abort(0)
     world.attempt.abort(0)
-    world.take(1, 9, sample=0, finish=Finish.ABORT)
-    world.take(1, 10, sample=1, finish=Finish.STOP)
+    world.take(1, 9, sample=0, finish=FinishReason.ABORT)
+    world.take(1, 10, sample=1, finish=FinishReason.STOP)
     assert world.sent == [Abort(5, 0)]
     assert await world.tokens() == [8, 10]
     world.attempt.abort(1)
@@ -124,7 +124,7 @@ async def test_an_error_comes_after_the_rows_before_it_and_stays() -> None:
 
 async def test_what_has_ended_does_not_fail_any_more_and_must_not_be_waited_for() -> None:
     world = World()
-    world.take(0, 7, finish=Finish.STOP)
+    world.take(0, 7, finish=FinishReason.STOP)
     world.attempt.fail(EngineFailure("later"))
     assert await world.tokens() == [7]
     with pytest.raises(RuntimeError, match="has ended"):
@@ -134,5 +134,5 @@ async def test_what_has_ended_does_not_fail_any_more_and_must_not_be_waited_for(
 async def test_a_last_row_needs_no_tokens() -> None:
     world = World()
     world.take(0, 7)
-    world.take(1, finish=Finish.ABORT)
-    assert [row.finish for row in await world.attempt.rows()] == [None, Finish.ABORT]
+    world.take(1, finish=FinishReason.ABORT)
+    assert [row.finish_reason for row in await world.attempt.rows()] == [None, FinishReason.ABORT]

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.errors import EngineFailure, Overloaded
-from shared.protocol import Admission
+from shared.protocol import SchedulingInfo
 from tests.gateway.fakes import Client, FakeBackend, endless, says, serve
 
 LABELS = {"model_name": "tiny", "engine": "0"}
@@ -105,7 +105,7 @@ async def test_times_are_measured_from_arrival() -> None:
 async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     """API-04: the queue by the engine's word, and what follows it by the gateway's clock."""
     backend = FakeBackend(says("one two three"))
-    backend.admission = Admission(0.125, 2)
+    backend.admission = SchedulingInfo(0.125, 2)
     backend.cached_tokens = 1
     backend.pause_at = 0
     async with serve(backend) as client:

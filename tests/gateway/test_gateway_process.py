@@ -22,9 +22,9 @@ from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
-    Finish,
+    FinishReason,
     Hello,
-    ModelFacts,
+    ModelInfo,
     Progress,
     ProgressRow,
     Refusal,
@@ -40,7 +40,7 @@ from tests.gateway.fakes import ids
 from tests.text.vocabulary import make_tokenizer, write_model_folder
 
 PATIENCE = 30.0
-FACTS = ModelFacts("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, "f")
+FACTS = ModelInfo("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, "f")
 
 
 class Engine(threading.Thread):
@@ -72,7 +72,7 @@ class Engine(threading.Thread):
                 self._send(gateway, Status(True, False, Snapshot()))
             if self.go_on.is_set():
                 for gateway, id in self._waiting:
-                    self._row(gateway, ProgressRow(id, 0, 1, ids(" two"), finish=Finish.LENGTH))
+                    self._row(gateway, ProgressRow(id, 0, 1, ids(" two"), finish_reason=FinishReason.LENGTH))
                 self._waiting = []
         self._context.destroy(linger=0)
 

@@ -13,11 +13,11 @@ from gguf import GGUFEndian, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
 from services.worker.checkpoint.weight_files import WeightFiles
-from shared.hub.checkpoint import locate
 from shared.errors import ModelError
 from shared.gguf.damage import blamed_on
 from shared.gguf.folder import model_folder, read_pointer
 from shared.gguf.header import read_header
+from shared.hub.checkpoint import locate
 from shared.hub.download import gguf_files
 from tests.gguf.writing import EMPTY, finish, plain_vocabulary, with_key, write
 from tests.models.tiny import llama

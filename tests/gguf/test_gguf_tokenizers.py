@@ -20,9 +20,9 @@ from transformers import GPT2Tokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from shared.hub.checkpoint import locate
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
+from shared.hub.checkpoint import locate
 from shared.text.tokenizer import Tokenizer, check_there
 from tests.gguf.texts import ADDED, CORPUS, SPECIAL, TEXTS
 from tests.gguf.writing import EMPTY, plain_vocabulary, with_key, write

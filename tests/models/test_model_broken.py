@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.load import ops
+from services.worker.checkpoint.errors import naming
 from services.worker.config import WorkerConfig
 from services.worker.models.load import Model, load_model
-from services.worker.checkpoint.errors import naming
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.tiny import llama, opt, save

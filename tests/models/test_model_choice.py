@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from kernels.load import ops
 from quire.models import describe
 from services.worker.config import WorkerConfig
-from services.worker.models.load import load_model
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import ThroughTransformers
+from services.worker.models.load import load_model
 from shared.errors import ModelError
 from tests.models.tiny import Forward, llama, opt, our_logits, rewrite, save, set_config, transformers_logits
 from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3_moe

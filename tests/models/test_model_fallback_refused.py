@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from kernels.load import ops
+from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
-from services.worker.models.load import Model, load_model
 from services.worker.models.fallback.context import max_positions
 from services.worker.models.fallback.model import load
-from services.worker.checkpoint.weight_files import WeightFiles
+from services.worker.models.load import Model, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import GROUPED, SIZES, granite
 from tests.models.tiny import save, tiny

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from kernels.load import ops, reference
 from services.worker.config import WorkerConfig
-from services.worker.models.load import load_model
 from services.worker.models.decoder.decoder import Decoder
+from services.worker.models.load import load_model
 from tests.models.tiny import Forward, llama, opt, reference_logits, save
 from tests.models.variants import gpt2, qwen2, qwen3
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from services.worker.config import WorkerConfig
-from services.worker.models.fingerprint import fingerprint, weights_digest
 from services.worker.kv_memory import kv_memory
+from services.worker.models.fingerprint import fingerprint, weights_digest
 from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
 from shared.errors import ModelError

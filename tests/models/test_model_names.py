@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
 from kernels.load import ops
-from services.worker.config import WorkerConfig
-from services.worker.models.implementation import decide
-from services.worker.models.load import load_model
 from services.worker.checkpoint.config_json import read_config
+from services.worker.checkpoint.weight_files import WeightFiles
+from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import ThroughTransformers
-from services.worker.checkpoint.weight_files import WeightFiles
+from services.worker.models.implementation import decide
+from services.worker.models.load import load_model
 from shared.errors import ModelError
 from tests.models.tiny import (
     LLAMA,

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.load import ops, reference
+from services.worker.checkpoint.quantization_config import packed_format
+from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
-from services.worker.checkpoint.quantization_config import packed_format
 from services.worker.models.registry import read_supported
-from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
 from tests.models.packing import Way, save_packed

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kernels.load import ops
+from services.worker.checkpoint.quantization_config import packed_format
+from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.fingerprint import weights_digest
 from services.worker.models.load import load_model
-from services.worker.checkpoint.quantization_config import packed_format
 from services.worker.models.registry import read_supported
-from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from tests.models.fallback_models import stablelm
 from tests.models.packing import Way, save_packed

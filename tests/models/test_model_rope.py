@@ -8,9 +8,9 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from services.worker.models.families import phi3
 from services.worker.models.decoder.attention import rope_table
 from services.worker.models.decoder.rope import read_max_positions, read_rope
+from services.worker.models.families import phi3
 from shared.errors import ModelError
 
 BASE: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 12, "max_position_embeddings": 64}

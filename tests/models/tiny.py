@@ -17,7 +17,7 @@ from services.worker.models.load import load_model
 from services.worker.slots import Slots
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
-EPOCH = Epoch(boot="test", count=1)
+EPOCH = Epoch(boot_id="test", count=1)
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 131,
@@ -141,7 +141,7 @@ class Forward:
             sampling=Sampling(max_tokens=1, seed=0),
             sample=0,
         )
-        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new=[sequence]))
+        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
 
     def step(self, *rows: tuple[int, int, int]) -> list[Tensor]:
         """Logits (count, V) of each row (slot, start, count)."""

@@ -20,8 +20,8 @@ from quire.bench.command import bench
 from quire.bench.options import ServeOptions
 from quire.bench.outputs import check_writable
 from shared.config import resolve
-from shared.hub.embedded import EMBEDDED
 from shared.errors import ConfigError, EngineFailure, ModelError, Unavailable
+from shared.hub.embedded import EMBEDDED
 from tests.system.asking import figures, settled, talk
 from tests.system.running import ROOT, Server, server, until
 

@@ -21,9 +21,9 @@ from quire.children import Log
 from quire.serve import bind_together, children, free_port
 from services.gateway.config import GatewayConfig
 from shared.config import load
-from shared.hub.embedded import RECOMMENDED, embedded_file
 from shared.errors import ConfigError
 from shared.gguf.folder import model_folder
+from shared.hub.embedded import RECOMMENDED, embedded_file
 
 ROOT = Path(__file__).parents[2]
 

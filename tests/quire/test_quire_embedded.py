@@ -9,9 +9,9 @@ import torch
 from transformers import AutoTokenizer
 
 from services.worker.checkpoint.weight_files import WeightFiles
-from shared.hub.download import embedded
-from shared.hub.checkpoint import cache_folder, locate
 from shared.errors import ModelError
+from shared.hub.checkpoint import cache_folder, locate
+from shared.hub.download import embedded
 from tests.gguf import second_opinion
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from quire.children import Child, Log
 from quire.watch import Patience, Watch
-from shared.protocol import Beat, Vitals
+from shared.protocol import Heartbeat, ProcessStats
 from tests.scheduler.peers import FakeListener, as_listener
 
 SILENCE, TURN = 4.0, 3.0
@@ -29,20 +29,20 @@ class World:
         self.child.process = cast("object", process)  # type: ignore[assignment]  (it has a pid)
         self.pid = process.pid
 
-    def beat(self, vitals: Vitals | None = None, name: str = "gateway", pid: int | None = None) -> None:
-        self.net.hear(b"reporter", Beat(name, vitals or Vitals()), 1, pid=pid or self.pid)
+    def beat(self, vitals: ProcessStats | None = None, name: str = "gateway", pid: int | None = None) -> None:
+        self.net.hear(b"reporter", Heartbeat(name, vitals or ProcessStats()), 1, pid=pid or self.pid)
 
     def look(self, now: float) -> list[str]:
         found = self.watch.look([self.child], now)
         assert all(child is self.child for child, _ in found)
         return [fault for _, fault in found]
 
-    def until_dead(self, began: float, vitals: Vitals | None = None) -> tuple[float, str]:
+    def until_dead(self, began: float, vitals: ProcessStats | None = None) -> tuple[float, str]:
         """Return when it is found dead and why, if from then on it beats so, or not at all."""
         for quarter in range(400):
             now = began + quarter / 4
             if vitals is not None:
-                self.beat(Vitals(vitals.busy + quarter / 4))
+                self.beat(ProcessStats(vitals.busy_seconds + quarter / 4))
             if faults := self.look(now):
                 return now, faults[0]
         return float("inf"), ""
@@ -67,7 +67,7 @@ def test_one_that_falls_silent_is_dead(world: World) -> None:
 
 
 def test_one_whose_loop_stands_still_is_dead(world: World) -> None:
-    assert world.until_dead(0.0, Vitals(busy=0.0)) == (TURN + 0.25, "its loop stands still for 3.2 s")
+    assert world.until_dead(0.0, ProcessStats(busy_seconds=0.0)) == (TURN + 0.25, "its loop stands still for 3.2 s")
 
 
 def test_beats_of_another_process_do_not_count(world: World) -> None:

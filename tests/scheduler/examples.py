@@ -2,9 +2,9 @@
 
 from array import array
 
-from shared.protocol import VERSION, Epoch, ModelFacts, Register, Sampling, Submit, pack_tokens
+from shared.protocol import VERSION, Epoch, ModelInfo, Register, Sampling, Submit, pack_tokens
 
-FACTS = ModelFacts("m", "Llama", "float32", 1000, 100, "f")
+FACTS = ModelInfo("m", "Llama", "float32", 1000, 100, "f")
 REGISTER = Register(VERSION, "worker", 0, 1, 77, "cpu", FACTS, 10, 160 * 50, 0.01, 0.001)
 EPOCH = Epoch("boot", 1)
 

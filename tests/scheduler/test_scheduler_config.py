@@ -99,17 +99,17 @@ def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: py
     assert engine.submit(submit(1), 0.0) is None
     assert engine.plan(0.0) is not None
     engine.lose_worker(1.0)
-    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, vocab_size=99)))
-    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, model="other")))
-    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, weights="of files that were replaced")))
-    assert engine.unsuitable(replace(REGISTER, facts=replace(FACTS, text="of another tokenizer")))
+    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, vocab_size=99)))
+    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, name="other")))
+    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, weights_digest="of files that were replaced")))
+    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, text_digest="of another tokenizer")))
     assert not engine.unsuitable(REGISTER)
     assert "continued outputs may differ" not in caplog.text
-    assert not engine.unsuitable(replace(REGISTER, facts=replace(FACTS, fingerprint="g")))
+    assert not engine.unsuitable(replace(REGISTER, model=replace(FACTS, fingerprint="g")))
     assert "continued outputs may differ" in caplog.text
     second = engine.configure(replace(REGISTER, kv_memory=160 * 80))
     assert (second.num_blocks, second.max_model_len) == (80, first.max_model_len)
-    assert (second.epoch.boot, second.epoch.count) == (first.epoch.boot, first.epoch.count + 1)
+    assert (second.epoch.boot_id, second.epoch.count) == (first.epoch.boot_id, first.epoch.count + 1)
     assert engine.plan(2.0) is not None
 
 

@@ -13,10 +13,11 @@ from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
-    Beat,
-    Finish,
+    FinishReason,
+    Heartbeat,
     Hello,
-    ModelFacts,
+    ModelInfo,
+    ProcessStats,
     Progress,
     ProgressRow,
     Refusal,
@@ -24,8 +25,7 @@ from shared.protocol import (
     Snapshot,
     Status,
     Submit,
-    Unknown,
-    Vitals,
+    UnknownGateway,
     Welcome,
     decode_to_gateway,
 )
@@ -57,9 +57,9 @@ class World:
         assert isinstance(request, Submit)
         return request.id
 
-    def beat(self, peer: bytes, vitals: Vitals | None = None) -> None:
+    def beat(self, peer: bytes, vitals: ProcessStats | None = None) -> None:
         """Send a beat as its reporter does, over a connection of its own."""
-        self.net.hear(b"reporter", Beat(peer.decode(), vitals or Vitals()), 99)
+        self.net.hear(b"reporter", Heartbeat(peer.decode(), vitals or ProcessStats()), 99)
 
     def flush(self, peer: bytes, now: float = 0.0) -> list[object]:
         self.gateways.flush(now)
@@ -77,8 +77,8 @@ def world() -> World:
     return World()
 
 
-def row(id: int, *, sample: int = 0, position: int = 0, finish: Finish | None = None) -> ProgressRow:
-    return ProgressRow(id, sample, position, [7], finish=finish)
+def row(id: int, *, sample: int = 0, position: int = 0, finish: FinishReason | None = None) -> ProgressRow:
+    return ProgressRow(id, sample, position, [7], finish_reason=finish)
 
 
 def test_requests_of_two_gateways_under_the_same_id_are_two(world: World) -> None:
@@ -99,9 +99,9 @@ def test_a_step_is_one_message_a_gateway(world: World) -> None:
 
 def test_a_request_is_forgotten_with_its_last_sample(world: World) -> None:
     id = world.submit(A, 5, n=2)
-    world.gateways.deliver([row(id, sample=1, finish=Finish.STOP)])
+    world.gateways.deliver([row(id, sample=1, finish=FinishReason.STOP)])
     assert world.gateways.unfinished == [id]
-    world.gateways.deliver([row(id, sample=0, finish=Finish.LENGTH)])
+    world.gateways.deliver([row(id, sample=0, finish=FinishReason.LENGTH)])
     assert world.empty
     world.gateways.deliver([row(id)])  # nobody's
     assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [2]
@@ -261,7 +261,7 @@ def test_who_goes_has_its_requests_aborted_and_nobody_else_s(world: World, go: o
     assert world.gateways.orphans() == []
     assert other in world.gateways.unfinished
     assert not set(mine) & set(world.gateways.unfinished)
-    world.gateways.deliver([row(mine[1], finish=Finish.ABORT)])  # what the core says of them now is nobody's
+    world.gateways.deliver([row(mine[1], finish=FinishReason.ABORT)])  # what the core says of them now is nobody's
     world.net.slow.clear()
     if go is not comes_again:
         world.net.hear(A, submit(9), 1)
@@ -285,7 +285,9 @@ def test_one_that_is_heard_is_not_given_up(world: World) -> None:
     assert world.gateways.orphans() == []
 
 
-@pytest.mark.parametrize("content", [submit(9), Abort(9), Beat("gateway-a", Vitals())], ids=["submit", "abort", "beat"])
+@pytest.mark.parametrize(
+    "content", [submit(9), Abort(9), Heartbeat("gateway-a", ProcessStats())], ids=["submit", "abort", "beat"]
+)
 def test_one_that_was_given_up_is_told_so_whatever_it_says(world: World, content: Struct) -> None:
     """PRC-21."""
     world.gateways.expire(GATEWAY_PATIENCE + 1.0)
@@ -294,7 +296,7 @@ def test_one_that_was_given_up_is_told_so_whatever_it_says(world: World, content
     world.net.unreachable.add(B)
     world.net.hear(B, submit(9), 2)
     assert world.receive(GATEWAY_PATIENCE + 2.0) == []
-    assert set(world.flush(A)) == {Unknown()}
+    assert set(world.flush(A)) == {UnknownGateway()}
     assert world.flush(B) == []
 
 
@@ -302,7 +304,7 @@ def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World
     mine, other = world.submit(A, 1), world.submit(B, 1)
     given_up = []
     for quarter in range(4 * 12):
-        world.beat(A, Vitals(busy=quarter / 4))
+        world.beat(A, ProcessStats(busy_seconds=quarter / 4))
         world.beat(B)
         world.receive(quarter / 4)
         world.gateways.expire(quarter / 4)
@@ -314,7 +316,7 @@ def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World
 def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: World) -> None:
     id = world.submit(A, 1)
     for quarter in range(5):
-        world.beat(A, Vitals(delayed=quarter / 4))
+        world.beat(A, ProcessStats(cpu_wait_seconds=quarter / 4))
         world.receive(quarter / 4)
     world.gateways.expire(1.0 + GATEWAY_PATIENCE + INDULGENCE)
     assert id in world.gateways.unfinished
@@ -368,7 +370,7 @@ def test_hello_is_answered_when_there_is_something_to_say(world: World) -> None:
     world.net.hear(b"late", Hello(VERSION, "late"), 5)
     world.receive()
     assert world.flush(b"late") == [WELCOME]
-    again = Welcome(VERSION, "0", "boot", ModelFacts("m", "Llama", "float32", 1000, 100, "g"), 50, 8)
+    again = Welcome(VERSION, "0", "boot", ModelInfo("m", "Llama", "float32", 1000, 100, "g"), 50, 8)
     world.gateways.welcome(again)
     assert world.flush(A) == [again]
 
@@ -379,4 +381,4 @@ def test_another_version_is_not_served(world: World) -> None:
     world.net.hear(b"old", submit(1), 5)
     assert world.receive() == []
     world.gateways.status(STATUS)
-    assert world.flush(b"old") == [Unknown()]
+    assert world.flush(b"old") == [UnknownGateway()]

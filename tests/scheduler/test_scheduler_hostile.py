@@ -20,12 +20,13 @@ from shared.protocol import (
     VERSION,
     Abort,
     Accepted,
-    Beat,
     Configure,
     Configured,
     Fault,
-    Finish,
+    FinishReason,
+    Heartbeat,
     Hello,
+    ProcessStats,
     Progress,
     Refused,
     Register,
@@ -36,7 +37,6 @@ from shared.protocol import (
     Stop,
     Submit,
     TokenLogprobs,
-    Vitals,
     decode_from_gateway,
     decode_from_worker,
     decode_to_gateway,
@@ -68,9 +68,9 @@ class World:
         for _ in range(times):
             self.now += 0.3  # more than a tick
             for name in (WORKER, SPARE):
-                self.workers.hear(name + b".beat", Beat(name.decode(), Vitals()), 1)
+                self.workers.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
             for name in (GOOD, BAD):
-                self.gateways.hear(name + b".beat", Beat(name.decode(), Vitals()), 1)
+                self.gateways.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
             self.service._turn(self.now)
 
     def connect(self, name: bytes) -> int:
@@ -82,7 +82,7 @@ class World:
     def register(self, name: bytes, register: Register = REGISTER) -> int:
         """Another worker comes; the descriptor of its connection."""
         fd = next(self._fds)
-        self.workers.hear(name, msgspec.structs.replace(register, worker=name.decode()), fd)
+        self.workers.hear(name, msgspec.structs.replace(register, identity=name.decode()), fd)
         self.turn()
         return fd
 
@@ -114,7 +114,7 @@ class World:
         said = self.gateways.take(GOOD, decode_to_gateway)
         rows = [row for message in said if isinstance(message, Progress) for row in message.rows]
         accepted = [one for message in said if isinstance(message, Accepted) for one in message.ids]
-        return accepted == [id] and [(row.id, row.finish) for row in rows] == [(id, Finish.LENGTH)]
+        return accepted == [id] and [(row.id, row.finish_reason) for row in rows] == [(id, FinishReason.LENGTH)]
 
 
 def running() -> tuple[World, int, int, list[StepPlan]]:
@@ -128,7 +128,7 @@ def running() -> tuple[World, int, int, list[StepPlan]]:
 
 
 SUBMIT = Submit(2, pack_tokens([1, 2, 70]), 3, SAMPLING, 2, 0, 0, 1.5)
-FROM_GATEWAY = (Hello(VERSION, "bad"), SUBMIT, Abort(1, 0), Beat("bad", Vitals()))
+FROM_GATEWAY = (Hello(VERSION, "bad"), SUBMIT, Abort(1, 0), Heartbeat("bad", ProcessStats()))
 
 
 @pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda message: type(message).__name__)
@@ -152,12 +152,12 @@ def results(plan: StepPlan) -> list[msgspec.Struct]:
     return [
         StepResult(plan.epoch, plan.step, rows, 0.01),
         Fault(plan.epoch, plan.step, "why"),
-        Beat(WORKER.decode(), Vitals()),
+        Heartbeat(WORKER.decode(), ProcessStats()),
         Configured(plan.epoch),
     ]
 
 
-@pytest.mark.parametrize("kind", range(4), ids=["StepResult", "Fault", "Beat", "Configured"])
+@pytest.mark.parametrize("kind", range(4), ids=["StepResult", "Fault", "Heartbeat", "Configured"])
 def test_no_value_of_a_worker_ends_the_scheduler(kind: int) -> None:
     """PRC-26: a worker that says what cannot be is given up, and its requests go on elsewhere."""
     *_, plans = running()
@@ -220,8 +220,8 @@ ABSURD: list[dict[str, Any]] = [
     {"step_seconds": float("nan")},
     {"step_seconds": -1.0},
     {"token_seconds": float("inf")},
-    {"facts": msgspec.structs.replace(FACTS, max_positions=0)},
-    {"facts": msgspec.structs.replace(FACTS, vocab_size=2**40)},
+    {"model": msgspec.structs.replace(FACTS, max_positions=0)},
+    {"model": msgspec.structs.replace(FACTS, vocab_size=2**40)},
 ]
 
 

@@ -16,16 +16,16 @@ from services.scheduler.workers import MESSAGES, Lost, Ready, Workers
 from shared.liveness import INDULGENCE, Usage
 from shared.protocol import (
     VERSION,
-    Beat,
     Configure,
     Configured,
     Epoch,
     Fault,
+    Heartbeat,
+    ProcessStats,
     Row,
     StepPlan,
     StepResult,
     Stop,
-    Vitals,
     decode_to_worker,
 )
 from shared.usage import Process
@@ -42,8 +42,8 @@ def fed(now: float) -> bool:
     return False
 
 
-def beat(vitals: Vitals | None = None, name: bytes = A) -> Beat:
-    return Beat(name.decode(), vitals or Vitals())
+def beat(vitals: ProcessStats | None = None, name: bytes = A) -> Heartbeat:
+    return Heartbeat(name.decode(), vitals or ProcessStats())
 
 
 class World:
@@ -234,7 +234,7 @@ def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: in
     allowed = TIMEOUT if step else FIRST_STEP
     news = []
     for quarter in range(4 * 40):
-        world.net.hear(b"reporter", beat(Vitals(busy=quarter / 4, cpu=5.0 + quarter / 1000)), 2)
+        world.net.hear(b"reporter", beat(ProcessStats(busy_seconds=quarter / 4, cpu_seconds=5.0 + quarter / 1000)), 2)
         news += [(quarter / 4, one) for one in world.receive(quarter / 4)]
     assert news == [(allowed + 0.25, Lost())]
 
@@ -332,7 +332,7 @@ def test_a_registration_of_a_connection_that_has_ended_is_none(world: World) -> 
     assert world.workers.candidate is None
 
 
-@pytest.mark.parametrize("changes", [{"version": VERSION + 1}, {"rank": 1}, {"world": 2}, {"kv_bytes_per_token": 0}])
+@pytest.mark.parametrize("changes", [{"version": VERSION + 1}, {"rank": 1}, {"world_size": 2}, {"kv_bytes_per_token": 0}])
 def test_a_worker_that_does_not_fit_is_told_to_stop(world: World, changes: dict[str, int]) -> None:
     world.net.hear(B, replace(REGISTER, pid=88, **changes), 2)
     assert world.receive() == []

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from shared.liveness import BUSY, FAMINE, GAP, INDULGENCE, MEMORY, SCARCE, STARVED, Liveness, Shortage, Usage
-from shared.protocol import Vitals
+from shared.protocol import ProcessStats
 
 TIMEOUT = 2.0
 BEAT = 0.25
@@ -13,13 +13,13 @@ NEVER = float("inf")
 END = 300.0  # of what is tried, in seconds
 STRICKEN = 10.0  # when something happens to the peer, which was well until then
 
-Peer = Callable[[float], Vitals | None]
+Peer = Callable[[float], ProcessStats | None]
 Look = Callable[[float], Usage | None]
 
 
-def well(now: float) -> Vitals:
+def well(now: float) -> ProcessStats:
     """It computes on one core and waits for it at times."""
-    return Vitals(0.1, now, now * 0.1)
+    return ProcessStats(0.1, now, now * 0.1)
 
 
 def silent_after(before: Peer = well) -> Peer:
@@ -29,20 +29,24 @@ def silent_after(before: Peer = well) -> Peer:
 def stuck_after(cpu: float, delayed: float, before: Peer = well) -> Peer:
     """Its loop stands still from then on, while its process uses so much a second."""
 
-    def tell(now: float) -> Vitals | None:
+    def tell(now: float) -> ProcessStats | None:
         still = now - STRICKEN
         then = before(STRICKEN)
         assert then is not None
-        return before(now) if still < 0 else Vitals(still, then.cpu + cpu * still, then.delayed + delayed * still)
+        return (
+            before(now)
+            if still < 0
+            else ProcessStats(still, then.cpu_seconds + cpu * still, then.cpu_wait_seconds + delayed * still)
+        )
 
     return tell
 
 
-def starved(now: float) -> Vitals:
-    return Vitals(0.1, now * 0.01, now * STARVED * 1.1)
+def starved(now: float) -> ProcessStats:
+    return ProcessStats(0.1, now * 0.01, now * STARVED * 1.1)
 
 
-def jerky(now: float) -> Vitals | None:
+def jerky(now: float) -> ProcessStats | None:
     """It says something each other second or so."""
     return well(now) if now % (GAP + BEAT) == 0.0 else None
 
@@ -142,8 +146,8 @@ def test_a_loop_that_stands_still_has_longer_while_it_works(peer: Peer, computes
 def test_one_that_is_starved_in_a_step_has_minutes_though_it_hardly_finds_a_word() -> None:
     """PRC-23. Seen over tcp: a step of 59 s, and beats that came seconds apart. A burst of CPU time changes nothing."""
 
-    def tell(now: float) -> Vitals | None:
-        return Vitals(now, now * 0.01 + (0.5 if now > 60.0 else 0.0), now * 1.5) if now % 2.25 == 0.0 else None
+    def tell(now: float) -> ProcessStats | None:
+        return ProcessStats(now, now * 0.01 + (0.5 if now > 60.0 else 0.0), now * 1.5) if now % 2.25 == 0.0 else None
 
     when, why = death(Liveness(TIMEOUT, 0.0), tell, due=30.0)
     assert when > 30.0 + FAMINE
@@ -211,5 +215,5 @@ def test_a_process_of_several_threads_that_wait_a_little_is_not_short() -> None:
 def test_no_more_than_a_window_of_samples_is_kept() -> None:
     liveness = Liveness(TIMEOUT, 0.0)
     for at in range(10_000):
-        liveness.beat(Vitals(), at / 10)
+        liveness.beat(ProcessStats(), at / 10)
     assert len(liveness._work._samples) <= 12

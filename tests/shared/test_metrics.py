@@ -4,7 +4,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shared.metrics import CACHE_LABELS, EngineCollector, registry
-from shared.protocol import STEP_TOKENS, Snapshot
+from shared.protocol import STEP_TOKEN_BUCKETS, Snapshot
 
 SNAPSHOT = Snapshot(
     running=3, waiting=2, blocks=100, blocks_free=75, preemptions=7, finished_abort=4, generation_tokens=9
@@ -61,7 +61,7 @@ def test_every_field_of_a_snapshot_is_exported() -> None:
 
 def test_what_vllm_and_its_guides_call_by_these_names_is_there() -> None:
     """API-04: with vLLM's labels and buckets, and with the figures that are meant."""
-    steps = [0] * (len(STEP_TOKENS) + 1)
+    steps = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
     steps[0], steps[2], steps[-1] = 4, 3, 1
     snapshot = Snapshot(
         waiting=5, waiting_deferred=2, blocks=100, blocks_free=75, block_size=16, prefix_caching=True,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from shared.protocol import Beat, decode_to_supervisor
+from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.reporter import BEAT, Loop, Reporter, Watcher
 from shared.transport import Listener, listen
 from shared.usage import Process
@@ -34,7 +34,7 @@ def address(listener: Listener) -> str:
     return listener.socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")
 
 
-def next_beat(listener: Listener) -> Beat:
+def next_beat(listener: Listener) -> Heartbeat:
     assert listener.socket.poll(PATIENCE * 1000)
     message = listener.receive()
     assert message is not None
@@ -52,25 +52,25 @@ def until(holds: Callable[[], bool]) -> None:
 def test_beats_come_whatever_the_loop_does_and_tell_of_its_turn(listener: Listener) -> None:
     loop, name = Loop(), ["one"]
     with Reporter(loop, [Watcher(address(listener), lambda: name[0])]):
-        assert next_beat(listener).vitals.busy == 0.0
+        assert next_beat(listener).process.busy_seconds == 0.0
         loop.turned()
         began = time.monotonic()
-        while (beat := next_beat(listener)).vitals.busy < 2.5 * BEAT:
+        while (beat := next_beat(listener)).process.busy_seconds < 2.5 * BEAT:
             pass
-        assert beat.vitals.busy <= time.monotonic() - began + BEAT
+        assert beat.process.busy_seconds <= time.monotonic() - began + BEAT
         loop.waiting()
         name[0] = "two"
-        while (beat := next_beat(listener)).name != "two":
+        while (beat := next_beat(listener)).identity != "two":
             pass
-        assert next_beat(listener).vitals.busy == 0.0
+        assert next_beat(listener).process.busy_seconds == 0.0
 
 
 def test_they_tell_of_cpu_time(listener: Listener) -> None:
     with Reporter(Loop(), [Watcher(address(listener), lambda: "one")]):
-        before = next_beat(listener).vitals
-        while time.process_time() < before.cpu + 0.2:
+        before = next_beat(listener).process
+        while time.process_time() < before.cpu_seconds + 0.2:
             pass
-        until(lambda: next_beat(listener).vitals.cpu > before.cpu + 0.2)
+        until(lambda: next_beat(listener).process.cpu_seconds > before.cpu_seconds + 0.2)
 
 
 def test_one_without_a_name_says_nothing_and_old_beats_are_not_kept(listener: Listener) -> None:
@@ -78,7 +78,7 @@ def test_one_without_a_name_says_nothing_and_old_beats_are_not_kept(listener: Li
     with Reporter(Loop(), [Watcher(address(listener), lambda: named[0])]):
         assert not listener.socket.poll(3 * BEAT * 1000)
         named[0] = "one"
-        assert next_beat(listener).name == "one"
+        assert next_beat(listener).identity == "one"
 
 
 def test_a_watcher_that_comes_late_hears_the_present() -> None:
@@ -89,7 +89,7 @@ def test_a_watcher_that_comes_late_hears_the_present() -> None:
             loop.turned()
             time.sleep(2 * BEAT)
             with listen(context, at) as listener:
-                assert next_beat(listener).vitals.busy > 0
+                assert next_beat(listener).process.busy_seconds > 0
         assert not reporter._thread.is_alive()
 
 

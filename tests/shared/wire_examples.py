@@ -5,17 +5,17 @@ from msgspec import Struct
 from shared.protocol import (
     Abort,
     Accepted,
-    Admission,
-    Beat,
     Configure,
     Configured,
     Epoch,
     Fault,
-    Finish,
+    FinishReason,
     Fork,
+    Heartbeat,
     Hello,
-    ModelFacts,
+    ModelInfo,
     NewSequence,
+    ProcessStats,
     Progress,
     ProgressRow,
     Refusal,
@@ -24,6 +24,7 @@ from shared.protocol import (
     Row,
     SampledRow,
     Sampling,
+    SchedulingInfo,
     Snapshot,
     Status,
     StepPlan,
@@ -32,14 +33,13 @@ from shared.protocol import (
     Submit,
     TableWrite,
     TokenLogprobs,
-    Unknown,
-    Vitals,
+    UnknownGateway,
     Welcome,
     pack_tokens,
 )
 
 EPOCH = Epoch("b007", 3)
-FACTS = ModelFacts("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1", "w1", "t1")
+FACTS = ModelInfo("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1", "w1", "t1")
 SAMPLING = Sampling(
     max_tokens=64,
     seed=2**64 - 1,
@@ -58,21 +58,21 @@ SAMPLING = Sampling(
 )
 SCORES = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])
-VITALS = Vitals(0.5, 12.5, 3.25)
+VITALS = ProcessStats(0.5, 12.5, 3.25)
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
     Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5),
     Abort(9, 3),
-    Beat("gateway-1-a", VITALS),
+    Heartbeat("gateway-1-a", VITALS),
 ]
 TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", FACTS, 4096, 128),
-    Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, Finish.ERROR, 16, "why", Admission(0.75, 2))]),
+    Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, FinishReason.ERROR, 16, "why", SchedulingInfo(0.75, 2))]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
     Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31), VITALS),
     Accepted([9, 10]),
-    Unknown(),
+    UnknownGateway(),
 ]
 TO_WORKER: list[Struct] = [
     Configure(EPOCH, 16, 1000, 128, 4096, 640),
@@ -92,6 +92,6 @@ FROM_WORKER: list[Struct] = [
     Register(1, "worker-1-a", 0, 1, 4242, "cpu", FACTS, 46080, 2**31, 0.03, 0.0005),
     StepResult(EPOCH, 7, [SampledRow(0, [42], SCORES, SCORES)], 0.03),
     Fault(EPOCH, 7, "Traceback"),
-    Beat("worker-1-a", VITALS),
+    Heartbeat("worker-1-a", VITALS),
     Configured(EPOCH),
 ]

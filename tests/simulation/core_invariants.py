@@ -40,11 +40,11 @@ def _check_places(core: Scheduler, holders: list[Sequence]) -> None:
     assert sorted(slots + roster.slots) == list(range(core.limits.max_num_seqs)), "each slot is free or used once"
     assert set(roster.released) <= set(range(core.limits.max_num_seqs))
     for place, state in ((roster.running, State.RUNNING), (roster.waiting, State.WAITING)):
-        assert all(sequence.state is state and sequence.finish is None for sequence in place.items)
+        assert all(sequence.state is state and sequence.finish_reason is None for sequence in place.items)
         assert [sequence.key for sequence in place.items] == sorted(sequence.key for sequence in place.items)
     assert all(sequence.state is State.DRAINING and sequence.in_flight for sequence in roster.draining)
     live = [sequence for request in roster.requests.values() for sequence in request.live.values()]
-    placed = [sequence for sequence in [*holders, *roster.waiting.items] if sequence.finish is None]
+    placed = [sequence for sequence in [*holders, *roster.waiting.items] if sequence.finish_reason is None]
     assert Counter(map(id, live)) == Counter(map(id, placed)), "every unfinished sequence is in one place"
     assert roster.unborn == sum(len(request.unborn) for request in roster.requests.values())
     assert all(request.live for request in roster.requests.values()), "somebody computes the prompt"
@@ -63,7 +63,7 @@ def _check_numbers(core: Scheduler, holders: list[Sequence]) -> None:
     for sequence in holders:
         assert sequence.in_flight == named.pop(id(sequence), 0), "plans in flight are counted"
         assert 0 <= sequence.computed <= sequence.planned <= sequence.end <= core.limits.max_model_len
-        if sequence.finish is None:
+        if sequence.finish_reason is None:
             assert sequence.known == len(sequence.tokens) + sampling[id(sequence)] <= sequence.limit
     assert not named, "who is named by a plan in flight holds a slot"
 

@@ -16,13 +16,13 @@ from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.policy import may_displace
 from services.scheduler.core.sequence import State
 from shared.protocol import (
-    Admission,
     Configure,
     Epoch,
-    Finish,
+    FinishReason,
     ProgressRow,
     Refused,
     Sampling,
+    SchedulingInfo,
     StepPlan,
     StepResult,
     Submit,
@@ -38,27 +38,29 @@ class Told:
         self.oracle = oracle
         self.output = list(output)
         self.scores: list[TokenLogprobs] = []
-        self.finish: Finish | None = None
+        self.finish_reason: FinishReason | None = None
         self.cached_tokens = -1
-        self.admission: Admission | None = None
+        self.admission: SchedulingInfo | None = None
         self.first_step: int | None = None  # committed steps when its first token came
         self.prompt_len = prompt_len
         self._may_hit = prompt_len if output else prompt_len - 1
 
     def hear(self, row: ProgressRow, steps: int) -> None:
         """AssertionError for news that do not continue the stream, or that the undisturbed run would not give."""
-        assert self.finish is None, "nothing comes after the end"
+        assert self.finish_reason is None, "nothing comes after the end"
         assert row.position == len(self.output), "output positions are contiguous"
         if row.tokens and self.first_step is None:
             self.first_step = steps
-        if row.finish not in (Finish.ABORT, Finish.ERROR):
-            assert row.admission is not None or self.admission is not None, "its first row says how it came to run"
-        if row.admission is not None:
-            assert row.admission != self.admission, "it is told when it has changed"
+        if row.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+            assert row.scheduling is not None or self.admission is not None, "its first row says how it came to run"
+        if row.scheduling is not None:
+            assert row.scheduling != self.admission, "it is told when it has changed"
             if self.admission is not None:
-                assert row.admission.queued == self.admission.queued, "it is admitted for the first time once"
-                assert row.admission.preemptions > self.admission.preemptions
-            self.admission = row.admission
+                assert row.scheduling.queued_seconds == self.admission.queued_seconds, (
+                    "it is admitted for the first time once"
+                )
+                assert row.scheduling.preemptions > self.admission.preemptions
+            self.admission = row.scheduling
         self.output += row.tokens
         self.scores += row.prompt_logprobs or []
         given = self.oracle.tokens[row.position : row.position + len(row.tokens)]
@@ -66,9 +68,11 @@ class Told:
         assert self.scores == self.oracle.scores[: len(self.scores)], "each score is told once, in order"
         assert 0 <= row.cached_tokens <= self._may_hit, "at least one known token is always run"
         self.cached_tokens = row.cached_tokens
-        self.finish = row.finish
-        if row.finish in (Finish.STOP, Finish.LENGTH):
-            assert (self.output, row.finish) == (self.oracle.tokens, self.oracle.finish), "it ends where it should"
+        self.finish_reason = row.finish_reason
+        if row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (self.output, row.finish_reason) == (self.oracle.tokens, self.oracle.finish), (
+                "it ends where it should"
+            )
             assert self.scores == self.oracle.scores, "the whole prompt was scored"
 
 
@@ -91,8 +95,8 @@ class Order:
         if first is not None and first.state is not State.RUNNING:
             displacing = [one for one in self._waiting if may_displace(self._core.limits, one, first)]
             assert displacing, "the first is no victim"
-        if plan is not None and plan.new and stay:
-            slots = {new.slot for new in plan.new}
+        if plan is not None and plan.new_sequences and stay:
+            slots = {new.slot for new in plan.new_sequences}
             admitted = [one for one in self._core._roster.running.items if one.slot in slots]
             assert max(one.key for one in admitted) < min(one.key for one in stay), "nobody is passed by another"
 
@@ -154,7 +158,7 @@ class SimulatedEngine:
         sample: int = 0,
         priority: int = 0,
         arrival: float = 0.0,
-        turn: int = 0,
+        samples_before: int = 0,
         stops: list[int] = [],  # noqa: B006 - read only
         min_tokens: int = 0,
         prompt_logprobs: int = -1,
@@ -169,7 +173,7 @@ class SimulatedEngine:
             prompt_logprobs=prompt_logprobs,
         )
         tokens, came = pack_tokens(prompt + output), arrival or self.now
-        request = Submit(self._ids, tokens, len(prompt), sampling, n, sample, priority, came, turn)
+        request = Submit(self._ids, tokens, len(prompt), sampling, n, sample, priority, came, samples_before)
         refused = self.core.submit(request, self.now)
         if refused is not None:
             assert refused.id == self._ids
@@ -191,7 +195,7 @@ class SimulatedEngine:
         """Whatever of it was unfinished has ended then."""
         self._hear(self.core.abort(id, sample))
         for (other, index), told in self.told.items():
-            assert other != id or sample not in (-1, index) or told.finish is not None
+            assert other != id or sample not in (-1, index) or told.finish_reason is not None
         self.check()
 
     def plan(self) -> StepPlan | None:
@@ -259,20 +263,20 @@ class SimulatedEngine:
     def finished(self) -> None:
         """All is done: each sample has had its end, and nothing is held."""
         state = self.core.snapshot()
-        assert all(told.finish is not None for told in self.told.values()), "every sample ends"
+        assert all(told.finish_reason is not None for told in self.told.values()), "every sample ends"
         assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
         assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
-        for finish in Finish:
-            ends = sum(told.finish is finish for told in self.told.values())
+        for finish in FinishReason:
+            ends = sum(told.finish_reason is finish for told in self.told.values())
             assert getattr(state, f"finished_{finish.value}") == ends
 
     def _see(self, plan: StepPlan) -> None:
         self.seen["plans"] += 1
         self.seen["forks"] += len(plan.forks)
-        self.seen["copies"] += len(plan.copies)
+        self.seen["copies"] += len(plan.block_copies)
         self.seen["two in flight"] += self.core.in_flight == 2
         self.seen["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
-        ended = [sequence for sequence in self.core._roster.draining if sequence.finish is not None]
+        ended = [sequence for sequence in self.core._roster.draining if sequence.finish_reason is not None]
         self.seen["stray rows"] += len(ended)
 
     def _hear(self, news: list[ProgressRow]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shared.protocol import (
     Configure,
-    Finish,
+    FinishReason,
     Fork,
     NewSequence,
     Row,
@@ -55,7 +55,7 @@ class Stream(NamedTuple):
     """What a sequence gives when nothing disturbs it."""
 
     tokens: list[int]
-    finish: Finish
+    finish: FinishReason
     scores: list[TokenLogprobs]  # of the prompt, from position 1
 
 
@@ -69,9 +69,9 @@ def alone(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -
     while len(output) < sampling.max_tokens:
         output.append(sample_token(cells, output, sampling, sample))
         if output[-1] in sampling.stop_token_ids:
-            return Stream(output, Finish.STOP, scores)
+            return Stream(output, FinishReason.STOP, scores)
         cells.append(cell(cells[-1], output[-1]))
-    return Stream(output, Finish.LENGTH, scores)
+    return Stream(output, FinishReason.LENGTH, scores)
 
 
 class Slot:
@@ -98,17 +98,17 @@ class SimulatedWorker:
         """One step, in the documented order."""
         assert (plan.epoch, plan.step) == (self.configure.epoch, self._step), "plans come in order"
         self._step += 1
-        for slot in plan.released:
+        for slot in plan.released_slots:
             del self.slots[slot]
-        for new in plan.new:
+        for new in plan.new_sequences:
             self._enter(new)
         for fork in plan.forks:
             self._fork(fork)
-        for write in plan.writes:
+        for write in plan.table_writes:
             table = self.slots[write.slot].table
             assert write.index <= len(table), "tables have no holes"
             table[write.index : write.index + len(write.blocks)] = write.blocks
-        self._copy(plan.copies)
+        self._copy(plan.block_copies)
         self._check(plan.rows)
         children = {fork.parent: [slot for slot, _ in fork.children] for fork in plan.forks}
         for row in plan.rows:  # all of them write before any of them samples

@@ -10,7 +10,7 @@ from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
-from shared.protocol import Finish, Refusal, Refused
+from shared.protocol import FinishReason, Refusal, Refused
 
 
 def _limits(**changes: object) -> Limits:
@@ -45,7 +45,7 @@ def test_sch_01_what_never_fits_is_refused_and_the_rest_is_served() -> None:
     engine.accept(_prompt(500), 140)  # as much as the pool holds
     engine.run(200)
     engine.finished()
-    assert engine.told[small, 0].finish is Finish.LENGTH
+    assert engine.told[small, 0].finish_reason is FinishReason.LENGTH
     assert engine.core.snapshot().preemptions <= 1
 
 
@@ -87,7 +87,7 @@ def test_sch_07_an_urgent_request_starts_at_once() -> None:
         before = engine.core.snapshot()
         assert (before.running, before.preemptions) == (4, 0)
         urgent = engine.accept(_prompt(30), 10, priority=0)
-        while engine.told[urgent, 0].finish is None:
+        while engine.told[urgent, 0].finish_reason is None:
             engine.step()
         assert _first_step(engine, urgent) <= before.steps + 6, "it waits for the plans in flight, not for the others"
         for _ in range(20):
@@ -109,7 +109,7 @@ def test_sch_07_ageing_bounds_the_wait_of_the_least_urgent() -> None:
         if engine.core.snapshot().waiting < 3:
             engine.accept(_prompt(8), 4, priority=0)
         engine.step()
-    assert engine.told[patient, 0].finish is Finish.LENGTH
+    assert engine.told[patient, 0].finish_reason is FinishReason.LENGTH
 
 
 def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
@@ -126,7 +126,7 @@ def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
     assert state.preemptions == 0
     assert _first_step(engine, long) > start.steps + 150, "it was admitted when the other had ended"
     assert state.steps <= 230 + 600 // 64 + 20, "a token of the running one in every step"
-    assert engine.told[running, 0].finish is Finish.LENGTH
+    assert engine.told[running, 0].finish_reason is FinishReason.LENGTH
 
 
 def test_sch_10_short_prompts_do_not_wait_for_a_long_one() -> None:
@@ -170,7 +170,7 @@ def test_pfx_01_repeats_at_and_around_block_boundaries() -> None:
                 id = engine.accept(_prompt(length), 20, seed=length)
                 engine.run(100)
                 told = engine.told[id, 0]
-                assert told.finish is Finish.LENGTH
+                assert told.finish_reason is FinishReason.LENGTH
                 assert told.cached_tokens <= length - 1
         assert (engine.core.snapshot().prefix_hits > 0) == caching
         engine.finished()
@@ -246,7 +246,7 @@ def test_abt_04_what_is_aborted_in_the_queue_is_never_computed() -> None:
         engine.abort(id)
     live = engine.accept(_prompt(9), 5)
     engine.run(100)
-    assert engine.told[live, 0].finish is Finish.LENGTH
+    assert engine.told[live, 0].finish_reason is FinishReason.LENGTH
     assert engine.core.snapshot().prompt_tokens == 8 + 9
 
 
@@ -325,9 +325,9 @@ def test_a_poison_request_alone_is_condemned() -> None:
         engine.poison[ids[5]] = deadly
         engine.run(400)
         engine.finished()
-        ends = {id: engine.told[id, 0].finish for id in ids}
-        assert [id for id, finish in ends.items() if finish is Finish.ERROR] == [ids[5]]
-        assert list(ends.values()).count(Finish.LENGTH) == 7
+        ends = {id: engine.told[id, 0].finish_reason for id in ids}
+        assert [id for id, finish in ends.items() if finish is FinishReason.ERROR] == [ids[5]]
+        assert list(ends.values()).count(FinishReason.LENGTH) == 7
         assert engine.core.snapshot().worker_losses <= 6, "1 at first, 3 to single it out of 8, and 2 alone at most"
 
 
@@ -340,7 +340,7 @@ def test_two_deaths_in_a_long_life_condemn_nobody() -> None:
         engine.lose()
         engine.begin()
     engine.run(300)
-    assert engine.told[id, 0].finish is Finish.LENGTH
+    assert engine.told[id, 0].finish_reason is FinishReason.LENGTH
 
 
 def test_scoring_a_prompt_samples_nothing() -> None:

@@ -44,7 +44,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("sequence:Sequence.rewind", "self.blocks = []", "self.blocks = []; del self.tokens[self.prompt_len :]"),
     ],
     "tokens sampled while draining are lost": [
-        ("settlement:settle", "if sequence.finish is None:", "if sequence.state is State.RUNNING:"),
+        ("settlement:settle", "if sequence.finish_reason is None:", "if sequence.state is State.RUNNING:"),
     ],
     "a stop is seen one token late": [
         (
@@ -56,7 +56,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "the end of the output is not seen in time": [
         ("planner:Planner._continue", "position < sequence.end and", ""),
     ],
-    "stray tokens are told": [("settlement:settle", "if sequence.finish is None:", "if True:")],
+    "stray tokens are told": [("settlement:settle", "if sequence.finish_reason is None:", "if True:")],
     "results of another epoch count": [("scheduler:Scheduler.commit", "result.epoch != self._epoch or", "")],
     "results of another step count": [
         ("scheduler:Scheduler.commit", " or result.step != self._flights[0].step", ""),

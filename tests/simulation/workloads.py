@@ -6,7 +6,7 @@ from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
-from shared.protocol import Finish, Refused
+from shared.protocol import FinishReason, Refused
 
 
 def run(seed: int) -> SimulatedEngine:
@@ -92,9 +92,9 @@ class _Script:
         """What holds of the whole story."""
         caching = self.engine.limits.prefix_caching  # a hit spares computing the deadly position
         for (id, _), told in self.engine.told.items():
-            if told.finish is Finish.ERROR:  # killed twice while alone, by itself or by chance
+            if told.finish_reason is FinishReason.ERROR:  # killed twice while alone, by itself or by chance
                 assert id in self.poisoned or self.losses > 1, "an innocent request was condemned"
-            elif id in self.poisoned and told.finish in (Finish.STOP, Finish.LENGTH) and not caching:
+            elif id in self.poisoned and told.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not caching:
                 assert len(told.oracle.tokens) + told.prompt_len - 1 <= self.engine.poison[id], "it went past its death"
         state = self.engine.core.snapshot()
         assert state.prefix_hits <= state.prefix_queries
@@ -125,7 +125,7 @@ class _Script:
             sample=chance.choice([0, 0, 3]),
             priority=priority,
             arrival=engine.now - chance.choice([0.0, 0.0, 0.02, 5.0]),
-            turn=chance.choice([0, 0, 0, 1, 7]),
+            samples_before=chance.choice([0, 0, 0, 1, 7]),
             stops=stops,
             min_tokens=least,
             prompt_logprobs=scores,

@@ -22,7 +22,7 @@ from msgspec import Struct
 from quire.supervisor import is_healthy
 from services.gateway.attempt import Attempt
 from services.gateway.backend import Backend
-from shared.protocol import Finish, Sampling, Snapshot
+from shared.protocol import FinishReason, Sampling, Snapshot
 from tests.quire.serving import free_ports
 from tests.scripted import Script
 from tests.text.vocabulary import write_model_folder
@@ -221,7 +221,7 @@ class Output(Struct):
     """What one sample came to."""
 
     tokens: list[int] = []
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     detail: str = ""
 
 
@@ -234,7 +234,7 @@ async def collect(attempt: Attempt, n: int = 1) -> list[Output]:
             assert output.finish is None
             assert not row.tokens or row.position == len(output.tokens)
             output.tokens += row.tokens
-            output.finish, output.detail = row.finish, row.detail
+            output.finish, output.detail = row.finish_reason, row.detail
     return outputs
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.backend import Backend
 from shared.errors import EngineFailure
-from shared.protocol import Finish, Sampling
+from shared.protocol import FinishReason, Sampling
 from tests.scripted import CHAIN, Misdeed, Script
 from tests.scripted import expected_chain as expected
 from tests.system.running import Engine, Output, complete, rest, serving, snapshot, until
@@ -107,7 +107,7 @@ async def test_a_request_that_kills_each_worker_fails_alone(kind: str) -> None:
     async with serving(Script(delay=0.01, misdeeds=[Misdeed(POISON, kind)])) as (made, backend):
         async with streams(backend, 3):
             output = await complete(backend, [CHAIN, POISON], 9)
-        assert output.finish is Finish.ERROR
+        assert output.finish is FinishReason.ERROR
         assert "the worker died" in output.detail
         found = await rest(backend)
         assert (found.finished_error, found.finished_length) == (1, 3)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from shared.errors import EngineFailure, Unavailable
-from shared.protocol import Finish, Sampling
+from shared.protocol import FinishReason, Sampling
 from tests.scripted import CHAIN, Script, expected_chain
 from tests.system.running import Output, complete, serving, snapshot, until
 
@@ -44,7 +44,7 @@ async def test_what_is_not_waited_for_is_aborted(flags: list[str]) -> None:
             await until(lambda: "draining: 3 requests" in made.scheduler.log)
             made.scheduler.signal(signal.SIGTERM)
         outputs: list[Output] = await asyncio.gather(*running)
-        assert [output.finish for output in outputs] == [Finish.ABORT] * 3
+        assert [output.finish for output in outputs] == [FinishReason.ABORT] * 3
         assert await made.scheduler.ended() == 0
         assert await made.worker.ended() == 0
 

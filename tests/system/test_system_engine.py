@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.backend import Backend
 from shared.errors import InvalidRequest, Overloaded, Unavailable
-from shared.protocol import Finish, Sampling
+from shared.protocol import FinishReason, Sampling
 from tests.scripted import CHAIN, Reply, Script, expected_chain
 from tests.system.running import collect, complete, engine, rest, serving, snapshot, until
 
@@ -23,7 +23,7 @@ async def test_tokens_come_in_order_and_nothing_is_held_afterwards() -> None:
     async with serving() as (_, backend):
         output = await complete(backend, [CHAIN, 7, 8], 40)
         assert output.tokens == expected_chain([CHAIN, 7, 8], 40)
-        assert output.finish is Finish.LENGTH
+        assert output.finish is FinishReason.LENGTH
         assert (await rest(backend)).generation_tokens == 40
 
 
@@ -31,7 +31,7 @@ async def test_a_stop_token_ends_a_reply() -> None:
     script = Script(replies=[Reply([11, 12], [31, 32, 33])], eos=4)
     async with serving(script) as (_, backend):
         output = await complete(backend, [10, 11, 12, 13], 40, stop=4)
-        assert (output.tokens, output.finish) == ([31, 32, 33, 4], Finish.STOP)
+        assert (output.tokens, output.finish) == ([31, 32, 33, 4], FinishReason.STOP)
 
 
 async def test_many_requests_at_once_each_get_their_own() -> None:
@@ -56,7 +56,7 @@ async def test_logprobs_of_prompt_and_output_arrive() -> None:
         sampling = greedy(3, logprobs=2, prompt_logprobs=1)
         async with backend.submit(array("i", [5, 6, 7, 8]), sampling) as attempt:
             rows = []
-            while not rows or rows[-1].finish is None:
+            while not rows or rows[-1].finish_reason is None:
                 rows += await attempt.rows()
         assert [one.top_ids for row in rows for one in row.prompt_logprobs or []] == [[6], [7], [8]]
         assert [one.top_ids for row in rows for one in row.logprobs or []] == [[9, 10], [10, 11], [11, 12]]

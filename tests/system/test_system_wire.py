@@ -17,14 +17,14 @@ from shared.intake import MAX_UNREAD
 from shared.protocol import (
     VERSION,
     Abort,
-    Beat,
     Epoch,
+    Heartbeat,
     Hello,
+    ProcessStats,
     Register,
     Sampling,
     StepResult,
     Submit,
-    Vitals,
     encode,
     pack_tokens,
 )
@@ -45,7 +45,7 @@ async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
 
 
 FLOOD = 30 * MAX_UNREAD
-BEAT = encode(Beat("nobody", Vitals()))
+BEAT = encode(Heartbeat("nobody", ProcessStats()))
 
 
 def workers(made: Engine) -> str:
@@ -54,8 +54,8 @@ def workers(made: Engine) -> str:
 
 def register(**changes: object) -> bytes:
     """What a worker says first."""
-    facts = ScriptedRunner(Script()).facts
-    plain = Register(VERSION, "stranger", 0, 1, 1, "cpu", facts.facts, 1, 1 << 20, 0.001, 0.0)
+    info = ScriptedRunner(Script()).info
+    plain = Register(VERSION, "stranger", 0, 1, 1, "cpu", info.model, 1, 1 << 20, 0.001, 0.0)
     return encode(msgspec.structs.replace(plain, **changes))
 
 
@@ -165,8 +165,8 @@ async def test_workers_that_do_not_fit_are_sent_away() -> None:
                 await until(lambda said=said: said in made.scheduler.log)
                 assert await worker.poll(5000)
         async with stranger(workers(made)) as worker:  # this one waits in line, and is strange when its turn comes
-            other = msgspec.structs.replace(ScriptedRunner(Script()).facts.facts, vocab_size=7)
-            await worker.send(register(facts=other))
+            other = msgspec.structs.replace(ScriptedRunner(Script()).info.model, vocab_size=7)
+            await worker.send(register(model=other))
             await until(lambda: made.scheduler.log.count("registered") == 2)
             made.worker.signal(9)
             await until(lambda: "it has loaded another model" in made.scheduler.log)

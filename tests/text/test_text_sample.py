@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from shared.params import SamplingParams
-from shared.protocol import Finish, TokenLogprobs
+from shared.protocol import FinishReason, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import prompt_entries
 from shared.text.sample_text import SampleText
@@ -26,7 +26,9 @@ def sample(params: SamplingParams, prompt: Sequence[int] = (200,)) -> SampleText
     return SampleText(TOKENIZER, params, prompt, stop_token_ids=[EOS, *(params.stop_token_ids or ())])
 
 
-def run(params: SamplingParams, tokens: list[int], finish: Finish = Finish.LENGTH) -> tuple[list[str], SampleText]:
+def run(
+    params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH
+) -> tuple[list[str], SampleText]:
     """The pieces shown token by token, and where it ended."""
     text = sample(params)
     pieces = []
@@ -37,7 +39,7 @@ def run(params: SamplingParams, tokens: list[int], finish: Finish = Finish.LENGT
     return pieces, text
 
 
-def whole(params: SamplingParams, tokens: list[int], finish: Finish = Finish.LENGTH) -> str:
+def whole(params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH) -> str:
     """The text if all tokens come at once."""
     return sample(params).feed(tokens, None, finish)
 
@@ -94,11 +96,15 @@ def test_stp02_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     ("output", "finish", "shown"),
-    [("hi\n\nUs", Finish.STOP, "hi\n\nUs"), ("hi\n", Finish.LENGTH, "hi\n"), ("hi\n\nUsX", Finish.LENGTH, "hi\n\nUs")],
+    [
+        ("hi\n\nUs", FinishReason.STOP, "hi\n\nUs"),
+        ("hi\n", FinishReason.LENGTH, "hi\n"),
+        ("hi\n\nUsX", FinishReason.LENGTH, "hi\n\nUs"),
+    ],
 )
-def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: Finish, shown: str) -> None:
+def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: FinishReason, shown: str) -> None:
     params = SamplingParams(stop=["\n\nUser:", "X"])
-    tokens = ids(output) + ([EOS] if finish is Finish.STOP else [])
+    tokens = ids(output) + ([EOS] if finish is FinishReason.STOP else [])
     pieces, text = run(params, tokens, finish)
     assert "".join(pieces) == whole(params, tokens, finish) == shown
     assert text.stop_reason == ("X" if output.endswith("X") else None)
@@ -146,12 +152,12 @@ def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show(
 )
 def test_stp08_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bool, shown: str) -> None:
     params = SamplingParams(stop_token_ids=[EOS], skip_special_tokens=skip, include_stop_str_in_output=include)
-    _, text = run(params, [*ids("All done."), EOS], Finish.STOP)
+    _, text = run(params, [*ids("All done."), EOS], FinishReason.STOP)
     assert (text.text, text.stop_reason) == (shown, EOS)
 
 
 def test_an_end_of_sequence_has_no_stop_reason_but_counts_as_a_token() -> None:
-    _, text = run(SamplingParams(), [*ids("one"), EOS], Finish.STOP)
+    _, text = run(SamplingParams(), [*ids("one"), EOS], FinishReason.STOP)
     assert (text.text, text.finish_reason, text.stop_reason, len(text.token_ids)) == ("one", "stop", None, 2)
 
 
@@ -175,7 +181,7 @@ def test_a_stop_string_may_be_shown() -> None:
 @pytest.mark.parametrize("tail", [" five", ""])
 def test_lim15_a_stop_string_in_the_last_allowed_token_is_a_stop(tail: str) -> None:
     tokens = ids("one two" + tail)
-    _, text = run(SamplingParams(stop=tail or "two"), tokens, Finish.LENGTH)
+    _, text = run(SamplingParams(stop=tail or "two"), tokens, FinishReason.LENGTH)
     assert text.finish_reason == "stop"
 
 
@@ -224,7 +230,7 @@ def known(token: int, logprob: float = -0.5) -> TokenLogprobs:
 def test_entries_have_text_bytes_and_offsets_and_finite_numbers() -> None:
     tokens = ids("one two")
     text = sample(SamplingParams(logprobs=2))
-    text.feed(tokens, [known(tokens[0]), known(tokens[1], float("nan"))], Finish.LENGTH)
+    text.feed(tokens, [known(tokens[0]), known(tokens[1], float("nan"))], FinishReason.LENGTH)
     entries = text.take_logprobs()
     assert [(entry.token, entry.bytes, entry.offset) for entry in entries] == [("one", b"one", 0), (" two", b" two", 3)]
     assert [entry.logprob for entry in entries] == [-0.5, -9999.0]
@@ -237,11 +243,11 @@ def test_entries_come_with_their_text_and_joined_are_the_same_as_at_once() -> No
     streamed, at_once = sample(params), sample(params)
     joined = []
     for at, token in enumerate(tokens):
-        shown = streamed.feed([token], [known(token)], Finish.LENGTH if at == len(tokens) - 1 else None)
+        shown = streamed.feed([token], [known(token)], FinishReason.LENGTH if at == len(tokens) - 1 else None)
         entries = streamed.take_logprobs()
         assert shown or not entries or streamed.finish_reason
         joined += entries
-    at_once.feed(tokens, [known(token) for token in tokens], Finish.LENGTH)
+    at_once.feed(tokens, [known(token) for token in tokens], FinishReason.LENGTH)
     assert joined == at_once.take_logprobs()
     assert len(joined) == len(tokens)
     assert max(entry.offset for entry in joined) <= len(streamed.text)
@@ -252,20 +258,20 @@ def test_offsets_are_where_a_tokens_own_text_begins() -> None:
     first, second = ids("é")
     tokens = [first, *ids("one"), first, first, second, *ids("<|im_end|>"), *ids(" two")]
     text = sample(SamplingParams(logprobs=0))
-    text.feed(tokens, [known(token) for token in tokens], Finish.LENGTH)
+    text.feed(tokens, [known(token) for token in tokens], FinishReason.LENGTH)
     assert text.text == "\ufffdone\ufffdé two"
     offsets = [entry.offset for entry in text.take_logprobs()]
     assert offsets == [0, 1, 4, 5, 5, 6, 6]
     behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echoed=3)
-    assert behind.feed([second, *ids(" two")], [known(second)] * 2, Finish.LENGTH) == "é two"
+    assert behind.feed([second, *ids(" two")], [known(second)] * 2, FinishReason.LENGTH) == "é two"
     assert [entry.offset for entry in behind.take_logprobs()] == [3, 4]
 
 
 def test_an_echoed_prompt_that_ends_inside_a_character_ends_in_the_replacement_of_it() -> None:
     """TXT-05: the text is that of all tokens, also where no more come."""
     prompt = [*ids("one"), ids("é")[0]]
-    assert SampleText(TOKENIZER, SamplingParams(), prompt, echoed=3).feed([], None, Finish.LENGTH) == "\ufffd"
-    assert SampleText(TOKENIZER, SamplingParams(), prompt).feed([], None, Finish.LENGTH) == ""
+    assert SampleText(TOKENIZER, SamplingParams(), prompt, echoed=3).feed([], None, FinishReason.LENGTH) == "\ufffd"
+    assert SampleText(TOKENIZER, SamplingParams(), prompt).feed([], None, FinishReason.LENGTH) == ""
 
 
 def test_the_entries_of_a_prompt_spell_its_text() -> None:

@@ -25,7 +25,7 @@ class Drive:
         self, runner: Runner, *, slots: int = 8, blocks: int = 64, block_size: int = 4, max_model_len: int = 128
     ) -> None:
         self.runner = runner
-        self.epoch = Epoch(boot="test", count=1)
+        self.epoch = Epoch(boot_id="test", count=1)
         self.step = 0
         runner.configure(
             Configure(
@@ -52,11 +52,11 @@ class Drive:
             epoch=self.epoch,
             step=self.step,
             rows=[Row(*row) for row in rows],
-            new=list(new),
+            new_sequences=list(new),
             forks=list(forks),
-            writes=list(writes),
-            copies=list(copies),
-            released=list(released),
+            table_writes=list(writes),
+            block_copies=list(copies),
+            released_slots=list(released),
         )
         result = self.runner.execute(plan)
         assert (result.epoch, result.step) == (self.epoch, self.step)

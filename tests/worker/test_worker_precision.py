@@ -11,8 +11,8 @@ import torch
 from kernels.load import ops
 from services.worker.config import WorkerConfig
 from services.worker.models.precision import Checkpoint, Precision, choose_precision, why_dequantised
-from shared.hub.checkpoint import locate
 from shared.errors import ConfigError
+from shared.hub.checkpoint import locate
 from tests.models.tiny import Forward, llama, reference_logits, save
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -37,17 +37,17 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
 
 
 def test_facts(runner: Runner) -> None:
-    found = runner.facts
-    assert found.facts.architecture == "LlamaForCausalLM"
-    assert found.facts.dtype == "float32"
-    assert (found.facts.max_positions, found.facts.vocab_size) == (128, 131)
+    found = runner.info
+    assert found.model.architecture == "LlamaForCausalLM"
+    assert found.model.dtype == "float32"
+    assert (found.model.max_positions, found.model.vocab_size) == (128, 131)
     dim = 16 if ops(torch.device("cpu")).mixes_types else 10  # compiled kernels round heads up
     assert found.kv_bytes_per_token == 3 * 2 * 2 * dim * 4
     assert found.kv_memory == int(0.01 * 2**30)
     assert found.device == "cpu"
     assert found.step_seconds > 0
     assert found.token_seconds > 0
-    assert len(found.facts.fingerprint) == len(found.facts.weights) == len(found.facts.text) == 16
+    assert len(found.model.fingerprint) == len(found.model.weights_digest) == len(found.model.text_digest) == 16
 
 
 def test_greedy_as_transformers(runner: Runner, model: PreTrainedModel) -> None:
@@ -196,7 +196,7 @@ def test_scoring_without_sampling(runner: Runner) -> None:
 def test_results_travel(runner: Runner) -> None:
     drive = Drive(runner)
     plan = StepPlan(
-        epoch=drive.epoch, step=0, rows=[], new=[sequence(0, PROMPT, range(3), prompt_logprobs=2, logprobs=2)]
+        epoch=drive.epoch, step=0, rows=[], new_sequences=[sequence(0, PROMPT, range(3), prompt_logprobs=2, logprobs=2)]
     )
     runner.execute(plan)
     rows = StepPlan(epoch=drive.epoch, step=1, rows=[Row(0, 0, 10, 1)])
@@ -225,4 +225,4 @@ def test_what_fails_at_start_is_said(tmp_path: Path) -> None:
 def test_a_plan_before_any_configuration_is_an_error(model: PreTrainedModel, tmp_path: Path) -> None:
     fresh = Runner(WorkerConfig(model=str(save(model, tmp_path)), device="cpu", num_threads=1))
     with pytest.raises(RuntimeError, match="before any configuration"):
-        fresh.execute(StepPlan(epoch=Epoch(boot="x", count=0), step=0, rows=[]))
+        fresh.execute(StepPlan(epoch=Epoch(boot_id="x", count=0), step=0, rows=[]))

@@ -15,7 +15,7 @@ from services.worker.slots import Slots
 from shared.protocol import Configure, Epoch, NewSequence, Sampling, StepPlan, pack_tokens
 from tests.kernels.drawing import by_levels
 
-EPOCH = Epoch(boot="test", count=1)
+EPOCH = Epoch(boot_id="test", count=1)
 CPU = torch.device("cpu")
 
 
@@ -39,7 +39,7 @@ class Table:
         sequence = NewSequence(
             slot=slot, tokens=pack_tokens(tokens), prompt_len=len(prompt), blocks=[], sampling=sampling, sample=sample
         )
-        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new=[sequence]))
+        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
         self.lengths[slot] = len(tokens)
 
     def draw(self, logits: Tensor, slots: Sequence[int], rows: Sequence[int] | None = None) -> list[int]:

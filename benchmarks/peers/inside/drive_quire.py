@@ -28,7 +28,7 @@ class Engine:
         sampling = params.lower(
             prompt_len=len(tokens),
             max_model_len=self.engine.limits.max_model_len,
-            vocab_size=self.engine.facts.vocab_size,
+            vocab_size=self.engine.model.vocab_size,
             eos_token_ids=(),
         )
         self.engine.submit(Submit(id=id, tokens=pack_tokens(tokens), prompt_len=len(tokens), sampling=sampling))

@@ -99,7 +99,7 @@ class Planner:
         if not self._roster.waiting.items:
             return None
         head = self._roster.waiting.items[0]
-        returning = (sequence.key for sequence in self._roster.draining if sequence.finish is None)
+        returning = (sequence.key for sequence in self._roster.draining if sequence.finish_reason is None)
         return None if min(returning, default=head.key) < head.key else head
 
     def _find_slot(self, sequence: Sequence) -> bool:

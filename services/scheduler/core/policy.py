@@ -46,7 +46,9 @@ def may_displace(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
     share = max(limits.max_num_seqs // 2, 1)
     urgent = waiting.request.priority < running.request.priority
     equal = waiting.request.priority == running.request.priority
-    return waiting.key < running.key and (urgent or (equal and waiting.turn < share <= running.turn))
+    return waiting.key < running.key and (
+        urgent or (equal and waiting.samples_before < share <= running.samples_before)
+    )
 
 
 def share(budget: int, wants: list[int], least: int) -> list[int]:

@@ -41,7 +41,7 @@ class Quarantine:
 
     def accuse(self, named: list[Sequence]) -> Sequence | None:
         """A worker died with plans in flight that name these. Returns the one that is condemned, if any."""
-        suspects = [sequence for sequence in named if sequence.finish is None]
+        suspects = [sequence for sequence in named if sequence.finish_reason is None]
         untried = [sequence for sequence in self._awaited if sequence not in suspects]
         if untried:
             self._groups.appendleft(untried)
@@ -76,4 +76,4 @@ class Quarantine:
 
 
 def _passed(sequence: Sequence) -> bool:
-    return sequence.finish is not None or sequence.computed >= sequence.proof
+    return sequence.finish_reason is not None or sequence.computed >= sequence.proof

@@ -18,14 +18,14 @@ from services.scheduler.core.limits import Limits
 from services.scheduler.core.memory import Memory
 from services.scheduler.core.policy import Ordered
 from services.scheduler.core.sequence import Request, Sequence, State
-from shared.protocol import STEP_TOKENS, Finish
+from shared.protocol import STEP_TOKEN_BUCKETS, FinishReason
 
 
 class Counters(Struct):
     """What `Snapshot` counts since the start, under the same names."""
 
     steps: int = 0
-    step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BUCKETS) + 1))
     step_tokens_sum: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
@@ -46,7 +46,7 @@ class Counters(Struct):
     def stepped(self, tokens: int) -> None:
         """Count a step that computed so many positions."""
         self.steps += 1
-        self.step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        self.step_tokens[bisect_left(STEP_TOKEN_BUCKETS, tokens)] += 1
         self.step_tokens_sum += tokens
 
     def rejected(self, *, by_requests: bool) -> None:
@@ -56,7 +56,7 @@ class Counters(Struct):
         else:
             self.rejected_by_tokens += 1
 
-    def finished(self, finish: Finish) -> None:
+    def finished(self, finish: FinishReason) -> None:
         """Count one sequence's end."""
         name = f"finished_{finish.value}"
         setattr(self, name, getattr(self, name) + 1)
@@ -115,9 +115,9 @@ class Roster:
         sequence.note_preemption()
         self._stop(sequence)
 
-    def end(self, sequence: Sequence, finish: Finish) -> None:
+    def end(self, sequence: Sequence, finish: FinishReason) -> None:
         """No more news of it; it holds what it has until nothing in flight names it."""
-        sequence.finish = finish
+        sequence.finish_reason = finish
         self._counters.finished(finish)
         self._strike_off(sequence)
         if sequence.state is State.RUNNING:
@@ -158,7 +158,7 @@ class Roster:
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.rewind()
-        if sequence.finish is not None:
+        if sequence.finish_reason is not None:
             sequence.move(State.FINISHED)
             return
         sequence.move(State.WAITING)

@@ -44,7 +44,7 @@ from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.roster import Counters, Roster
 from services.scheduler.core.sequence import Request, Sequence
 from services.scheduler.core.settlement import match, settle
-from shared.protocol import Epoch, Finish, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
+from shared.protocol import Epoch, FinishReason, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
 
 RECENT = 32
 """Ends of sequences from which the rate of ends is estimated."""
@@ -103,7 +103,7 @@ class Scheduler:
         if condemned is None:
             return []
         return self._end(
-            condemned.request, condemned.sample, Finish.ERROR, "the worker died twice on this request alone"
+            condemned.request, condemned.sample, FinishReason.ERROR, "the worker died twice on this request alone"
         )
 
     def submit(self, request: Submit, now: float) -> Refused | None:
@@ -133,7 +133,7 @@ class Scheduler:
             place,
             request.priority,
             now,
-            request.turn,
+            request.samples_before,
             spread(self.limits),
         )
         roster.add(made, verdict, list(range(request.sample, request.sample + request.n)))
@@ -145,7 +145,7 @@ class Scheduler:
         What they hold comes free when the plans in flight are back.
         """
         request = self._roster.requests.get(id)
-        return [] if request is None else self._end(request, sample, Finish.ABORT)
+        return [] if request is None else self._end(request, sample, FinishReason.ABORT)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step to send; None if there is nothing to do, or as many plans are in flight as may be."""
@@ -202,14 +202,14 @@ class Scheduler:
             **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
 
-    def _end(self, request: Request, sample: int, finish: Finish, detail: str = "") -> list[ProgressRow]:
+    def _end(self, request: Request, sample: int, finish: FinishReason, detail: str = "") -> list[ProgressRow]:
         """End what is left of a request, or of one sample."""
         condemned = (
-            finish is Finish.ERROR
+            finish is FinishReason.ERROR
         )  # nothing of it shall run again, and samples to come would run the same prompt
         unborn = self._roster.forget_unborn(request, -1 if condemned else sample)
         ended = [sequence for sequence in request.live.values() if sample in (-1, sequence.sample)]
-        rows = [ProgressRow(request.id, index, 0, [], finish=finish, detail=detail) for index in unborn]
+        rows = [ProgressRow(request.id, index, 0, [], finish_reason=finish, detail=detail) for index in unborn]
         for _ in unborn:
             self._counters.finished(finish)
         for sequence in ended:
@@ -219,7 +219,7 @@ class Scheduler:
         return rows
 
     def _note_ends(self, news: list[ProgressRow]) -> None:
-        self._ends.extend(self._clock for row in news if row.finish is not None)
+        self._ends.extend(self._clock for row in news if row.finish_reason is not None)
         if self._quarantine.active:
             self._quarantine.settle()
 
@@ -246,15 +246,15 @@ class Scheduler:
         return f"<Scheduler step={self._step} in_flight={len(self._flights)} {self._roster!r} {self._memory!r}>"
 
 
-def _last_row(sequence: Sequence, finish: Finish, detail: str) -> ProgressRow:
+def _last_row(sequence: Sequence, finish: FinishReason, detail: str) -> ProgressRow:
     cached = max(sequence.cached_tokens, 0)
     return ProgressRow(
         sequence.request.id,
         sequence.sample,
         sequence.output_len,
         [],
-        finish=finish,
+        finish_reason=finish,
         cached_tokens=cached,
         detail=detail,
-        admission=sequence.admission,
+        scheduling=sequence.scheduling,
     )

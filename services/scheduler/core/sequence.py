@@ -16,7 +16,7 @@ from enum import Enum
 
 import msgspec
 
-from shared.protocol import Admission, Finish, Sampling
+from shared.protocol import FinishReason, Sampling, SchedulingInfo
 
 Key = tuple[float, float, int, int]
 """Place in the one static order; see policy.py."""
@@ -43,14 +43,13 @@ class Sequence:
     """One sample of a request. Compared and hashed by identity."""
 
     __slots__ = (
-        "admission",
         "blocks",
         "cached_tokens",
         "chain",
         "coming",
         "computed",
         "end",
-        "finish",
+        "finish_reason",
         "in_flight",
         "key",
         "known",
@@ -67,14 +66,15 @@ class Sequence:
         "room",
         "sample",
         "samples",
+        "samples_before",
         "sampling",
+        "scheduling",
         "slot",
         "state",
         "stops",
         "strikes",
         "tokens",
         "tried",
-        "turn",
     )
 
     def __init__(self, request: "Request", sample: int, tokens: "array[int]") -> None:
@@ -84,15 +84,17 @@ class Sequence:
         self.tokens = tokens  # prompt and output, as far as committed
         self.prompt_len = request.prompt_len
         self.sampling = sampling
-        self.turn = request.turn + sample
+        self.samples_before = request.samples_before + sample
         first, arrival, serial = request.rank
-        self.key: Key = (first, arrival + self.turn * request.spread, serial, sample)
+        self.key: Key = (first, arrival + self.samples_before * request.spread, serial, sample)
         self.stops = frozenset(sampling.stop_token_ids)
         self.samples = 1 if sampling.max_tokens else 0  # tokens sampled by a row that reaches `known`
         self.limit = self.prompt_len + sampling.max_tokens  # `known` never passes it
         self.end = self.limit - self.samples  # positions that need computing at all: the last token's does not
         self.state = State.WAITING
-        self.finish: Finish | None = None  # set as soon as the sequence is at its end, whatever is still in flight
+        self.finish_reason: FinishReason | None = (
+            None  # set as soon as the sequence is at its end, whatever is still in flight
+        )
 
         self.slot = -1
         self.in_flight = 0  # plans that name it
@@ -107,7 +109,7 @@ class Sequence:
 
         self.queued = -1.0  # seconds to its first admission; negative: not admitted yet
         self.preemptions = 0
-        self.admission: Admission | None = None  # to be sent with the next row
+        self.scheduling: SchedulingInfo | None = None  # to be sent with the next row
         self.cached_tokens = -1  # found in the index at its first admission; -1: not admitted yet
         self.prompt_seen = 0  # prompt positions counted in the metrics
         self.prompt_logprobs_sent = 0  # positions 1 to this one were delivered
@@ -143,7 +145,7 @@ class Sequence:
 
     def _report_admission(self) -> None:
         """Have the next row carry how the sequence came to run."""
-        self.admission = Admission(self.queued, self.preemptions)
+        self.scheduling = SchedulingInfo(self.queued, self.preemptions)
 
     def move(self, state: State) -> None:
         """Go to another state; RuntimeError if no such move is legal."""
@@ -161,14 +163,25 @@ class Sequence:
 
     def __repr__(self) -> str:
         where = f"{self.computed}/{self.planned}/{self.known}/{self.limit}"
-        fate = f" {self.finish.value}" if self.finish else ""
+        fate = f" {self.finish_reason.value}" if self.finish_reason else ""
         return f"<Sequence {self.request.id}.{self.sample} {self.state.value}{fate} {where} slot={self.slot}>"
 
 
 class Request:
     """The request of one `Submit`: its samples share the prompt, and take their places in the order by turns."""
 
-    __slots__ = ("accepted", "id", "live", "priority", "prompt_len", "rank", "sampling", "spread", "turn", "unborn")
+    __slots__ = (
+        "accepted",
+        "id",
+        "live",
+        "priority",
+        "prompt_len",
+        "rank",
+        "samples_before",
+        "sampling",
+        "spread",
+        "unborn",
+    )
 
     def __init__(
         self,
@@ -178,7 +191,7 @@ class Request:
         rank: tuple[float, float, int],
         priority: int = 0,
         accepted: float = 0.0,
-        turn: int = 0,
+        samples_before: int = 0,
         spread: float = 0.0,
     ) -> None:
         self.id = id
@@ -187,7 +200,7 @@ class Request:
         self.rank = rank
         self.priority = priority
         self.accepted = accepted  # time
-        self.turn = turn  # samples of the same user's request before sample 0 of this one
+        self.samples_before = samples_before  # samples of the same user's request before sample 0 of this one
         self.spread = spread  # seconds by which each sample's place is behind that of the one before
         self.live: dict[int, Sequence] = {}  # by sample index
         self.unborn: list[int] = []  # samples that begin when the prompt has been computed once

@@ -10,7 +10,7 @@ from services.scheduler.core.memory import Memory
 from services.scheduler.core.roster import Counters, Roster
 from services.scheduler.core.sequence import Sequence, State
 from shared.errors import ProtocolError
-from shared.protocol import Finish, ProgressRow, Row, SampledRow, StepResult, TokenLogprobs
+from shared.protocol import FinishReason, ProgressRow, Row, SampledRow, StepResult, TokenLogprobs
 
 Answers = list[SampledRow | None]
 
@@ -32,7 +32,7 @@ def settle(flight: Flight, answers: Answers, roster: Roster, memory: Memory, cou
     for row, sequence, answer in zip(flight.rows, flight.sequences, answers, strict=True):
         sequence.in_flight -= 1
         sequence.computed = row.start + row.count
-        if sequence.finish is None:
+        if sequence.finish_reason is None:
             if sequence.computed >= sequence.next_full:
                 memory.publish(sequence)
             if sequence.prompt_seen < sequence.prompt_len:
@@ -41,8 +41,8 @@ def settle(flight: Flight, answers: Answers, roster: Roster, memory: Memory, cou
                 told = _advance(row, sequence, answer)
                 if told is not None:
                     news.append(told)
-                    if told.finish is not None:
-                        roster.end(sequence, told.finish)
+                    if told.finish_reason is not None:
+                        roster.end(sequence, told.finish_reason)
         if not sequence.in_flight and sequence.state is State.DRAINING:
             roster.depart(sequence)
     counters.stepped(flight.tokens)
@@ -59,18 +59,18 @@ def _advance(row: Row, sequence: Sequence, answer: SampledRow | None) -> Progres
         tokens, logprobs = answer.tokens, answer.logprobs
         sequence.tokens.append(tokens[0])
         if tokens[0] in sequence.stops:
-            finish = Finish.STOP
+            finish = FinishReason.STOP
         elif len(sequence.tokens) == sequence.limit:
-            finish = Finish.LENGTH
+            finish = FinishReason.LENGTH
     elif sequence.computed == sequence.limit:  # only scored
-        finish = Finish.LENGTH
+        finish = FinishReason.LENGTH
     if answer is not None and answer.prompt_logprobs:
         prompt_logprobs = _unsent(row, sequence, answer.prompt_logprobs)
     if not (tokens or prompt_logprobs or finish):
         return None
-    request, cached, admission = sequence.request, sequence.cached_tokens, sequence.admission
+    request, cached, admission = sequence.request, sequence.cached_tokens, sequence.scheduling
     if admission is not None:
-        sequence.admission = None  # sent once
+        sequence.scheduling = None  # sent once
     return ProgressRow(
         request.id, sequence.sample, output_len, tokens, logprobs, prompt_logprobs, finish, cached, "", admission
     )

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.quantized import QuantizedWeight
 from services.worker.checkpoint.gguf import GGUFWeights
-from services.worker.checkpoint.quantization_config import PackedFormat
 from services.worker.checkpoint.gptq_awq import PackedWeights, Shard
-from services.worker.models.precision import Stored
+from services.worker.checkpoint.quantization_config import PackedFormat
 from services.worker.checkpoint.weight_paths import Format, find_weights, index_passed_over
+from services.worker.models.precision import Stored
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)

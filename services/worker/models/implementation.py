@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.parameters import refuse_missing
 from services.worker.checkpoint.config_json import UnsupportedByFamily
-from services.worker.models.registry import Implementation, Way, choose, fall_back, family
 from services.worker.checkpoint.weight_files import WeightFiles
+from services.worker.models.parameters import refuse_missing
+from services.worker.models.registry import Implementation, Way, choose, fall_back, family
 
 
 def decide(config: Mapping[str, Any], implementation: Implementation, files: WeightFiles | None) -> Way:

@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 
 from kernels.load import Ops
+from services.worker.checkpoint.errors import naming
+from services.worker.checkpoint.quantization_config import disagreement, packed_format
+from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
-from services.worker.models.implementation import decide
-from services.worker.models.fingerprint import fingerprint, weights_digest
-from services.worker.models.parameters import RandomWeights, checkpoint_dtype, load_weights
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder.decoder import Decoder
-from services.worker.checkpoint.quantization_config import disagreement, packed_format
+from services.worker.models.fingerprint import fingerprint, weights_digest
+from services.worker.models.implementation import decide
+from services.worker.models.parameters import RandomWeights, checkpoint_dtype, load_weights
+from services.worker.models.precision import Checkpoint, Precision, choose_precision, why_dequantised
 from services.worker.models.registry import Way, family, read_supported
 from services.worker.models.sanity_check import refuse_if_not_finite
-from services.worker.checkpoint.errors import naming
-from services.worker.models.precision import Checkpoint, Precision, choose_precision, why_dequantised
-from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)

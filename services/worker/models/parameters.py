@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kernels.quantized import GROUP, QuantizedWeight, quantize, stack
 from services.worker.checkpoint.config_json import UnsupportedByFamily
-from services.worker.models.decoder.layers import Weights
-from services.worker.models.spec import DecoderSpec, WeightNames, parameters
-from services.worker.models.precision import Precision, Quantization, Stored
-from services.worker.models.tensor_names import TensorNames
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, refuse_codes
+from services.worker.models.decoder.layers import Weights
+from services.worker.models.precision import Precision, Quantization, Stored
+from services.worker.models.spec import DecoderSpec, WeightNames, parameters
+from services.worker.models.tensor_names import TensorNames
 from services.worker.models.weight_sources import Part, Source, list_sources
 from shared.errors import ModelError
 from shared.hub.progress import progress

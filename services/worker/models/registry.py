@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from services.worker.checkpoint.config_json import UnsupportedByFamily, convert, read_config
+from services.worker.checkpoint.quantization_config import (
+    SETTINGS_FILES,
+    SUPPORTED,
+    packed_format,
+    with_settings_beside,
+)
 from services.worker.models.fallback.catalog import causal_by_type, causal_models, with_replaceable_attention
-from services.worker.checkpoint.quantization_config import SETTINGS_FILES, SUPPORTED, packed_format, with_settings_beside
 from shared.errors import ModelError
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.models.spec import DecoderSpec, WeightNames, parameters
 from services.worker.models.tensor_names import TensorNames
-from services.worker.checkpoint.weight_files import WeightFiles
 
 
 class Part(NamedTuple):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.decoder_layers import LayerParts, Sizes
 from kernels.load import Ops
-from services.worker.models.decoder.attention import Attention, Rotations
 from services.worker.models.causal_lm import Inputs, Shape
+from services.worker.models.decoder.attention import Attention, Rotations
 from services.worker.models.decoder.feed_forward import FeedForward, MixtureOfExperts
 from services.worker.models.decoder.layers import Linear, Norm, Step, Weights
 from services.worker.models.spec import DecoderSpec

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.models.fallback.sizes import check_sizes
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, refuse_codes
+from services.worker.models.fallback.sizes import check_sizes
 from shared.errors import ModelError
 from shared.hub.progress import progress
 

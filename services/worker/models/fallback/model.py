@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from kernels.load import Ops
+from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.models.causal_lm import Inputs, Shape
 from services.worker.models.fallback.attention import Call, PagedAttention, Recorder, register, registered
 from services.worker.models.fallback.build import build, first_line, quiet
 from services.worker.models.fallback.context import max_positions
 from services.worker.models.fallback.linear import pack_modules
 from services.worker.models.sanity_check import check_finite, refuse_if_different, trial_tokens
-from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import llama
 from services.worker.checkpoint.config_json import choice, field
+from services.worker.models.families import llama
 from services.worker.models.spec import GATES, Activation, DecoderSpec, Family
 from shared.errors import ModelError
 

@@ -6,11 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import gemma
-from services.worker.models.families import llama
 from services.worker.checkpoint.config_json import nullable, number
-from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.decoder.windows import sliding, with_windows
+from services.worker.models.families import gemma, llama
+from services.worker.models.spec import DecoderSpec, Family
 
 NAMES = with_fields(
     llama.NAMES,

@@ -9,12 +9,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import gemma
-from services.worker.models.families import gemma2
 from services.worker.checkpoint.config_json import UnsupportedByFamily, convert, field, nullable, number, size
 from services.worker.models.decoder.rope import read_rope
-from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.decoder.windows import sliding, with_windows
+from services.worker.models.families import gemma, gemma2
+from services.worker.models.spec import DecoderSpec, Family
 
 _DEFAULTS = {  # the configs of models with images leave out what equals these
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.worker.models.families import llama
 from services.worker.checkpoint.config_json import nullable
-from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.decoder.windows import sliding, with_windows
+from services.worker.models.families import llama
+from services.worker.models.spec import DecoderSpec, Family
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import llama
 from services.worker.checkpoint.config_json import MOST_PARTS, nullable, size
-from services.worker.models.spec import DecoderSpec, Experts, Family
 from services.worker.models.decoder.windows import with_window
+from services.worker.models.families import llama
+from services.worker.models.spec import DecoderSpec, Experts, Family
 from shared.errors import ModelError
 
 NAMES = with_fields(

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace as with_fields
 from typing import Any
 
-from services.worker.models.families import llama
 from services.worker.checkpoint.config_json import nullable
 from services.worker.models.decoder.rope import read_scaling, rope_kind
-from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.decoder.windows import with_window
+from services.worker.models.families import llama
+from services.worker.models.spec import DecoderSpec, Family
 
 NAMES = with_fields(
     llama.NAMES,

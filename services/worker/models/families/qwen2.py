@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import llama
 from services.worker.checkpoint.config_json import field, nullable
-from services.worker.models.spec import DecoderSpec, Family
 from services.worker.models.decoder.windows import sliding, with_windows
+from services.worker.models.families import llama
+from services.worker.models.spec import DecoderSpec, Family
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:

@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import llama
-from services.worker.models.families import qwen2
+from services.worker.models.families import llama, qwen2
 from services.worker.models.spec import DecoderSpec, Family
 
 NAMES = with_fields(

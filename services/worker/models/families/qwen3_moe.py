@@ -6,12 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.models.families import llama
-from services.worker.models.families import qwen3
 from services.worker.checkpoint.config_json import convert, field, nullable, size
+from services.worker.models.decoder.windows import with_window
+from services.worker.models.families import llama, qwen3
 from services.worker.models.families.mixtral import read_experts
 from services.worker.models.spec import DecoderSpec, Family
-from services.worker.models.decoder.windows import with_window
 
 NAMES = with_fields(
     qwen3.NAMES,
