@@ -31,7 +31,7 @@ from benchmarks.serving import CONTEXT, embedded, sleeping
 from quire.bench.client import Target
 from quire.bench.load import Run, run, session
 from quire.bench.options import WorkloadOptions
-from quire.bench.workload import Drawer, Request
+from quire.bench.workload import Request, RequestGenerator
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import EMBEDDED
 from shared.text.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ def over_time(readings: list[Reading], shares: list[float]) -> float:
 
 async def row(block_size: int, given: argparse.Namespace) -> str:
     options = WorkloadOptions(dataset_name="long-tail", num_prompts=given.num_prompts, seed=given.seed)
-    requests = Drawer(options, Tokenizer.load(locate("")), seed=given.seed).draw()
+    requests = RequestGenerator(options, Tokenizer.load(locate("")), seed=given.seed).generate()
     blocks, length = f"--block-size={block_size}", f"--max-model-len={CONTEXT}"
     async with sleeping(given.step, blocks) if given.step else embedded(blocks, length) as url:
         load, readings = await measure(url, requests, given.concurrency)

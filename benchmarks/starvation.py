@@ -73,8 +73,8 @@ def serve_niced(options: argparse.Namespace) -> int:
     """`quire serve`, over tcp if so wanted, with all its processes at the given priority."""
     os.nice(options.nice)
     if options.serve == "tcp":
-        bind = serve.bind_together
-        serve.bind_together = lambda *given: over_tcp(bind(*given))
+        bind = serve.connect_services
+        serve.connect_services = lambda *given: over_tcp(bind(*given))
     flags = {"model": options.model, "host": "127.0.0.1", "port": options.port, "ready_timeout": READY}
     return serve.serve(read(flags, os.environ), time.monotonic())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.options import ServeOptions
-from quire.bench.workload import Drawer
+from quire.bench.workload import RequestGenerator
 from shared.text.tokenizer import Tokenizer
 
 
@@ -46,7 +46,7 @@ def write(workload: Workload, count: int, seed: int, tokenizer: Tokenizer, path:
     """Draw `count` requests and write them to `path`, a line of JSON each, as `bench serve` reads its own files."""
     options = ServeOptions(num_prompts=count, **workload.shape)
     with path.open("w", encoding="utf-8") as file:
-        for request in Drawer(options, tokenizer, seed=seed, text=True).draw():
+        for request in RequestGenerator(options, tokenizer, seed=seed, text=True).generate():
             tokens = tokenizer.encode(str(request.prompt))
             line = {"prompt": request.prompt, "tokens": tokens, "output_tokens": request.output_len}
             file.write(json.dumps(line) + "\n")
