@@ -141,7 +141,7 @@ async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsy
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_model_without_a_tokenizer_here_is_told_of(quick: Server) -> None:
-    with pytest.raises(ModelError, match="which --tokenizer can name: there is no folder /no/such"):
+    with pytest.raises(ModelError, match=r"no tokenizer \(name one with --tokenizer\): there is no folder /no/such"):
         await serve(quick, "--model=/no/such")
 
 
