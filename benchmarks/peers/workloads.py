@@ -1,4 +1,4 @@
-"""What is asked of every peer: prompts of random tokens, drawn as text that is exactly as long when tokenized again.
+"""The workloads of every peer: prompts of random tokens, as text with exactly as many tokens.
 
 A prompt is written both as text and as tokens. Servers get the text; what runs in process gets the tokens.
 """
@@ -13,7 +13,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Workload(NamedTuple):
-    """One shape of load, in a closed loop."""
+    """A shape of load, in a closed loop."""
 
     name: str
     title: str
@@ -22,7 +22,7 @@ class Workload(NamedTuple):
     shape: dict[str, Any]  # options of `quire bench`
 
     def scaled(self, scale: float) -> int:
-        """How many requests at this scale."""
+        """Return the number of requests at this scale."""
         return max(1, round(self.requests * scale))
 
 
