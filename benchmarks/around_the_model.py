@@ -1,4 +1,4 @@
-"""What does a step cost the worker around the model? Forward pass and head are replaced by tensors that lie ready.
+"""Measures what a step costs the worker around the model, whose forward pass and head return ready-made tensors.
 
     python -m benchmarks.around_the_model [--rows 1,8,32,64] [--threads 1] [--steps 300]
 
@@ -35,7 +35,7 @@ PARTS = (
 
 
 class Ready:
-    """A model that has computed everything already."""
+    """A model that returns ready-made tensors."""
 
     def __init__(self, shape: Shape, rows: int) -> None:
         self.shape = shape
@@ -61,23 +61,23 @@ def main() -> None:
     sizes = [int(size) for size in options.rows.split(",")]
     runner = running.Runner(WorkerConfig(num_threads=options.threads))
     runner._decoder = Ready(runner._decoder.shape, max(CONTEXT, *sizes))
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds_by_name: dict[str, list[float]] = defaultdict(list)
     whole = {size: min(decode(runner, size, CONTEXT, options.steps, MODES["greedy"])) for size in sizes}
     for owner, name in PARTS:
-        setattr(owner, name, timed(getattr(owner, name), found[name]))
+        setattr(owner, name, timed(getattr(owner, name), seconds_by_name[name]))
     parts: dict[str, list[float]] = {name: [] for _, name in PARTS}
     for size in sizes:
         decode(runner, size, CONTEXT, options.steps, MODES["greedy"])
         for _, name in PARTS:
-            parts[name].append(min(found[name]))
-            found[name].clear()
+            parts[name].append(min(seconds_by_name[name]))
+            seconds_by_name[name].clear()
     print(f"| µs, decode rows | {' | '.join(map(str, sizes))} |\n|{'---|' * (len(sizes) + 1)}")
     for title, seconds in {"all": list(whole.values()), **parts}.items():
         print(f"| {title} | {' | '.join(f'{1e6 * value:.0f}' for value in seconds)} |")
 
 
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """`call`, which notes how long it took."""
+    """Return `call`, which appends the seconds it took to a list."""
 
     def noting(*args: Any) -> Any:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What does --max-num-batched-tokens do to streams while prompts arrive?
+"""Measures what --max-num-batched-tokens does to streams while prompts arrive.
 
     python -m benchmarks.chunk_sizes [--sizes 64,128,256,512,1024,2048] [--streams 8] [--prompts 12] [--rounds 1]
 
@@ -25,7 +25,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=3600)
 
 
 class Seen(NamedTuple):
-    """What one size gave; seconds."""
+    """The timings of one size, in seconds."""
 
     gaps: list[float]  # between two tokens of the streams
     firsts: list[float]  # to the prompts' first tokens
@@ -74,7 +74,7 @@ async def measure(size: int, options: argparse.Namespace) -> Seen:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, length: int, tokens: int, marks: list[float]) -> float:
-    """Seconds to the first chunk of an answer; `marks` gets the time of each."""
+    """Return the seconds to the first chunk of an answer; append the time of each chunk to `marks`."""
     prompt = [random.randrange(1000, 40000) for _ in range(length)]
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     began = time.perf_counter()
@@ -87,7 +87,7 @@ async def ask(session: aiohttp.ClientSession, url: str, length: int, tokens: int
 
 
 def percentiles(seconds: Sequence[float]) -> str:
-    """Median and 99th percentile in milliseconds."""
+    """Return median and 99th percentile in milliseconds."""
     return f"{1000 * statistics.median(seconds):.0f} / {1000 * statistics.quantiles(seconds, n=100)[98]:.0f}"
 
 

@@ -1,4 +1,4 @@
-"""Do `quire bench serve` and `vllm bench serve` say the same of the same server?
+"""Compares `quire bench serve` with `vllm bench serve` on the same server.
 
 Both clients get the same flags and take turns, a few rounds; printed are the medians over the rounds, their spread
 (greatest over least), and the ratio of the two. Prompts are drawn anew in each round, so that none is in the prefix
@@ -52,30 +52,30 @@ async def elsewhere(url: str) -> AsyncIterator[str]:
     yield url
 
 
-async def measure(argv: list[str], url: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    """The result file of one client's run."""
+async def measure(argv: list[str], url: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one client; return the content of its result file."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [
             *("bench", "serve", "--backend", "openai", "--base-url", url),
-            *("--model", given.model, "--tokenizer", given.tokenizer or str(locate(""))),
+            *("--model", args.model, "--tokenizer", args.tokenizer or str(locate(""))),
             *("--dataset-name", "random", "--temperature", "0", "--seed", str(seed)),
-            *("--random-input-len", str(given.input), "--random-output-len", str(given.output)),
-            *("--num-prompts", str(given.num_prompts), "--request-rate", str(given.request_rate)),
+            *("--random-input-len", str(args.input), "--random-output-len", str(args.output)),
+            *("--num-prompts", str(args.num_prompts), "--request-rate", str(args.request_rate)),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--disable-tqdm"),
             *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
         ]
-        if given.concurrency:
-            flags += ["--max-concurrency", str(given.concurrency)]
+        if args.concurrency:
+            flags += ["--max-concurrency", str(args.concurrency)]
         process = await asyncio.create_subprocess_exec(
             *argv, *flags, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         said, _ = await process.communicate()
         if process.returncode:
             raise SystemExit(f"{argv[0]} failed:\n{said.decode()}")
-        found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-    if found["failed"] or found["completed"] != given.num_prompts:
-        raise SystemExit(f"{argv[0]}: {found['completed']} requests were answered, {found['failed']} failed")
-    return found
+        result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+    if result["failed"] or result["completed"] != args.num_prompts:
+        raise SystemExit(f"{argv[0]}: {result['completed']} requests were answered, {result['failed']} failed")
+    return result
 
 
 def table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
@@ -87,14 +87,14 @@ def table(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-async def run(given: argparse.Namespace) -> None:
-    place = elsewhere(given.url) if given.url else sleeping(given.step) if given.step else embedded()
+async def run(args: argparse.Namespace) -> None:
+    place = elsewhere(args.url) if args.url else sleeping(args.step) if args.step else embedded()
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
     async with place as url:
-        for round in range(given.rounds):
-            ours.append(await measure([sys.executable, "-m", "quire"], url, 2 * round, given))
-            theirs.append(await measure([given.vllm], url, 2 * round + 1, given))
+        for round in range(args.rounds):
+            ours.append(await measure([sys.executable, "-m", "quire"], url, 2 * round, args))
+            theirs.append(await measure([args.vllm], url, 2 * round + 1, args))
     print(table(ours, theirs))
 
 

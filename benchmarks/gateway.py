@@ -1,4 +1,4 @@
-"""How many chunks of a stream does one gateway process write in a second of its core?
+"""Measures how many chunks one gateway process writes per second of its core.
 
     python -m benchmarks.gateway [--streams 256 32 1] [--seconds 10]
 
@@ -37,8 +37,8 @@ from shared.transport import Listener, listen
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT, CHUNK = b"~", b"["
-"""The text of every token, and what each chunk has once: `"choices":[`. Nothing else that is sent has them, and single
-bytes are not cut by the border between two reads."""
+"""The text of every token, and a byte of `"choices":[`, which each chunk has once. Nothing else has them, and two reads
+cannot split a single byte."""
 
 ENDLESS = 1_000_000_000  # tokens
 BODY = msgspec.json.encode({"prompt": [1, 2, 3], "max_tokens": ENDLESS // 2, "ignore_eos": True, "stream": True})
@@ -49,7 +49,7 @@ PATIENCE = 30.0  # seconds
 
 
 class Engine:
-    """The scheduler's side of the wire, to one gateway. `running` are the requests in hand."""
+    """The scheduler's side of the wire, to one gateway. `running` are the unfinished requests."""
 
     def __init__(self, listener: Listener, token: int) -> None:
         self.running: set[int] = set()
@@ -60,12 +60,12 @@ class Engine:
         self._spoke = 0.0
 
     def step(self) -> None:
-        """The next token of every request."""
+        """Send the next token of every request."""
         self._say(wire.Progress([wire.ProgressRow(id, 0, self.steps, [self._token]) for id in self.running]))
         self.steps += 1
 
     def attend(self) -> None:
-        """Take what the gateway sent, and be alive."""
+        """Receive what the gateway sent, and send a heartbeat."""
         while message := self._listener.receive():
             match wire.decode_from_gateway(message.body):
                 case wire.Hello():
@@ -82,7 +82,7 @@ class Engine:
             self._say(wire.Status(True, False, wire.Snapshot(running=len(self.running))))
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Attend until something holds."""
+        """Serve the gateway until a condition holds."""
         deadline = time.monotonic() + PATIENCE
         while not holds():
             if time.monotonic() > deadline:
@@ -95,23 +95,23 @@ class Engine:
 
 
 class Clients:
-    """So many streams, and what has come by them."""
+    """Client connections with one stream each, and the counts of what they received."""
 
     def __init__(self, port: int, count: int) -> None:
         self.tokens = self.chunks = 0
         self._epoll = select.epoll()
         self._sockets = {}
         for _ in range(count):
-            made = socket.create_connection(("127.0.0.1", port))
-            made.sendall(REQUEST)
-            self._epoll.register(made, select.EPOLLIN)
-            self._sockets[made.fileno()] = made
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(REQUEST)
+            self._epoll.register(connection, select.EPOLLIN)
+            self._sockets[connection.fileno()] = connection
 
     def __len__(self) -> int:
         return len(self._sockets)
 
     def read(self, wait: float) -> None:
-        """Count what has come, after at most so many seconds if nothing has."""
+        """Count what has arrived; wait at most `seconds` if nothing has."""
         for number, _ in self._epoll.poll(wait):
             data = self._sockets[number].recv(65536)
             if not data:
@@ -127,7 +127,7 @@ class Clients:
 
 @contextmanager
 def gateway(core: int, model: Path, engine: str) -> Iterator[tuple[int, int]]:
-    """A gateway process on one core: its id and its port."""
+    """Run a gateway process on one core; yield its pid and port."""
     names = (f"--model={model}", f"--served-model-name={EMBEDDED}", "--host=127.0.0.1", "--port=0")
     argv = (sys.executable, "-m", "services.gateway", *names, f"--engines={engine}", f"--supervisor={os.getpid()}")
     with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
@@ -141,14 +141,14 @@ def gateway(core: int, model: Path, engine: str) -> Iterator[tuple[int, int]]:
 
 
 def healthy(port: int) -> bool:
-    """Whether the gateway would take requests."""
+    """Return whether the gateway would take requests."""
     with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
 
 
 def drive(engine: Engine, clients: Clients, seconds: float, ahead: int, rate: float) -> None:
-    """For so long make `rate` steps a second, or what `ahead` allows of them."""
+    """For `seconds`, make `rate` steps per second, or as many as `ahead` allows."""
     due = now = time.monotonic()
     end = now + seconds
     while now < end:
@@ -162,7 +162,7 @@ def drive(engine: Engine, clients: Clients, seconds: float, ahead: int, rate: fl
 
 
 def measure(engine: Engine, clients: Clients, pid: int, seconds: float, ahead: int, rate: float) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
 
     def read() -> tuple[float, float, int, int]:
         clock = (~pid << 3) | 2  # the CPU time of a process, as the kernel numbers it: see clock_getcpuclockid(3)
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--ahead", type=int, default=1, help="steps; from 2 on, tokens share chunks")
     parser.add_argument("--rate", type=float, default=30.0, help="steps a second")
-    given = parser.parse_args()
+    args = parser.parse_args()
     first, second, *_ = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {second})
     model = locate("")
@@ -197,11 +197,11 @@ def main() -> None:
         with listen(context, address) as listener, gateway(first, model, address) as (pid, port):
             engine = Engine(listener, token)
             engine.until(lambda: healthy(port))
-            for streams, rate in itertools.product(given.streams, (math.inf, given.rate)):
+            for streams, rate in itertools.product(args.streams, (math.inf, args.rate)):
                 engine.steps = 0
                 with closing(Clients(port, streams)) as clients:
                     engine.until(lambda: len(engine.running) == streams)  # noqa: B023
-                    print(measure(engine, clients, pid, given.seconds, given.ahead, rate), flush=True)
+                    print(measure(engine, clients, pid, args.seconds, args.ahead, rate), flush=True)
                 engine.until(lambda: not engine.running)
 
 

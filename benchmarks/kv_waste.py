@@ -1,4 +1,4 @@
-"""How much of the KV memory that running requests hold is waste? Measured, from the server's own figures.
+"""Measures how much of the KV memory of running requests is waste, from the server's own metrics.
 
 Starts `quire serve` with each block size, sends it the long-tail mix through `quire bench serve`'s client, and reads
 /metrics all the while. Averages are over time, while anything ran:
@@ -31,7 +31,7 @@ from benchmarks.serving import CONTEXT, embedded, sleeping
 from quire.bench.client import Target
 from quire.bench.load import Run, run, session
 from quire.bench.options import WorkloadOptions
-from quire.bench.workload import Drawer, Request
+from quire.bench.workload import Request, RequestGenerator
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import EMBEDDED
 from shared.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ NAMES = ("vllm:num_requests_running", "quire:kv_tokens_held", "quire:kv_waste_pe
 
 
 class Reading(NamedTuple):
-    """The engine at one moment."""
+    """The engine's gauges at one moment."""
 
     at: float
     running: float
@@ -53,12 +53,12 @@ class Reading(NamedTuple):
 async def read(http: aiohttp.ClientSession, url: str) -> Reading:
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()
-    found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
-    return Reading(time.perf_counter(), *(found[name] for name in NAMES))
+    values = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    return Reading(time.perf_counter(), *(values[name] for name in NAMES))
 
 
 async def measure(url: str, requests: list[Request], concurrency: int) -> tuple[Run, list[Reading]]:
-    """The mix, and what the engine said meanwhile."""
+    """Send the requests; return the load and the engine's readings meanwhile."""
     target = Target(
         f"{url}/v1/completions",
         False,
@@ -82,17 +82,17 @@ async def measure(url: str, requests: list[Request], concurrency: int) -> tuple[
 
 
 def over_time(readings: list[Reading], shares: list[float]) -> float:
-    """The average of the shares; each counts for the time until the next reading."""
+    """Return the average of the shares, each weighted by the time until the next reading."""
     spans = [after.at - before.at for before, after in itertools.pairwise(readings)]
     return sum(share * span for share, span in zip(shares, spans, strict=False)) / sum(spans)
 
 
-async def row(block_size: int, given: argparse.Namespace) -> str:
-    options = WorkloadOptions(dataset_name="long-tail", num_prompts=given.num_prompts, seed=given.seed)
-    requests = Drawer(options, Tokenizer.load(locate("")), seed=given.seed).draw()
+async def row(block_size: int, args: argparse.Namespace) -> str:
+    options = WorkloadOptions(dataset_name="long-tail", num_prompts=args.num_prompts, seed=args.seed)
+    requests = RequestGenerator(options, Tokenizer.load(locate("")), seed=args.seed).generate()
     blocks, length = f"--block-size={block_size}", f"--max-model-len={CONTEXT}"
-    async with sleeping(given.step, blocks) if given.step else embedded(blocks, length) as url:
-        load, readings = await measure(url, requests, given.concurrency)
+    async with sleeping(args.step, blocks) if args.step else embedded(blocks, length) as url:
+        load, readings = await measure(url, requests, args.concurrency)
     failed = [one.error for one in load.outcomes if not one.ok]
     if failed:
         raise SystemExit(f"{len(failed)} requests failed, such as: {failed[0]}")
@@ -117,11 +117,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=float, help="seconds a step, of a worker without a model")
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(f"| block size | output tokens, mean | seconds | readings | waste | to {CONTEXT} | to the longest |")
     print("|---|---|---|---|---|---|---|")
-    for block_size in given.block_size:
-        print(asyncio.run(row(block_size, given)), flush=True)
+    for block_size in args.block_size:
+        print(asyncio.run(row(block_size, args)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many threads should the worker compute with, when gateway, scheduler and clients share its cores?
+"""Measures with how many threads the worker should compute when gateway, scheduler and clients share its cores.
 
 Serves the embedded model with each number of threads in turn, in alternation, and prints output tokens/s and the
 median time between two tokens at several concurrencies. 128 random tokens in, `--output` out, greedy, EOS ignored.
@@ -24,18 +24,18 @@ import aiohttp
 
 @contextmanager
 def serving(threads: int) -> Iterator[str]:
-    """The URL of a server whose worker has so many threads."""
+    """Run a server whose worker has `threads` threads; yield its URL."""
     argv = [sys.executable, "-m", "quire", "serve", "--host=127.0.0.1", "--port=0", f"--num-threads={threads}"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
-            yield next(found[1] for line in process.stdout if (found := re.search(r"at (http://\S+) \(ready", line)))
+            yield next(match[1] for line in process.stdout if (match := re.search(r"at (http://\S+) \(ready", line)))
         finally:
             process.terminate()
 
 
 async def one(session: aiohttp.ClientSession, url: str, output: int) -> list[float]:
-    """Times at which the chunks of one stream came."""
+    """Return the times at which the chunks of one stream arrived."""
     prompt = [random.randrange(1000, 40000) for _ in range(128)]
     body = {"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
     times = []
@@ -49,7 +49,7 @@ async def one(session: aiohttp.ClientSession, url: str, output: int) -> list[flo
 
 
 async def load(url: str, concurrency: int, output: int) -> tuple[float, float]:
-    """Output tokens/s, and the median milliseconds between two chunks of a stream."""
+    """Return output tokens/s, and the median milliseconds between two chunks of a stream."""
     async with aiohttp.ClientSession() as session:
         await one(session, url, 4)
         begun = time.perf_counter()
@@ -65,13 +65,13 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print("| round | threads | concurrency | output tok/s | ITL p50, ms |\n|---|---|---|---|---|")
-    for round in range(given.rounds):
-        for threads in given.threads:
+    for round in range(args.rounds):
+        for threads in args.threads:
             with serving(threads) as url:
-                for concurrency in given.concurrency:
-                    rate, gap = asyncio.run(load(url, concurrency, given.output))
+                for concurrency in args.concurrency:
+                    rate, gap = asyncio.run(load(url, concurrency, args.output))
                     print(f"| {round} | {threads} | {concurrency} | {rate:.1f} | {gap:.0f} |", flush=True)
 
 

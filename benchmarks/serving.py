@@ -1,4 +1,4 @@
-"""Servers to measure: `quire serve` with the embedded model, or its front with a worker that sleeps."""
+"""Runs servers to measure: `quire serve` with the embedded model, or its services with a worker that sleeps."""
 
 import asyncio
 import re
@@ -18,7 +18,7 @@ CONTEXT = 2048
 
 @asynccontextmanager
 async def embedded(*flags: str) -> AsyncIterator[str]:
-    """The address of `quire serve` with the embedded model and these flags, ready."""
+    """Run `quire serve` with the embedded model and these flags; yield its address once it is ready."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "quire", "serve", "--host=127.0.0.1", "--port=0", *flags),
         stdout=asyncio.subprocess.PIPE,
@@ -28,8 +28,8 @@ async def embedded(*flags: str) -> AsyncIterator[str]:
     try:
         assert process.stdout is not None
         async for line in process.stdout:
-            if found := re.search(r"at (http://\S+) \(ready", line.decode()):
-                yield found[1]
+            if match := re.search(r"at (http://\S+) \(ready", line.decode()):
+                yield match[1]
                 break
     finally:
         if process.returncode is None:
@@ -39,11 +39,11 @@ async def embedded(*flags: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def sleeping(step: float, *flags: str) -> AsyncIterator[str]:
-    """The same gateway and scheduler, the latter with these flags, and a worker that takes so long for any step.
+    """Run the gateway, the scheduler with these flags, and a worker that takes `seconds` for any step.
 
     Its text is the embedded model's tokens, in order.
     """
     script = Script(vocab_size=49152, eos=2, blocks=20_000, max_positions=CONTEXT, delay=step)
     names = (f"--model={locate('')}", f"--served-model-name={EMBEDDED}")
-    async with engine(script, *flags) as made, gateway(made, *names) as front:
+    async with engine(script, *flags) as running, gateway(running, *names) as front:
         yield f"http://127.0.0.1:{front.port}"

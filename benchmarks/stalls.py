@@ -1,4 +1,4 @@
-"""Measure how long one client's body keeps a gateway's loop from everybody else.
+"""Measures for how long one client's body keeps a gateway's loop from all others.
 
     python -m benchmarks.stalls [--size MIB] [--context TOKENS] [--at-once N] [--only TEXT]
 
@@ -24,7 +24,7 @@ ROUNDS = 3
 
 async def measure(options: argparse.Namespace) -> None:
     """Print a line for each shape, the worst last."""
-    found: list[tuple[float, float, str]] = []
+    rows: list[tuple[float, float, str]] = []
     async with serve(FakeBackend(max_model_len=options.context), max_body_size=options.size) as client:
         size, port = client.gateway.max_body_size, client.port
         assert port is not None
@@ -36,13 +36,13 @@ async def measure(options: argparse.Namespace) -> None:
                 continue
             rounds = [await stall(port, path, [body] * options.at_once) for _ in range(ROUNDS)]
             stalls = [1000 * longest for longest, _, _ in rounds]
-            found.append((min(stalls), max(stalls), f"{name} {sorted(set(rounds[0][1]))}"))
-    for best, worst, name in sorted(found):
+            rows.append((min(stalls), max(stalls), f"{name} {sorted(set(rounds[0][1]))}"))
+    for best, worst, name in sorted(rows):
         print(f"{best:7.1f} {worst:7.1f}  {name}")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Take the arguments."""
+    """Parse the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, help="MiB; as the context asks for, if unset")
     parser.add_argument("--context", type=int, default=8192)

@@ -1,4 +1,4 @@
-"""How long does a start take: from the command to healthy, and to the first token of a first request?
+"""Measures a start: the time from the command to healthy, and to the first token of a first request.
 
     python -m benchmarks.start [--repeats 5] [--flags "--quantization gguf"]
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 async def start(flags: list[str]) -> tuple[float, float, float]:
-    """Seconds from the command to healthy and to the first token, and of CPU, of one server that is ended again."""
+    """Run one server; return the seconds from the command to healthy and to the first token, and its CPU seconds."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     began, used = time.perf_counter(), children_seconds()
@@ -76,7 +76,7 @@ async def healthy(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 def children_seconds() -> float:
-    """CPU time of the processes that this one started and that have ended, and of theirs."""
+    """Return the CPU seconds of all ended child processes and their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,14 +1,14 @@
-"""Does a server live where it hardly gets a CPU, and is it seen when a part of it really hangs?
+"""Measures whether a server survives a lack of CPU, and how soon a hung part of it is found.
 
     python -m benchmarks.starvation [--over ipc tcp] [--seconds 600] [--loops 4] [--nice 19] [--model PATH]
     python -m benchmarks.starvation --hangs [--over ipc tcp]
 
 The first serves the embedded model, every process of it at `--nice`, beside so many busy loops of ordinary priority,
 while `--streams` clients ask for completions all the time. It counts deaths: processes that were killed, and peers that
-were given up. All of them are false. Over tcp the services meet on the loopback, and see nothing of each other's
+were given up. All of these are false. Over tcp the services connect over loopback and see nothing of each other's
 processes, as between hosts; the supervisor always does.
 
-The second makes a worker hang in different ways, on an idle host, and tells how long it takes until it is found. (Where
+The second makes a worker hang in different ways, on an idle host, and prints how long it takes to find it. (Where
 others use the host, times may be those of a starved one.)
 """
 
@@ -70,11 +70,11 @@ def main() -> None:
 
 
 def serve_niced(options: argparse.Namespace) -> int:
-    """`quire serve`, over tcp if so wanted, with all its processes at the given priority."""
+    """Run `quire serve`, over tcp if asked, with all its processes at the given priority."""
     os.nice(options.nice)
     if options.serve == "tcp":
-        bind = serve.bind_together
-        serve.bind_together = lambda *given: over_tcp(bind(*given))
+        connect = serve.connect_services
+        serve.connect_services = lambda *args: over_tcp(connect(*args))
     flags = {"model": options.model, "host": "127.0.0.1", "port": options.port, "ready_timeout": READY}
     return serve.serve(read(flags, os.environ), time.monotonic())
 
@@ -90,7 +90,7 @@ def over_tcp(settings: Settings) -> Settings:
 
 
 async def starve(over: str, options: argparse.Namespace) -> None:
-    """One run; prints a line, and each death."""
+    """Run once; print a line, and each death."""
     (port,) = free_ports(1)
     inside = [f"--serve={over}", f"--port={port}", f"--nice={options.nice}", f"--model={options.model}"]
     argv = [sys.executable, "-m", "benchmarks.starvation", *inside]
@@ -118,7 +118,7 @@ async def starve(over: str, options: argparse.Namespace) -> None:
 
 
 def yield_sessions(server: int, nice: int) -> None:
-    """Lower the priority of sessions too, where the kernel schedules those as groups: `nice` orders within one only."""
+    """Lower the priority of sessions too, where the kernel schedules them as groups: `nice` acts within one."""
     for process in psutil.Process(server).children(recursive=True):
         with suppress(FileNotFoundError):
             Path(f"/proc/{process.pid}/autogroup").write_text(str(nice))
@@ -139,7 +139,7 @@ async def ready(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, streams: int, seconds: float) -> list[int]:
-    """Ask for completions, so many at a time and for so long; the statuses of those that were answered. 0: none."""
+    """Request `at_once` completions at a time for `seconds`; return the statuses of the answers, 0 for none."""
     statuses: list[int] = []
 
     async def client() -> None:
@@ -161,18 +161,18 @@ async def ask(session: aiohttp.ClientSession, url: str, streams: int, seconds: f
 
 
 async def find_hangs(over: str) -> None:
-    """Prints a line for each way to hang."""
+    """Print a line for each way to hang."""
     for kind, words in HANGS.items():
         script = Script(delay=0.01, misdeeds=[Misdeed(STUCK, kind, lives=1)])
-        async with serving(script, tcp=over == "tcp") as (made, backend):
+        async with serving(script, tcp=over == "tcp") as (running, backend):
             await complete(backend, [CHAIN], 9)
             task = asyncio.ensure_future(complete(backend, [CHAIN] if kind == "stop" else [CHAIN, STUCK], 1000))
             if kind == "stop":
-                made.worker.signal(signal.SIGSTOP)
+                running.worker.signal(signal.SIGSTOP)
             began = time.monotonic()
-            await until(lambda made=made: "is given up: " in made.scheduler.log, 60.0)
-            found = DEATHS.findall(made.scheduler.log)
-            print(f"over {over}, {words}: found after {time.monotonic() - began:.1f} s ({found[0]})", flush=True)
+            await until(lambda running=running: "is given up: " in running.scheduler.log, 60.0)
+            deaths = DEATHS.findall(running.scheduler.log)
+            print(f"over {over}, {words}: found after {time.monotonic() - began:.1f} s ({deaths[0]})", flush=True)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""What `quire serve` says once it serves: where, and a command to try it with."""
+"""The announcement of `quire serve` once it serves: its address, and a command to try."""
 
 import json
 import os
@@ -14,28 +14,28 @@ QUESTION = "What is the capital of France?"
 
 
 def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
-    """The announcement of a server that became ready after `seconds`, whose chat template is in `folder`."""
+    """Return the announcement of a server that became ready after `seconds`, whose chat template is in `folder`."""
     url = "http://localhost" if config.uds else base_url(config.host, config.port)
-    place = f"the socket {config.uds}" if config.uds else url
+    address = f"the socket {config.uds}" if config.uds else url
     return (
-        f"Quire serves {model_name(config)} at {place} (ready in {seconds:.1f} s). Try:\n\n"
+        f"Quire serves {model_name(config)} at {address} (ready in {seconds:.1f} s). Try:\n\n"
         f"  {curl(config, url, has_chat_template(config, folder))}\n\nCtrl-C stops it.\n"
     )
 
 
 def model_name(config: GatewayConfig) -> str:
-    """The name under which requests ask for the model."""
+    """Return the name under which requests ask for the model."""
     return config.served_model_name[0] if config.served_model_name else config.model or EMBEDDED
 
 
 def base_url(host: str, port: int) -> str:
-    """The address at which a client on this machine reaches a server that listens on `host`."""
+    """Return the address at which a client on this machine reaches a server that listens on `host`."""
     name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}"
 
 
 def curl(config: GatewayConfig, url: str, chat: bool) -> str:
-    """A command that asks the model something."""
+    """Return a curl command that asks the model a question."""
     prompt = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": QUESTION}
     body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32, "temperature": 0})
     key = f"-H {authorization(config.api_key, os.environ.get('QUIRE_API_KEY'))} " if config.api_key else ""
@@ -45,10 +45,10 @@ def curl(config: GatewayConfig, url: str, chat: bool) -> str:
 
 
 def authorization(keys: Sequence[str], variable: str | None) -> str:
-    """A header as a shell's word. A key is never shown: it is the user's own variable's, or theirs to put in."""
+    """Return the Authorization header as a word of the shell. The key itself is never shown."""
     return '"Authorization: Bearer ' + ('$QUIRE_API_KEY"' if variable in keys else '<your key>"')
 
 
 def has_chat_template(config: GatewayConfig, folder: Path) -> bool:
-    """Whether the model can chat."""
+    """Return whether the model has a chat template."""
     return ChatTemplate.load(folder, {}, Path(config.chat_template) if config.chat_template else None).exists

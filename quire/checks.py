@@ -1,6 +1,6 @@
-"""What can be told to be wrong before any service is started: the same functions that the services will call.
+"""Checks that run before any service is started. They call the same functions as the services.
 
-Only what takes no torch and no time: whether the files are there, and are of a kind that is supported.
+They need neither torch nor time: they check that the files are there and of a supported kind.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from shared.text.tokenizer import check_there
 
 
 def check_files(config: GatewayConfig) -> None:
-    """Raises `ModelError` if a file that a flag names cannot be used."""
+    """Raise `ModelError` if a file that a flag names cannot be used."""
     if config.generation_config not in ("auto", "vllm"):
         named_generation_config(config.generation_config)
     if config.chat_template:
@@ -30,7 +30,7 @@ def check_model(
     tokenizer: Path | None = None,
     template: Path | None = None,
 ) -> None:
-    """Raises `ModelError` if the model in `folder` is not supported, there are no weights or no tokenizer, or the chat
+    """Raise `ModelError` if the model in `folder` is not supported, there are no weights or no tokenizer, or the chat
     template does not parse or shows no messages.
 
     The tokenizer's folder may be another one, with a template of its own; `template` is a file that replaces it.

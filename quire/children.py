@@ -1,8 +1,9 @@
-"""One child process of the supervisor: started, kept running, its output labelled, and stopped.
+"""`Child`: a process that the supervisor starts, keeps running and stops, and whose output it labels.
 
 A child that ends is started again after a pause that grows while it keeps dying and is short again once it has lived
-for a while. Before the server was ever ready it is stricter: a child that ended itself has said why and would do so
-again, and one that was killed gets a few tries only. Once the server was ready, no death is final.
+for a while. Before the server is ready for the first time, a child that exits by itself is not restarted, since it has
+said why and would do so again; one that was killed is restarted a few times. Afterwards every death is followed by a
+restart.
 """
 
 import asyncio
@@ -30,16 +31,16 @@ class StartFailed(QuireError):
 
 
 class Log:
-    """The supervisor's own stderr, where each line says which child wrote it."""
+    """The supervisor's stderr. Each line begins with the name of the child that wrote it."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.out = out
-        self.last: dict[str, str] = {}  # line of each child
-        self.erase = b"\x1b[K" if out.isatty() else b""  # what is left of a longer progress bar in this line
+        self.last: dict[str, str] = {}  # the last line of each child, by name
+        self.erase = b"\x1b[K" if out.isatty() else b""  # clears the rest of a longer progress bar
 
     def write(self, name: str, line: bytes) -> None:
         """Write one line, which ends in a newline or, if it is a progress bar, in a carriage return."""
-        with suppress(OSError):  # whoever read the log is gone, which is no reason to stop serving
+        with suppress(OSError):  # the reader of the log is gone; serving goes on
             self.out.write(self.erase + f"{name:<9} | ".encode() + line)
             self.out.flush()
 
@@ -62,7 +63,7 @@ class Log:
 
 
 class Child:
-    """One role of the server and the process that fills it at the moment."""
+    """A service of the server, and the process that runs it at the moment."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Log, environment: Mapping[str, str]) -> None:
         self.name = name
@@ -71,31 +72,31 @@ class Child:
         self.environment = {**environment, "PYTHONUNBUFFERED": "1"}
         self.established = False  # once the server was ready, no death is final
         self.process: Process | None = None
-        self._unwanted = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._ended = asyncio.Event()
 
     def __repr__(self) -> str:
         pid = self.process.pid if self.process else None
-        return f"<{self.name} pid={pid} wanted={not self._unwanted.is_set()}>"
+        return f"<{self.name} pid={pid} to_run={not self._stop_requested.is_set()}>"
 
     async def keep_running(self) -> None:
-        """Start the process, again and again, until `stop`. Raises `StartFailed`."""
+        """Start the process again whenever it ends, until `stop`. Raise `StartFailed`."""
         clock, deaths = asyncio.get_running_loop().time, 0
         try:
-            while not self._unwanted.is_set():
-                began = clock()
+            while not self._stop_requested.is_set():
+                started = clock()
                 status = await self._run()
-                deaths = 1 if clock() - began > LIVED_A_WHILE else deaths + 1
-                if not self._unwanted.is_set():
+                deaths = 1 if clock() - started > LIVED_A_WHILE else deaths + 1
+                if not self._stop_requested.is_set():
                     pause = self.pause(status, deaths)
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(self._unwanted.wait(), pause)
+                        await asyncio.wait_for(self._stop_requested.wait(), pause)
         finally:
             self._ended.set()
 
     async def stop(self, grace: float) -> None:
         """Ask the process to end; after `grace` seconds, kill it. Returns when it is gone and `keep_running` done."""
-        self._unwanted.set()
+        self._stop_requested.set()
         self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._ended.wait(), grace)
@@ -106,17 +107,17 @@ class Child:
 
     def kill(self) -> None:
         """End the process, and whatever it started, at once."""
-        self._unwanted.set()
+        self._stop_requested.set()
         self._signal(signal.SIGKILL)
 
     @property
-    def wanted(self) -> bool:
-        """Return whether it is to run: nobody has asked it to end."""
-        return not self._unwanted.is_set()
+    def to_run(self) -> bool:
+        """Return whether nobody has asked the process to stop."""
+        return not self._stop_requested.is_set()
 
-    def replace(self, fault: str) -> None:
-        """End the process because it is dead in all but name; `keep_running` starts another one."""
-        self.log.write(self.name, f"is killed: {fault}\n".encode())
+    def replace(self, reason: str) -> None:
+        """Kill a process that makes no progress; `keep_running` starts another one. `reason` goes to the log."""
+        self.log.write(self.name, f"is killed: {reason}\n".encode())
         self._signal(signal.SIGKILL)
 
     async def _run(self) -> int:
@@ -128,7 +129,7 @@ class Child:
             env=self.environment,
             start_new_session=True,  # so that Ctrl-C reaches the supervisor alone
         )
-        if self._unwanted.is_set():  # while it was being started
+        if self._stop_requested.is_set():  # while it was being started
             self._signal(signal.SIGTERM)
         assert process.stdout is not None
         try:
@@ -144,13 +145,13 @@ class Child:
             self.process = None
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process and whatever it started, which together are its process group."""
+        """Signal the process group: the process and all that it started."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
     def pause(self, status: int, deaths: int) -> float:
-        """Seconds until the next start, after `deaths` in a row. Raises `StartFailed` if there is to be none."""
+        """Return the seconds until the next start, after `deaths` in a row. Raise `StartFailed` to give up."""
         if not self.established and (status >= 0 or deaths >= DEATHS_BEFORE_READY):
             often = f" {deaths} times" if deaths > 1 else ""
             raise StartFailed(f"the {self.name} ended{often} before it was ready{self._reason(status)}")
@@ -159,13 +160,13 @@ class Child:
         return pause
 
     def _reason(self, status: int) -> str:
-        """Why it ended: in its own words, if it has said so."""
-        said = self.log.last.get(self.name, "")
-        if status == EXIT_REFUSED and said.startswith(f"{self.name}: "):
-            return said.removeprefix(self.name)
-        return f" ({describe(status)})" + (f"; its last line: {said}" if said else "")
+        """Return why it ended, in its own words if it said so."""
+        line = self.log.last.get(self.name, "")
+        if status == EXIT_REFUSED and line.startswith(f"{self.name}: "):
+            return line.removeprefix(self.name)
+        return f" ({describe(status)})" + (f"; its last line: {line}" if line else "")
 
 
 def describe(status: int) -> str:
-    """An exit status in words."""
+    """Return an exit status in words."""
     return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"

@@ -1,7 +1,7 @@
 """The command `quire`: `serve`, `pull`, `models`, `bench`, `knobs`, `version`.
 
-Whatever goes wrong for a reason that the user can mend is one line on stderr and a non-zero status. Each command
-imports what it needs, so that Ctrl-C in the first moments and `--help` take no time.
+An error that the user can mend is one line on stderr and a non-zero status. Each command imports what it needs, so that
+`--help` is quick and Ctrl-C works at once.
 """
 
 import signal
@@ -14,24 +14,24 @@ USAGE = """\
 usage: quire COMMAND ...
 
   serve [MODEL] [flags]   serve a model over the OpenAI API; `quire serve --help` lists the flags
-  pull [MODEL]            fetch a model ahead, so that serving it starts at once
-  models [NAME|FOLDER]    list the architectures that are served, or say how one, or a model, would be
-  bench COMMAND [flags]   measure a server, or the engine in this process; `quire bench --help` says how
-  knobs [--vllm]          print all settings of `quire serve`, or what becomes of vLLM's, as Markdown tables
+  pull [MODEL]            download a model, so that serving it starts at once
+  models [NAME|FOLDER]    list the supported architectures, or say how an architecture or a model is served
+  bench COMMAND [flags]   measure a server, or the engine in this process; see `quire bench --help`
+  knobs [--vllm]          print the settings of `quire serve`, or how vLLM's flags are treated, as Markdown tables
   version                 print the version
 
-MODEL is a folder, a .gguf file or a Hugging Face name; without one, the model that comes with Quire is served.
+MODEL is a folder, a .gguf file or a Hugging Face name; without one, the embedded model is served.
 """
 
 EXIT_FAILED = 1
-EXIT_WRONG = 2  # settings, or the model they name
+EXIT_WRONG = 2  # wrong settings, or a model that cannot be served
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and end the process."""
     began = time.monotonic()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported: an end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules are imported
     from shared.errors import ConfigError, ModelError, QuireError
     from shared.process import printable
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: list[str], began: float) -> int:
-    """Do what the command line says; the exit status."""
+    """Run the command; return the exit status."""
     match argv:
         case ["serve", *rest]:
             return serve(rest, began)
@@ -94,14 +94,14 @@ def serve(argv: list[str], began: float) -> int:
 
 
 def pull(argv: list[str]) -> int:
-    """Put a model into the cache, and print where."""
+    """Download a model into the cache and print its folder."""
     import os
 
     from quire.checks import check_model
     from shared.config import ModelConfig, flag_parser, resolve
     from shared.hub.checkpoint import locate
 
-    parser = flag_parser([ModelConfig], prog="quire pull", description="Fetch a model ahead.")
+    parser = flag_parser([ModelConfig], prog="quire pull", description="Download a model.")
     parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")
     flags = vars(parser.parse_args(argv))
     name_model(flags)
@@ -113,11 +113,11 @@ def pull(argv: list[str]) -> int:
     return 0
 
 
-def models(asked: str = "") -> int:
-    """Print which architectures are served, or how the one that is `asked` for would be."""
+def models(name: str = "") -> int:
+    """Print the supported architectures, or how the architecture, folder or file `name` is served."""
     from quire.models import describe, listing
 
-    print(describe(asked) if asked else listing(), end="")
+    print(describe(name) if name else listing(), end="")
     return 0
 
 
@@ -130,7 +130,7 @@ def bench(argv: list[str]) -> int:
 
 
 def knobs(vllm: bool) -> int:
-    """Print the table of settings that the documentation carries, or the page on vLLM's."""
+    """Print the table of settings for the documentation, or the page about vLLM's flags."""
     if vllm:
         from quire.vllm import markdown_page as markdown
     else:
@@ -153,7 +153,7 @@ def version() -> int:
 
 
 def name_model(flags: dict[str, Any]) -> None:
-    """Let the argument MODEL be the flag --model."""
+    """Turn the argument MODEL into the flag --model."""
     from shared.errors import ConfigError
 
     positional = flags.pop("positional", None)
@@ -162,6 +162,6 @@ def name_model(flags: dict[str, Any]) -> None:
 
 
 def interruptible() -> None:
-    """From here on a signal is an exception, so that what was begun is cleaned up."""
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt, so that open work is cleaned up."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

@@ -1,7 +1,7 @@
-"""The private folder of one running server: ipc sockets live in it, and it vanishes with the server.
+"""The private folder of a running server, which holds its ipc sockets and is removed with it.
 
-The folder is held by a lock on the folder itself, which the kernel drops however the server ends. A folder that can
-be locked therefore belongs to nobody any more, and the next start removes it; those of living servers are left alone.
+The server locks the folder itself; the kernel drops the lock however the server ends. So a folder that can be locked
+belongs to a dead server, and the next start removes it. Folders of living servers are left alone.
 """
 
 import fcntl
@@ -19,20 +19,20 @@ PREFIX = "quire-serve"
 NAME = re.compile(PREFIX + r"\.\d+\.\w+")
 
 MAX_PATH = 100
-"""Of a socket's path, in bytes; the kernel's limit is 107."""
+"""Longest path of a socket, in bytes; the kernel's limit is 107."""
 
 LONGEST_SOCKET = "gateways.sock"
 
 
 @contextmanager
-def instance_folder(place: Path | None = None) -> Iterator[Path]:
-    """A new folder that only this user may enter, removed at the end; those that dead servers left go first.
+def instance_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make a folder that only this user may enter, and remove it at the end. Folders of dead servers are removed first.
 
-    It is made in `place`: by default XDG_RUNTIME_DIR, or the folder for temporary files.
+    It is made in `parent`: by default XDG_RUNTIME_DIR, or the folder for temporary files.
     """
-    place = place or default_place()
-    reclaim(place)
-    folder, lock = _create(place)
+    parent = parent or default_parent()
+    remove_dead(parent)
+    folder, lock = _create(parent)
     try:
         yield folder
     finally:
@@ -40,30 +40,30 @@ def instance_folder(place: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
-def default_place() -> Path:
-    """The first folder for short-lived files that can be written and leaves room for a socket's path."""
-    wished = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
-    for place in (Path(path) for path in wished if path):
-        longest = place / f"{PREFIX}.{2**22}.{'x' * 8}" / LONGEST_SOCKET
-        if os.access(place, os.W_OK | os.X_OK) and len(os.fsencode(longest)) <= MAX_PATH:
-            return place
+def default_parent() -> Path:
+    """Return the first folder for short-lived files that can be written and leaves room for a socket's path."""
+    candidates = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
+    for parent in (Path(path) for path in candidates if path):
+        longest = parent / f"{PREFIX}.{2**22}.{'x' * 8}" / LONGEST_SOCKET
+        if os.access(parent, os.W_OK | os.X_OK) and len(os.fsencode(longest)) <= MAX_PATH:
+            return parent
     raise ConfigError(
-        f"there is no writable folder with a short path for sockets among {', '.join(filter(None, wished))}"
+        f"there is no writable folder with a short path for sockets among {', '.join(filter(None, candidates))}"
     )
 
 
-def reclaim(place: Path) -> list[Path]:
-    """Remove the folders in `place` whose servers are dead, and return them."""
-    return [folder for folder in sorted(place.glob(f"{PREFIX}.*")) if NAME.fullmatch(folder.name) and _remove(folder)]
+def remove_dead(parent: Path) -> list[Path]:
+    """Remove the folders in `parent` whose servers are dead, and return them."""
+    return [folder for folder in sorted(parent.glob(f"{PREFIX}.*")) if NAME.fullmatch(folder.name) and _remove(folder)]
 
 
-def _create(place: Path) -> tuple[Path, int]:
+def _create(parent: Path) -> tuple[Path, int]:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}.{os.getpid()}.", dir=place))  # mode 0700
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}.{os.getpid()}.", dir=parent))  # mode 0700
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():  # else another start took it for a dead one's before it was locked
+            if folder.exists():  # else another start removed it before it was locked
                 return folder, lock
             os.close(lock)
 

@@ -1,4 +1,4 @@
-"""The progress bar of `LLM.generate`: prompts done, and tokens a second in and out."""
+"""The progress bar of `LLM.generate`: finished prompts, and input and output tokens per second."""
 
 import time
 from types import TracebackType
@@ -13,7 +13,7 @@ class ProgressBar:
 
     def __init__(self, total: int, *, disable: bool) -> None:
         self.bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=disable)
-        self.began = time.monotonic()
+        self.started = time.monotonic()
         self.tokens_in = self.tokens_out = 0
 
     def __enter__(self) -> "ProgressBar":
@@ -25,10 +25,10 @@ class ProgressBar:
         self.bar.close()
 
     def finished(self, request: Pending) -> None:
-        """One more prompt is done."""
+        """Count a finished prompt."""
         self.tokens_in += len(request.tokens)
         self.tokens_out += sum(len(sample.token_ids) for sample in request.samples)
-        seconds = max(time.monotonic() - self.began, 1e-9)
+        seconds = max(time.monotonic() - self.started, 1e-9)
         speeds = f"input {self.tokens_in / seconds:.1f} toks/s, output {self.tokens_out / seconds:.1f} toks/s"
         self.bar.set_postfix_str(speeds, refresh=False)
         self.bar.update(1)

@@ -1,4 +1,4 @@
-"""`quire serve`: one server on this machine. From settings to running services, and what the user is told of them."""
+"""`quire serve`: start the services of one server on this machine, and tell the user about them."""
 
 import asyncio
 import errno
@@ -17,50 +17,50 @@ from quire.children import Child, Log
 from quire.instance import instance_folder
 from quire.settings import Settings, service_arguments, service_environment
 from quire.supervisor import Supervisor, is_healthy
-from quire.watch import Patience, Watch
+from quire.watch import SilenceLimit, Watch
 from services.gateway.config import GatewayConfig
 from services.gateway.model import tokenizer_folder
 from shared.errors import ConfigError
 from shared.hub.checkpoint import locate
 from shared.transport import listen
 
-STILL = 4.0
-"""Seconds for which a gateway or a scheduler may stand still; with its restart, it is back in less than ten."""
+MAX_STANDSTILL = 4.0
+"""Seconds for which the loop of a gateway or scheduler may stand still. Restarted, it is back in less than ten."""
 
 
 def serve(settings: Settings, began: float) -> int:
-    """Serve until a signal; the exit status. `began` is the monotonic time to count the start from.
+    """Serve until a signal; return the exit status. `began` is the monotonic time at which the command started.
 
-    Raises `QuireError` if the server cannot be started.
+    Raise `QuireError` if the server cannot be started.
     """
     port = 0 if settings.gateway.uds else free_port(settings.gateway)  # before minutes are spent on a model
     check_files(settings.gateway)
     if settings.serve.hf_token:
         os.environ["HF_TOKEN"] = settings.serve.hf_token
     folder = locate(settings.worker.model, settings.worker.revision, settings.worker.download_dir)
-    texts = tokenizer_folder(settings.gateway) or folder
+    tokenizer = tokenizer_folder(settings.gateway) or folder
     template = Path(settings.gateway.chat_template) if settings.gateway.chat_template else None
-    check_model(folder, settings.worker.load_format, settings.worker.model_impl, texts, template)
+    check_model(folder, settings.worker.load_format, settings.worker.model_impl, tokenizer, template)
     with (
         instance_folder() as sockets,
         zmq.Context() as context,
-        listen(context, beats_address(sockets)) as beats,
+        listen(context, heartbeat_address(sockets)) as heartbeats,
     ):
-        bound = bind_together(settings, port, sockets)
+        connected = connect_services(settings, port, sockets)
         supervisor = Supervisor(
-            children(bound, Log(sys.stderr.buffer)),
-            ready=lambda: is_healthy(reachable(bound.gateway.host), port, bound.gateway.uds),
-            announce=lambda: print(banner(bound.gateway, texts, time.monotonic() - began), flush=True),
+            children(connected, Log(sys.stderr.buffer)),
+            ready=lambda: is_healthy(reachable(connected.gateway.host), port, connected.gateway.uds),
+            announce=lambda: print(banner(connected.gateway, tokenizer, time.monotonic() - began), flush=True),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.drain_timeout,
-            watch=Watch(beats, patience(settings)),
+            watch=Watch(heartbeats, silence_limits(settings)),
         )
         return asyncio.run(supervisor.run())
 
 
 def free_port(config: GatewayConfig) -> int:
-    """The port to listen on: one that is free if it is left open. Raises `ConfigError` if there can be no listening."""
+    """Return the port to listen on; for port 0, one that is free. Raise `ConfigError` if it cannot be listened on."""
     host, port = config.host, config.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -81,37 +81,38 @@ def free_port(config: GatewayConfig) -> int:
 
 
 def reachable(host: str) -> str:
-    """An address of this machine at which a server that listens on `host` answers."""
+    """Return an address of this machine at which a server that listens on `host` answers."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def bind_together(settings: Settings, port: int, folder: Path) -> Settings:
-    """The settings with what connects the services: sockets in `folder`."""
+def connect_services(settings: Settings, port: int, folder: Path) -> Settings:
+    """Return the settings with the addresses of the services' sockets, which are in `folder`."""
     gateways, workers = f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock"
-    replace, me = msgspec.structs.replace, {"supervisor": os.getpid(), "supervisor_address": beats_address(folder)}
+    replace = msgspec.structs.replace
+    supervised = {"supervisor": os.getpid(), "supervisor_address": heartbeat_address(folder)}
     return settings._replace(
-        gateway=replace(settings.gateway, port=port, engines=[gateways], **me),
-        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, **me),
-        worker=replace(settings.worker, scheduler=workers, **me),
+        gateway=replace(settings.gateway, port=port, engines=[gateways], **supervised),
+        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, **supervised),
+        worker=replace(settings.worker, scheduler=workers, **supervised),
     )
 
 
-def beats_address(folder: Path) -> str:
-    """Return the address at which the supervisor awaits signs of life."""
-    return f"ipc://{folder}/beats.sock"
+def heartbeat_address(folder: Path) -> str:
+    """Return the address at which the supervisor receives heartbeats."""
+    return f"ipc://{folder}/heartbeats.sock"
 
 
-def patience(settings: Settings) -> dict[str, Patience]:
-    """Return how long each service may give no sign of life. A worker's scheduler judges its steps, and sooner."""
+def silence_limits(settings: Settings) -> dict[str, SilenceLimit]:
+    """Return how long each service may be silent. A worker's steps are judged by its scheduler, which acts sooner."""
     return {
-        "gateway": Patience(STILL, STILL),
-        "scheduler": Patience(STILL, STILL),
-        "worker": Patience(STILL + 2 * settings.scheduler.worker_timeout, None),
+        "gateway": SilenceLimit(MAX_STANDSTILL, MAX_STANDSTILL),
+        "scheduler": SilenceLimit(MAX_STANDSTILL, MAX_STANDSTILL),
+        "worker": SilenceLimit(MAX_STANDSTILL + 2 * settings.scheduler.worker_timeout, None),
     }
 
 
 def children(settings: Settings, log: Log) -> list[Child]:
-    """The services in the order in which they are stopped."""
+    """Return the services in the order in which they are stopped."""
     environment = service_environment(settings)
     return [
         Child(name, [f"services.{name}", *service_arguments(config)], log, environment)

@@ -1,6 +1,6 @@
-"""The settings of `quire serve`: its own, and those of the services it starts, each knob once.
+"""The settings of `quire serve`: its own and those of the services that it starts, each declared once.
 
-Addresses and the like, which bind the services together, are `quire serve`'s to choose and not the user's: `INTERNAL`.
+`quire serve` chooses what connects the services (addresses, ...); users cannot set it: `INTERNAL`.
 """
 
 import json
@@ -24,7 +24,7 @@ from shared.hub.progress import VARIABLE, on_terminal
 INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"})
 
 SECRET = frozenset({"api_key"})
-"""Travels to the services by environment, since everybody on the machine can read the arguments of a process."""
+"""Settings passed to the services by environment, since everyone on the machine can read a process's arguments."""
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
     hf_token: Annotated[str | None, Meta(description="Token for gated models on Hugging Face; unset: HF_TOKEN.")] = None
     ready_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds that loading may take before the start is given up.")
+        float, Meta(gt=0, description="Seconds until the server must be ready; then the start fails.")
     ] = 600.0
 
 
@@ -49,13 +49,13 @@ CONFIGS: tuple[type[Struct], ...] = (GatewayConfig, SchedulerConfig, WorkerConfi
 
 
 def public_knobs() -> list[Knob]:
-    """What a user can set, in the order of help and tables; a knob that several services read stands once."""
-    found = {knob.name: knob for config in CONFIGS for knob in knobs(config) if knob.name not in INTERNAL}
-    return list(found.values())
+    """Return the settings of users, in the order of help and tables, each once even if several services read it."""
+    by_name = {knob.name: knob for config in CONFIGS for knob in knobs(config) if knob.name not in INTERNAL}
+    return list(by_name.values())
 
 
 def public_config() -> type[Struct]:
-    """One struct of all public knobs, for the flag parser."""
+    """Return a struct of all settings of users, for the flag parser."""
     fields = [
         (knob.name, knob.type, msgspec.field(default_factory=partial(copy, knob.default))) for knob in public_knobs()
     ]
@@ -65,34 +65,34 @@ def public_config() -> type[Struct]:
 def read(
     flags: Mapping[str, Any], environment: Mapping[str, str], note: Callable[[str], None] = lambda line: None
 ) -> Settings:
-    """The settings from flags, environment and the file that `--config` names. Raises `ConfigError`.
+    """Return the settings from flags, environment and the file that `--config` names. Raise `ConfigError`.
 
-    vLLM's settings are put into Quire's words; `note` gets a line for each that is taken without effect.
+    vLLM's settings are translated; `note` gets a line for each that is accepted without effect.
     """
-    own, notes = vllm.translate(flags)
-    file, more = _from_file(flags["config"]) if "config" in flags else vllm.Translation({}, [])
-    for line in notes + more:
+    translated, notes = vllm.translate(flags)
+    file, file_notes = _from_file(flags["config"]) if "config" in flags else vllm.Translation({}, [])
+    for line in notes + file_notes:
         note(line)
-    environment = _with_key_of_vllm(environment)
+    environment = _with_vllm_api_key(environment)
     return Settings(
-        serve=resolve(ServeConfig, own, environment, file),
-        gateway=resolve(GatewayConfig, own, environment, file),
-        scheduler=resolve(SchedulerConfig, own, environment, file),
-        worker=resolve(WorkerConfig, own, environment, file),
+        serve=resolve(ServeConfig, translated, environment, file),
+        gateway=resolve(GatewayConfig, translated, environment, file),
+        scheduler=resolve(SchedulerConfig, translated, environment, file),
+        worker=resolve(WorkerConfig, translated, environment, file),
     )
 
 
 def _from_file(path: str) -> vllm.Translation:
-    known = {knob.name for knob in public_knobs()}
+    names = {knob.name for knob in public_knobs()}
     translation = vllm.translate(read_file(path), place=f"--config {path}: ")
     for name in translation.settings:
-        if name not in known:
+        if name not in names:
             raise ConfigError(f"--config {path}: there is no setting {name}")
     return translation
 
 
-def _with_key_of_vllm(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Let VLLM_API_KEY protect the server as it does vLLM's, unless Quire's own variable is set."""
+def _with_vllm_api_key(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Use VLLM_API_KEY as the server's key unless QUIRE_API_KEY is set."""
     key = environment.get("VLLM_API_KEY", "").strip()
     if not key or environment.get("QUIRE_API_KEY", "").strip():
         return environment
@@ -100,25 +100,25 @@ def _with_key_of_vllm(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def service_arguments(config: Struct) -> list[str]:
-    """A service's command line, without what nobody else may read."""
+    """Return a service's command line, without secrets."""
     fields = {knob.name: knob.default for knob in knobs(type(config)) if knob.name in SECRET}
     return arguments(msgspec.structs.replace(config, **fields))
 
 
 def service_environment(settings: Settings) -> dict[str, str]:
-    """The services' environment. Of Quire's variables only secrets remain: all else is said by flags, in full."""
-    mine = {knob.variable for config in CONFIGS for knob in knobs(config)}
-    environment = {name: value for name, value in os.environ.items() if name not in mine}
+    """Return the services' environment. It has no variables of Quire but secrets: flags say everything else."""
+    ours = {knob.variable for config in CONFIGS for knob in knobs(config)}
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     if settings.gateway.api_key:
         environment["QUIRE_API_KEY"] = json.dumps(settings.gateway.api_key)  # a key may hold a comma
     if on_terminal():
         environment[VARIABLE] = "1"
-    environment["HF_HUB_OFFLINE"] = "1"  # the start has fetched all; all services shall see that same
+    environment["HF_HUB_OFFLINE"] = "1"  # all is downloaded, and all services must see the same files
     return environment
 
 
 def markdown_table() -> str:
-    """The table of settings for the documentation."""
+    """Return the table of settings for the documentation."""
     rows = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
     for knob in public_knobs():
         default = "" if knob.default in (None, "", []) else f"`{knob.default}`"

@@ -1,12 +1,12 @@
-"""vLLM's settings that Quire does not have, or has under another name, so that a start line of vLLM's works unchanged.
+"""Translates vLLM's settings, so that a start line of vLLM's works unchanged.
 
-Each is one of three kinds:
-- *renamed*: Quire has the knob under another name (`RENAMED`), or takes the value in other words (`VALUES`);
-- *taken*: what it asks for is the case anyway, or a hint without a meaning here (`TAKEN`): one line in the log says so;
+A setting that Quire lacks, or has under another name, is one of three kinds:
+- *renamed*: Quire has it under another name (`RENAMED`), or has another name for a value (`VALUES`);
+- *taken*: Quire does so anyway, or it is a hint without meaning here (`TAKEN`); one line in the log says so;
 - *refused*, by name and with the reason, unless its value is vLLM's default, which asks for nothing (`REFUSED`).
 
-Command line, configuration file and the arguments of `quire.LLM` go through the same tables, as does the page
-`docs/vllm_flags.md`; they are in `quire.vllm_settings`.
+Command line, configuration file, the arguments of `quire.LLM` and the page `docs/vllm_flags.md` use the same tables,
+which are in `quire.vllm_settings`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 class Setting(NamedTuple):
-    """One setting of vLLM's that Quire does not have. `neutral`: values that ask for nothing; None: all do."""
+    """A setting of vLLM's that Quire lacks. `neutral`: the values that ask for nothing; None if all do."""
 
     name: str
     switch: bool
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     def accepts(self, value: Any) -> bool:
-        """Tell whether `value`, from a command line, a file or Python, asks for nothing that is missing here."""
+        """Return whether `value`, from a command line, a file or Python, asks for nothing that Quire lacks."""
         if self.neutral is None or value is None or (isinstance(value, (list, tuple, dict)) and not value):
             return True
         return any(_same(_text(value), neutral) for neutral in self.neutral)
@@ -56,29 +56,29 @@ SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()
 
 
 class Translation(NamedTuple):
-    """A mapping of settings in Quire's words, and a line for each that was taken without effect."""
+    """Settings under Quire's names, and a note for each that was taken without effect."""
 
     settings: dict[str, Any]
     notes: list[str]
 
 
 def translate(settings: Mapping[str, Any], *, place: str = "", python: bool = False) -> Translation:
-    """Put vLLM's settings into Quire's words. Raise `ConfigError` for those that cannot be honoured.
+    """Translate vLLM's settings. Raise `ConfigError` for those that cannot be honoured.
 
-    `place` says in messages where they were written; `python` that they are arguments and not flags.
+    Messages say `place`, where the settings were written. `python`: they are arguments, not flags.
     """
-    own: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
     notes: list[str] = []
     for name, value in settings.items():
         setting = SETTINGS.get(name)
         if setting is None:
-            own |= _renamed(name, value, place)
+            translated |= _renamed(name, value, place)
             continue
-        said = f"{place}{name}={value!r}" if python else f"{place}{setting.flag}{_shown(setting, value)}"
+        shown = f"{place}{name}={value!r}" if python else f"{place}{setting.flag}{_shown(setting, value)}"
         if not setting.accepts(value):
-            raise ConfigError(f"{said} is not supported: {setting.reason}")
-        notes.append(f"{said} is taken without effect: {setting.reason}")
-    return Translation(own, notes)
+            raise ConfigError(f"{shown} is not supported: {setting.reason}")
+        notes.append(f"{shown} is taken without effect: {setting.reason}")
+    return Translation(translated, notes)
 
 
 def _shown(setting: Setting, value: Any) -> str:
@@ -110,44 +110,44 @@ def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
     if own in LENGTHS and isinstance(value, str):
         value = _count(value, f"{place}--{name.replace('_', '-')} {value}")
     if own == "max_model_len" and _text(value) in ("auto", "-1"):
-        return {}  # as unset: what the model was made for, as far as it fits
+        return {}  # as if unset: the model's own context, as far as it fits
     if name == "kv_cache_memory_bytes" and value is not None:
         value = _gib(value, f"{place}--kv-cache-memory-bytes {value}")
     return {own: value}
 
 
-def _gib(value: Any, said: str) -> float:
+def _gib(value: Any, shown: str) -> float:
     """Return a number of bytes as GiB."""
-    number = _count(value, said) if isinstance(value, str) else value
+    number = _count(value, shown) if isinstance(value, str) else value
     try:
         return float(number) / GIB
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{said}: must be a number of bytes") from error
+        raise ConfigError(f"{shown}: must be a number of bytes") from error
 
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)i?[bB]?")
 
 
-def _count(text: str, said: str) -> Any:
+def _count(text: str, shown: str) -> Any:
     """Return the number in `text`: `2k` is 2000 and `2K` 2048, up to tera.
 
-    Text that is no such number is returned as it is, for its knob to refuse.
+    Other text is returned unchanged; the setting it is meant for refuses it.
     """
-    found = _COUNT.fullmatch(text.strip())
-    if found is None or not found[2]:
+    match = _COUNT.fullmatch(text.strip())
+    if match is None or not match[2]:
         return text
-    base = 1000 if found[2].islower() else 1024
-    number = float(found[1]) * base ** ("kmgt".index(found[2].lower()) + 1)
+    base = 1000 if match[2].islower() else 1024
+    number = float(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1)
     if not number.is_integer():
-        raise ConfigError(f"{said}: must be a whole number")
+        raise ConfigError(f"{shown}: must be a whole number")
     return int(number)
 
 
 def spell_out(argv: Sequence[str]) -> list[str]:
-    """Return a command line in the one spelling that the parser knows.
+    """Return a command line in the only spelling that the parser knows.
 
-    vLLM takes short names (`-tp 2`), underscores (`--max_model_len`) and parts of JSON values by dotted names
-    (`--compilation-config.mode 3`, of which only the name before the dot is kept: no such setting has an effect here).
+    vLLM accepts short names (`-tp 2`), underscores (`--max_model_len`) and dotted names for parts of JSON values
+    (`--compilation-config.mode 3`; the part behind the dot is dropped, since no such setting has an effect here).
     """
     spelled = []
     for word in argv:
@@ -158,15 +158,15 @@ def spell_out(argv: Sequence[str]) -> list[str]:
         if base in SHORT:
             name = "--" + SHORT[base]
         elif base.startswith("--"):
-            known = base[2:].replace("-", "_") in SETTINGS
-            name = "--" + (base if known else name)[2:].replace("_", "-")
+            is_vllm = base[2:].replace("-", "_") in SETTINGS
+            name = "--" + (base if is_vllm else name)[2:].replace("_", "-")
         spelled.append(name + equals + value)
     return spelled
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Let `parser`, which knows Quire's flags, take vLLM's too. They are not in its help: they have a page."""
-    parser.epilog = "vLLM's other flags are taken, or refused with a reason: docs/vllm_flags.md lists them."
+    """Add vLLM's flags to `parser`, which knows Quire's. Its help omits them; docs/vllm_flags.md lists them."""
+    parser.epilog = "vLLM's other flags are accepted, or refused with a reason; docs/vllm_flags.md lists them."
     for name, setting in SETTINGS.items():
         if setting.switch:
             parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)

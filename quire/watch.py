@@ -1,7 +1,7 @@
-"""`Watch`: judges by their own signs whether the services live. It names those to replace, and kills nothing itself.
+"""`Watch`: finds services that hang, by their heartbeats. It names those to replace and kills nothing itself.
 
-A service is judged from its first beat on, since loading a model may take any time. Its limits are longer than those of
-its peers: a scheduler judges its worker, and a gateway its scheduler, first.
+A service is judged from its first heartbeat on, since loading a model may take any time. The limits here are longer
+than those of the service's peers: a scheduler judges its worker first, and a gateway its scheduler.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,21 @@ from shared.transport import Listener
 from shared.usage import Process
 
 PERIOD = 0.25
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
-BEATS = 100
-"""Beats that are read in one look: a few from each service are due."""
+MAX_HEARTBEATS = 100
+"""Heartbeats read in one check; only a few from each service are due."""
 
 
-class Patience(NamedTuple):
-    """The seconds for which one service may be silent, and stay in one turn of its loop."""
+class SilenceLimit(NamedTuple):
+    """How long a service may be silent, and how long it may stay in one turn of its loop, in seconds."""
 
     silence: float
-    turn: float | None  # None: a peer knows better how long its turns may take
+    turn: float | None  # None: a peer judges its turns
 
 
-class Life(Struct):
-    """The signs of life of one process of a service."""
+class WatchedProcess(Struct):
+    """A process of a service, and its liveness."""
 
     pid: int
     process: Process
@@ -39,50 +39,52 @@ class Life(Struct):
 
 
 class Watch:
-    """The signs of life of services, by their names. Time is a parameter."""
+    """Judges services, by name. Time is a parameter: `now` is monotonic seconds."""
 
-    def __init__(self, listener: Listener, patience: Mapping[str, Patience]) -> None:
+    def __init__(self, listener: Listener, limits: Mapping[str, SilenceLimit]) -> None:
         self._listener = listener
-        self._patience = patience
-        self._lives: dict[str, Life] = {}
-        self._looked: float | None = None
+        self._limits = limits
+        self._processes: dict[str, WatchedProcess] = {}
+        self._checked_at: float | None = None
 
-    def look(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
-        """Return those that are dead, and why. Call it every `PERIOD`."""
-        pids = {child.name: child.process.pid for child in children if child.process is not None and child.wanted}
-        self._lives = {name: life for name, life in self._lives.items() if pids.get(name) == life.pid}
+    def find_hung(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
+        """Return the children that hang, and why. Call it every `PERIOD`."""
+        pids = {child.name: child.process.pid for child in children if child.process is not None and child.to_run}
+        self._processes = {name: watched for name, watched in self._processes.items() if pids.get(name) == watched.pid}
         self._forgive(now)
         self._read(pids, now)
-        faults = [(child, self._judge(life, now)) for child in children if (life := self._lives.get(child.name))]
-        return [(child, fault) for child, fault in faults if fault]
+        reasons = [
+            (child, self._judge(watched, now)) for child in children if (watched := self._processes.get(child.name))
+        ]
+        return [(child, reason) for child, reason in reasons if reason]
 
     def _read(self, pids: Mapping[str, int], now: float) -> None:
-        for _ in range(BEATS):
+        for _ in range(MAX_HEARTBEATS):
             if (message := self._listener.receive()) is None:
                 return
             try:
-                beat = decode_to_supervisor(message.body)
+                heartbeat = decode_to_supervisor(message.body)
             except ProtocolError:
                 continue
-            if message.pid is not None and message.pid == pids.get(beat.identity):  # and not a former process's
-                self._note_beat(beat, message.pid, now)
+            if message.pid is not None and message.pid == pids.get(heartbeat.identity):  # not an earlier process
+                self._note_heartbeat(heartbeat, message.pid, now)
 
-    def _note_beat(self, beat: Heartbeat, pid: int, now: float) -> None:
-        life = self._lives.get(beat.identity)
-        if life is None:
-            patience = self._patience[beat.identity]
-            liveness = Liveness(patience.silence, now, turn=patience.turn, local=True)
-            life = self._lives[beat.identity] = Life(pid, Process(pid), liveness)
-        life.liveness.beat(beat.process, now)
+    def _note_heartbeat(self, heartbeat: Heartbeat, pid: int, now: float) -> None:
+        watched = self._processes.get(heartbeat.identity)
+        if watched is None:
+            limit = self._limits[heartbeat.identity]
+            liveness = Liveness(limit.silence, now, turn=limit.turn, local=True)
+            watched = self._processes[heartbeat.identity] = WatchedProcess(pid, Process(pid), liveness)
+        watched.liveness.beat(heartbeat.process, now)
 
-    def _judge(self, life: Life, now: float) -> str:
-        if life.liveness.wants_look(now):
-            life.liveness.look(life.process.usage(), now)
-        return life.liveness.fault(now)
+    def _judge(self, watched: WatchedProcess, now: float) -> str:
+        if watched.liveness.wants_look(now):
+            watched.liveness.look(watched.process.usage(), now)
+        return watched.liveness.fault(now)
 
     def _forgive(self, now: float) -> None:
-        still = 0.0 if self._looked is None else now - self._looked
-        self._looked = now
-        if still > PERIOD + STANDSTILL:
-            for life in self._lives.values():
-                life.liveness.forgive(still)
+        stood_still = 0.0 if self._checked_at is None else now - self._checked_at
+        self._checked_at = now
+        if stood_still > PERIOD + STANDSTILL:
+            for watched in self._processes.values():
+                watched.liveness.forgive(stood_still)

@@ -1,4 +1,4 @@
-"""How fast is Quire beside its peers, on this machine?
+"""Measures Quire beside its peers on this machine.
 
 Installs each peer in an environment of its own, starts each in turn, asks all of them the same, and writes a page of
 ratios, a chart and every figure. Nothing else should run meanwhile: on two cores that is the greatest source of noise.
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.peers import vllm
 from benchmarks.peers.chart import draw
 from benchmarks.peers.checkpoint import checkpoint
-from benchmarks.peers.client import Client, ours, vllms
+from benchmarks.peers.client import Client, ours, vllm_client
 from benchmarks.peers.environments import ROOT, Skipped
 from benchmarks.peers.launch import Launch, Place
 from benchmarks.peers.record import Entry, Record, load, save
@@ -42,31 +42,31 @@ from shared.text.tokenizer import Tokenizer
 QUICK = 0.5  # scale
 
 
-def run(given: argparse.Namespace) -> Record:
-    """Install, then measure in turns; the figures are written after each turn."""
-    folder = given.folder.resolve()
+def run(args: argparse.Namespace) -> Record:
+    """Install the peers, then measure them in turns; write the figures after each turn."""
+    folder = args.folder.resolve()
     place = Place(folder, EMBEDDED, checkpoint(folder), len(os.sched_getaffinity(0)))
-    record = _empty(place, given)
-    ready = list(_prepared(_chosen(given.only), place, record))
-    scale = given.scale or (QUICK if given.quick else 1.0)
+    record = _empty(place, args)
+    ready = list(_prepared(_chosen(args.only), place, record))
+    scale = args.scale or (QUICK if args.quick else 1.0)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        client = _client(given.client, folder, stack)
+        client = _client(args.client, folder, stack)
         record.client = client.name
-        turns = Turns(place, client, Tokenizer.load(locate("")), record, scale, given.quick, Path(scratch))
-        for round in range(given.rounds):
+        turns = Turns(place, client, Tokenizer.load(locate("")), record, scale, args.quick, Path(scratch))
+        for round in range(args.rounds):
             record.ceilings.append(_ceilings())
             for peer, launch in ready:
-                print(f"Round {round + 1} of {given.rounds}: {peer.key}", flush=True)
+                print(f"Round {round + 1} of {args.rounds}: {peer.key}", flush=True)
                 try:
                     turns.take(peer, launch, round)
                 except Skipped as error:
                     _skip(record, place, peer, f"round {round + 1}: {error}")
-                save(record, given.results / "peers.json")
+                save(record, args.results / "peers.json")
     return record
 
 
 def _prepared(peers: list[Peer], place: Place, record: Record) -> Iterator[tuple[Peer, Launch]]:
-    """Those that can be had here, once they are installed."""
+    """Yield the peers that can be installed and started here."""
     for peer in peers:
         try:
             launch = peer.prepare(place)
@@ -78,43 +78,43 @@ def _prepared(peers: list[Peer], place: Place, record: Record) -> Iterator[tuple
 
 
 def _chosen(only: list[str] | None) -> list[Peer]:
-    known = {peer.key for peer in ROSTER}
-    if unknown := set(only or ()) - known:
+    keys = {peer.key for peer in ROSTER}
+    if unknown := set(only or ()) - keys:
         raise SystemExit(f"--only {' '.join(sorted(unknown))}: there are {' '.join(peer.key for peer in ROSTER)}")
     return [peer for peer in ROSTER if only is None or peer.key in only]
 
 
-def _client(wanted: str, folder: Path, stack: ExitStack) -> Client:
-    """The client, which `stack` ends."""
-    if wanted == "quire":
+def _client(name: str, folder: Path, stack: ExitStack) -> Client:
+    """Return the client, which `stack` closes."""
+    if name == "quire":
         return ours()
     try:
-        return stack.enter_context(vllms(vllm.installed(folder), folder / "client.log"))
+        return stack.enter_context(vllm_client(vllm.installed(folder), folder / "client.log"))
     except Skipped as error:
-        if wanted == "vllm":
+        if name == "vllm":
             raise SystemExit(f"--client vllm: {error}") from error
         print(f"vLLM's client cannot be had ({error}), so ours asks all", flush=True)
         return ours()
 
 
-def _empty(place: Place, given: argparse.Namespace) -> Record:
+def _empty(place: Place, args: argparse.Namespace) -> Record:
     weights = (place.model / "model.safetensors").stat().st_size
     parameters = weights // 2
     return Record(
         date=f"{datetime.now():%Y-%m-%d}",
-        command=_command(given),
+        command=_command(args),
         machine=_machine(place.threads),
         parameters=parameters,
         bytes={"bf16": weights, "int8": parameters, "4-bit": embedded_file().stat().st_size},
     )
 
 
-def _command(given: argparse.Namespace) -> str:
-    """What was called, but for where things are on this machine."""
-    flags = [f"--{name}={value}" for name in ("rounds", "scale", "client") if (value := getattr(given, name))]
-    if given.quick:
+def _command(args: argparse.Namespace) -> str:
+    """Return the command line without paths of this machine."""
+    flags = [f"--{name}={value}" for name in ("rounds", "scale", "client") if (value := getattr(args, name))]
+    if args.quick:
         flags.append("--quick")
-    return " ".join(["python -m benchmarks.peers", *flags, *(["--only", *given.only] if given.only else [])])
+    return " ".join(["python -m benchmarks.peers", *flags, *(["--only", *args.only] if args.only else [])])
 
 
 def _machine(threads: int) -> str:
@@ -125,8 +125,8 @@ def _machine(threads: int) -> str:
 
 def _ceilings() -> dict[str, dict[str, float]]:
     argv = [sys.executable, "-m", "benchmarks.ceilings", "--json"]
-    found: dict[str, Any] = json.loads(subprocess.check_output(argv, cwd=ROOT))
-    return found
+    facts: dict[str, Any] = json.loads(subprocess.check_output(argv, cwd=ROOT))
+    return facts
 
 
 def _skip(record: Record, place: Place, peer: Peer, reason: str) -> None:
@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only what targets and chart need")
     parser.add_argument("--client", choices=("auto", "vllm", "quire"), default="auto", help="that asks servers")
     parser.add_argument("--report", action="store_true", help="measure nothing; write the page and the chart anew")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends a running peer
-    record = load(given.results / "peers.json") if given.report else run(given)
-    (given.results / "peers.md").write_text(page(record), encoding="utf-8")
-    draw(record, given.results / "peers.svg")
+    record = load(args.results / "peers.json") if args.report else run(args)
+    (args.results / "peers.md").write_text(page(record), encoding="utf-8")
+    draw(record, args.results / "peers.svg")
     print(page(record))
 
 

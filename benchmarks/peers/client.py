@@ -14,18 +14,18 @@ from benchmarks.peers.launch import Launch
 from benchmarks.peers.processes import driving
 
 MISCOUNTED = 0.03
-"""Of the tokens, at most: some servers don't say how many they gave, and a client that tokenizes their text again finds
-a few less. The rate is of those that were counted."""
+"""Share of the tokens that may be missing: some servers report no counts, and tokenizing their text again gives a few
+less. The rate is of the tokens counted."""
 
 
 class Client(NamedTuple):
-    """One of the two."""
+    """One of the two clients."""
 
     name: str
     call: Callable[[list[str]], None]  # with the flags behind `bench serve`; raises `Skipped`
 
     def measure(self, url: str, model: str, tokenizer: Path, file: Path, concurrency: int) -> dict[str, Any]:
-        """The figures for the requests of `file`. Raises `Skipped` unless all are answered in full."""
+        """Return the figures for the requests of `file`. Raise `Skipped` unless all are answered in full."""
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         with tempfile.TemporaryDirectory() as folder:
             self.call(
@@ -38,16 +38,16 @@ class Client(NamedTuple):
                     *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
                 ]
             )
-            found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-        wanted = sum(line["output_tokens"] for line in lines)
-        if found["failed"] or abs(found["total_output_tokens"] - wanted) > MISCOUNTED * wanted:
-            came = found["total_output_tokens"]
-            raise Skipped(f"{wanted} tokens were asked for, and {came} came, with {found['failed']} failed requests")
-        return found
+            result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+        expected = sum(line["output_tokens"] for line in lines)
+        if result["failed"] or abs(result["total_output_tokens"] - expected) > MISCOUNTED * expected:
+            came = result["total_output_tokens"]
+            raise Skipped(f"{expected} tokens were asked for, and {came} came, with {result['failed']} failed requests")
+        return result
 
 
 def ours() -> Client:
-    """`quire bench serve`."""
+    """Return the client `quire bench serve`."""
     return Client("quire bench serve", _call_ours)
 
 
@@ -59,8 +59,8 @@ def _call_ours(flags: list[str]) -> None:
 
 
 @contextmanager
-def vllms(programs: Path, log: Path) -> Iterator[Client]:
-    """`vllm bench serve`, out of the environment with these programs. Raises `Skipped` if it does not start."""
+def vllm_client(programs: Path, log: Path) -> Iterator[Client]:
+    """Yield the client `vllm bench serve` of the environment with these programs. Raise `Skipped` if it fails."""
     program = Path(__file__).parent / "inside" / "drive_vllm_client.py"
     with driving(Launch([str(programs / "python"), str(program)]), log) as running:
 

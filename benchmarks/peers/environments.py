@@ -1,4 +1,4 @@
-"""Each peer's own environment: a venv in the folder for peers, installed once and never mixed with the repository's.
+"""Makes each peer an environment of its own: a venv, installed once, apart from the repository's.
 
 What was installed is written into a stamp, so that a changed list installs again and nothing else does.
 """
@@ -15,44 +15,44 @@ SHOWN = 300  # characters of what a failed command said last
 
 
 class Skipped(Exception):
-    """A peer that cannot be had or does not run here, and why."""
+    """A peer that cannot be installed or does not run here; the message says why."""
 
 
 def pinned(package: str) -> str:
-    """`package==version`, as the repository's own requirements have it."""
+    """Return `package==version`, as the repository's own requirements have it."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     return next(line.split(";")[0].strip() for line in lines if line.startswith(f"{package}=="))
 
 
-def environment(folder: Path, *steps: Sequence[str]) -> Path:
-    """The folder of programs of a venv in which `pip` has been called with each of `steps`.
+def environment(folder: Path, *pip_calls: Sequence[str]) -> Path:
+    """Return the folder of programs of a venv in which `pip` was called with each of `pip_calls`.
 
     Raises `Skipped` if one fails.
     """
-    stamp, wanted = folder / STAMP, json.dumps(steps)
-    if not stamp.exists() or stamp.read_text() != wanted:
+    stamp, contents = folder / STAMP, json.dumps(pip_calls)
+    if not stamp.exists() or stamp.read_text() != contents:
         print(f"Installing {folder.name} into {folder} (see {log(folder)})", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         call([sys.executable, "-m", "venv", str(folder)], log(folder))
-        for step in steps:
+        for step in pip_calls:
             call([str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *step], log(folder))
-        stamp.write_text(wanted)
+        stamp.write_text(contents)
     return folder / "bin"
 
 
 def version(programs: Path, package: str) -> str:
-    """The installed version of a package in the environment with these programs."""
+    """Return the installed version of a package in the environment with these programs."""
     ask = f"import importlib.metadata as m; print(m.version({package!r}))"
     return subprocess.check_output([str(programs / "python"), "-c", ask], text=True).strip()
 
 
 def log(folder: Path) -> Path:
-    """Where the installation into this folder is told."""
+    """Return the log of the installation into this folder."""
     return folder.parent / f"{folder.name}.install.log"
 
 
 def call(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
-    """Run a command, what it says going to the end of `log`. Raises `Skipped` if it fails."""
+    """Run a command, with its output appended to `log`. Raise `Skipped` if it fails."""
     with log.open("a") as file:
         file.write(f"+ {' '.join(argv)}\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""What a peer's module hands over: how it is started, once it is installed."""
+"""`Launch`: how an installed peer is started."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where peers are installed, and what they shall serve."""
+    """The folder of the peers, and the model that they serve."""
 
     folder: Path  # each peer's environment is a folder in it
     name: str  # of the model, in requests
@@ -15,7 +15,7 @@ class Place(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How to start it: a server of the OpenAI API at `{port}`, or a program of `inside/`."""
+    """The command that starts a peer: a server of the OpenAI API at `{port}`, or a program of `inside/`."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = {}  # on top of this process's

@@ -25,21 +25,21 @@ FLAGS = ("-np", "64", "-c", "49152", "-cb", "-fa", "off", "-bs")
 
 
 def prepare(place: Place, quantisation: str) -> Launch:
-    """How to serve the model with Q4_0 or Q8_0 weights."""
+    """Return how to serve the model with Q4_0 or Q8_0 weights."""
     programs = _built(place.folder / "llama.cpp")
     model = place.folder / "models" / f"{quantisation}.gguf"
     if not model.exists():
-        made = model.with_suffix(".part")
-        made.parent.mkdir(parents=True, exist_ok=True)
+        partial = model.with_suffix(".part")
+        partial.parent.mkdir(parents=True, exist_ok=True)
         quantise = [str(programs / "llama-quantize"), "--allow-requantize"]
-        call([*quantise, str(embedded_file()), str(made), quantisation], log(place.folder / "llama.cpp"))
-        made.rename(model)
+        call([*quantise, str(embedded_file()), str(partial), quantisation], log(place.folder / "llama.cpp"))
+        partial.rename(model)
     argv = [str(programs / "llama-server"), "-m", str(model), "--alias", place.name, "--port", "{port}"]
     return Launch([*argv, *FLAGS, "--threads", str(place.threads)], version=PACKAGE)
 
 
 def _built(folder: Path) -> Path:
-    """The folder with the programs."""
+    """Return the folder with the programs."""
     tools = environment(folder, ["install", "cmake", "ninja"])
     programs = folder / "build" / "bin"
     if (programs / "llama-server").exists() and (programs / "llama-quantize").exists():
@@ -58,7 +58,7 @@ def _built(folder: Path) -> Path:
 
 
 def _source(folder: Path) -> Path:
-    """llama.cpp's own folder inside the unpacked source package."""
+    """Return llama.cpp's folder inside the unpacked source package."""
     name = PACKAGE.replace("==", "-").replace("-", "_", 2)
     if not (folder / name).exists():
         fetch = ["download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(folder), PACKAGE]

@@ -14,7 +14,7 @@ INT8 = FLOAT32 | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "192"}
 
 
 def prepare(place: Place, precision: str) -> Launch:
-    """How to run it with `int8` weights or with those of the GGUF file, `gguf`. Raises `Skipped`."""
+    """Return how to run it with `int8` weights or with those of the GGUF file, `gguf`. Raise `Skipped`."""
     # torchvision comes in a build that does not fit torch's, and is not needed
     steps = (["install", pinned("torch"), PACKAGE, EXPORTER], ["uninstall", "--yes", "torchvision"])
     programs = environment(place.folder / "openvino", *steps)
@@ -24,12 +24,12 @@ def prepare(place: Place, precision: str) -> Launch:
 
 
 def _exported(place: Place, programs: Path) -> Path:
-    """The folder of the exported model, made once."""
+    """Return the folder of the exported model, made once."""
     folder = place.folder / "models" / "openvino-int8"
     if not folder.exists():
-        made = folder.with_suffix(".part")
+        partial = folder.with_suffix(".part")
         export = [str(programs / "optimum-cli"), "export", "openvino", "--task", "text-generation-with-past"]
-        argv = [*export, "--weight-format", "int8", "--model", str(place.model), str(made)]
+        argv = [*export, "--weight-format", "int8", "--model", str(place.model), str(partial)]
         call(argv, log(place.folder / "openvino"))
-        made.rename(folder)
+        partial.rename(folder)
     return folder

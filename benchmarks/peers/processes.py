@@ -1,4 +1,4 @@
-"""A peer while it runs: a server over HTTP, or a program of `inside/` that takes jobs on its stdin.
+"""Runs a peer: a server over HTTP, or a program of `inside/` that takes jobs on its stdin.
 
 Either is ready when it has answered a first request of one token, and is ended with all its children.
 """
@@ -27,20 +27,20 @@ GRACE = 20.0  # seconds to end by itself
 
 
 class Running(NamedTuple):
-    """A peer that has answered once."""
+    """A peer that runs and has answered once."""
 
     process: "subprocess.Popen[str]"
     started: float  # seconds from the command to its first answer
     url: str = ""  # of a server
 
     def memory(self) -> float:
-        """MB of all its processes, shared pages counted once."""
-        found = psutil.Process(self.process.pid)
-        pages = [one.memory_full_info().pss for one in [found, *found.children(recursive=True)]]
+        """Return the MB of all its processes, shared pages counted once."""
+        root = psutil.Process(self.process.pid)
+        pages = [one.memory_full_info().pss for one in [root, *root.children(recursive=True)]]
         return float(sum(pages)) / 1e6
 
     def job(self, **job: Any) -> dict[str, Any]:
-        """What a program answers. Raises `Skipped` if it ends instead."""
+        """Send a job to a program; return its answer. Raise `Skipped` if it ends instead."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
@@ -49,7 +49,7 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def serving(launch: Launch, name: str, log: Path) -> Iterator[Running]:
-    """A server, ready. Raises `Skipped` with the end of its log if it does not become so."""
+    """Run a server; yield it once it is ready. Raise `Skipped` with the end of its log if it fails."""
     port = _free_port()
     argv = [part.replace("{port}", str(port)) for part in launch.argv]
     with _process(argv, launch, log, drives=False) as process:
@@ -63,7 +63,7 @@ def serving(launch: Launch, name: str, log: Path) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def driving(launch: Launch, log: Path) -> Iterator[Running]:
-    """A program of `inside/`, ready. Raises `Skipped` with the end of its log if it ends before."""
+    """Run a program of `inside/`; yield it once it is ready. Raise `Skipped` with the end of its log if it fails."""
     began = time.perf_counter()
     with _process(launch.argv, launch, log, drives=True) as process:
         try:
@@ -75,7 +75,7 @@ def driving(launch: Launch, log: Path) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def _process(argv: Sequence[str], launch: Launch, log: Path, *, drives: bool) -> Iterator["subprocess.Popen[str]"]:
-    """It, with what it says in `log`; the standard output of one that drives is a pipe."""
+    """Start a process with its output in `log`; stdout is a pipe for a program that takes jobs."""
     with log.open("w") as file:
         process = subprocess.Popen(
             argv,
@@ -94,7 +94,7 @@ def _process(argv: Sequence[str], launch: Launch, log: Path, *, drives: bool) ->
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:
-    """End it and whatever it started, which shares its session."""
+    """End a process and all of its session."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
@@ -125,9 +125,9 @@ def _answers(url: str, name: str) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _end(log: Path) -> str:

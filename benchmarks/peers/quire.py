@@ -1,4 +1,4 @@
-"""Quire itself: served over HTTP as everybody is, and in process, to be compared with what has no server."""
+"""Quire itself, over HTTP like the other servers, and in process, to compare with peers that have no server."""
 
 import json
 import sys
@@ -13,13 +13,13 @@ ENV = {"PYTHONPATH": str(ROOT)}
 
 
 def served(place: Place, settings: Settings) -> Launch:
-    """`quire serve` with these settings."""
+    """Return how to start `quire serve` with these settings."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     argv = [sys.executable, "-m", "quire", "serve", "--host=127.0.0.1", "--port={port}"]
     return Launch([*argv, f"--served-model-name={place.name}", *flags], ENV)
 
 
 def in_process(place: Place, settings: Settings) -> Launch:
-    """The same engine without the server."""
+    """Return how to run the same engine without the server."""
     driver = Path(__file__).parent / "inside" / "drive_quire.py"
     return Launch([sys.executable, str(driver), json.dumps(settings)], ENV)

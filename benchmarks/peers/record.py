@@ -1,4 +1,4 @@
-"""All figures of a run, as they are kept in the JSON file that tables and chart are made from."""
+"""The figures of a run, as saved in the JSON file from which tables and chart are made."""
 
 import statistics
 from pathlib import Path
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class Entry(Struct):
-    """Who took part."""
+    """A peer that took part."""
 
     title: str
     precision: str
@@ -18,7 +18,7 @@ class Entry(Struct):
 
 
 class Measured(Struct):
-    """One workload of one peer in one round."""
+    """The figures of one workload of one peer in one round."""
 
     peer: str
     workload: str
@@ -30,7 +30,7 @@ class Measured(Struct):
 
 
 class Started(Struct):
-    """One start of one peer."""
+    """The figures of one start of one peer."""
 
     peer: str
     round: int
@@ -39,7 +39,7 @@ class Started(Struct):
 
 
 class Record(Struct, kw_only=True):
-    """One call of the command."""
+    """The figures of one call of the command."""
 
     date: str
     command: str
@@ -54,7 +54,7 @@ class Record(Struct, kw_only=True):
     skipped: dict[str, str] = {}  # why, by the peer's key
 
     def values(self, peer: str, workload: str, figure: str = "output_throughput") -> list[float]:
-        """A figure, one a round."""
+        """Return a figure for each round."""
         return [getattr(one, figure) for one in self.measured if (one.peer, one.workload) == (peer, workload)]
 
     def median(self, peer: str, workload: str, figure: str = "output_throughput") -> float | None:
@@ -62,16 +62,16 @@ class Record(Struct, kw_only=True):
         return statistics.median(values) if values else None
 
     def requests(self, peer: str, workload: str) -> int:
-        """How many were asked in a round; 0 if it was not measured."""
+        """Return the number of requests in a round; 0 if it was not measured."""
         return next((one.requests for one in self.measured if (one.peer, one.workload) == (peer, workload)), 0)
 
     def best(self, peers: tuple[str, ...], workload: str) -> tuple[str, float] | None:
-        """Which of these peers gives most tokens, and how many."""
-        found = [(value, peer) for peer in peers if (value := self.median(peer, workload)) is not None]
-        return (max(found)[1], max(found)[0]) if found else None
+        """Return the fastest of these peers, and its output tokens per second."""
+        rates = [(value, peer) for peer in peers if (value := self.median(peer, workload)) is not None]
+        return (max(rates)[1], max(rates)[0]) if rates else None
 
     def ceiling(self, *names: str) -> float | None:
-        """The greatest of these ceilings with all threads, the median of the rounds."""
+        """Return the greatest of these ceilings with all threads, the median of the rounds."""
         rounds = [max(one[max(one, key=int)][name] for name in names) for one in self.ceilings]
         return statistics.median(rounds) if rounds else None
 

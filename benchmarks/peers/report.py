@@ -1,4 +1,4 @@
-"""A record as a page: how it stands with the targets, then every figure that they come from. Pure."""
+"""Writes a record as a page: the targets, then all figures behind them. No I/O."""
 
 import statistics
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ pages counted once.
 
 
 def page(record: Record) -> str:
-    """Markdown."""
+    """Return the page as Markdown."""
     parts = (_head, _targets, _ceilings, _decoding, _figures, _starts)
     return "\n".join(line for part in parts for line in part(record)) + "\n"
 
@@ -159,8 +159,8 @@ def _figures(record: Record) -> Iterator[str]:
 def _starts(record: Record) -> Iterator[str]:
     yield STARTS
     for key, entry in record.peers.items():
-        found = [one for one in record.started if one.peer == key]
-        if found:
-            seconds = ", ".join(f"{one.seconds:.1f}" for one in found)
-            memory = max(one.memory for one in found)
+        starts = [one for one in record.started if one.peer == key]
+        if starts:
+            seconds = ", ".join(f"{one.seconds:.1f}" for one in starts)
+            memory = max(one.memory for one in starts)
             yield f"| {entry.title} | {entry.precision} | {entry.version} | {seconds} | {memory:.0f} |"

@@ -1,4 +1,4 @@
-"""Everybody who takes part: us in each precision, and the peers. One line each; the order is the order of the turns.
+"""Lists who takes part: Quire in each precision, and the peers, in the order of their turns.
 
 `--quick` asks each only what a target or the chart needs.
 """
@@ -13,7 +13,7 @@ from benchmarks.peers.workloads import LONG_TAIL, SHARED_PREFIX, STEADY, WORKLOA
 
 
 class Peer(NamedTuple):
-    """One that takes part."""
+    """A participant."""
 
     key: str  # what `--only` and the result file call it
     title: str

@@ -7,7 +7,7 @@ from benchmarks.peers.launch import Launch, Place
 
 
 def prepare(place: Place, dtype: str) -> Launch:
-    """How to run it with weights of `dtype`. Raises `Skipped`."""
+    """Return how to run it with weights of `dtype`. Raise `Skipped`."""
     programs = environment(place.folder / "transformers", ["install", pinned("torch"), pinned("transformers")])
     driver = Path(__file__).parent / "inside" / "drive_transformers.py"
     argv = [str(programs / "python"), str(driver), str(place.model), dtype, str(place.threads)]

@@ -1,4 +1,4 @@
-"""One turn of one peer: it is started, warmed up, asked every workload and ended."""
+"""Gives a peer its turn: start it, warm it up, run every workload and end it."""
 
 import statistics
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Turns(NamedTuple):
-    """What is the same in all turns."""
+    """Runs turns, which share client, tokenizer and record."""
 
     place: Place
     client: Client
@@ -26,13 +26,13 @@ class Turns(NamedTuple):
     scratch: Path  # folder for the files of requests
 
     def take(self, peer: Peer, launch: Launch, round: int) -> None:
-        """Raises `Skipped` if the peer does not start or does not answer; what it answered before is kept."""
+        """Run a turn. Raise `Skipped` if the peer does not start or answer; earlier figures are kept."""
         with self._running(peer, launch) as running:
             self._measure(running, WARM_UP, round)
             for workload in peer.workloads(self.quick):
-                requests, found = self._measure(running, workload, round)
-                self.record.measured.append(Measured(peer.key, workload.name, round, requests, **found))
-                print(f"  {workload.name}: {found['output_throughput']:.1f} tokens/s", flush=True)
+                requests, result = self._measure(running, workload, round)
+                self.record.measured.append(Measured(peer.key, workload.name, round, requests, **result))
+                print(f"  {workload.name}: {result['output_throughput']:.1f} tokens/s", flush=True)
             self.record.started.append(Started(peer.key, round, running.started, running.memory()))
 
     def _running(self, peer: Peer, launch: Launch) -> AbstractContextManager[Running]:
@@ -40,7 +40,7 @@ class Turns(NamedTuple):
         return serving(launch, self.place.name, log) if peer.served else driving(launch, log)
 
     def _measure(self, running: Running, workload: Workload, round: int) -> tuple[int, dict[str, float]]:
-        """How many requests, and what came of them."""
+        """Return the number of requests, and their figures."""
         count, file = workload.scaled(self.scale), self.scratch / "requests.jsonl"
         # the same prompts for all, others in each round and workload: no cache knows them
         seed = round * 100 + WORKLOADS.index(workload) if workload in WORKLOADS else 99
@@ -49,15 +49,15 @@ class Turns(NamedTuple):
 
     def _figures(self, running: Running, file: Path, concurrency: int) -> dict[str, float]:
         if running.url:
-            found = self.client.measure(running.url, self.place.name, self.place.model, file, concurrency)
+            result = self.client.measure(running.url, self.place.name, self.place.model, file, concurrency)
             return {
-                "output_throughput": found["output_throughput"],
-                "ttft": found["median_ttft_ms"],
-                "itl": found["median_itl_ms"],
+                "output_throughput": result["output_throughput"],
+                "ttft": result["median_ttft_ms"],
+                "itl": result["median_itl_ms"],
             }
-        found = running.job(file=str(file), concurrency=concurrency)
+        result = running.job(file=str(file), concurrency=concurrency)
         return {
-            "output_throughput": found["output_tokens"] / found["seconds"],
-            "ttft": 1000 * statistics.median(found["ttfts"]),
-            "itl": 1000 * statistics.median(found["itls"]),
+            "output_throughput": result["output_tokens"] / result["seconds"],
+            "ttft": 1000 * statistics.median(result["ttfts"]),
+            "itl": 1000 * statistics.median(result["itls"]),
         }

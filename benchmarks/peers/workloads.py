@@ -1,4 +1,4 @@
-"""What is asked of every peer: prompts of random tokens, drawn as text that is exactly as long when tokenized again.
+"""The workloads of every peer: prompts of random tokens, as text with exactly as many tokens.
 
 A prompt is written both as text and as tokens. Servers get the text; what runs in process gets the tokens.
 """
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench.options import ServeOptions
-from quire.bench.workload import Drawer
+from quire.bench.workload import RequestGenerator
 from shared.text.tokenizer import Tokenizer
 
 
 class Workload(NamedTuple):
-    """One shape of load, in a closed loop."""
+    """A shape of load, in a closed loop."""
 
     name: str
     title: str
@@ -22,7 +22,7 @@ class Workload(NamedTuple):
     shape: dict[str, Any]  # options of `quire bench`
 
     def scaled(self, scale: float) -> int:
-        """How many requests at this scale."""
+        """Return the number of requests at this scale."""
         return max(1, round(self.requests * scale))
 
 
@@ -46,7 +46,7 @@ def write(workload: Workload, count: int, seed: int, tokenizer: Tokenizer, path:
     """Draw `count` requests and write them to `path`, a line of JSON each, as `bench serve` reads its own files."""
     options = ServeOptions(num_prompts=count, **workload.shape)
     with path.open("w", encoding="utf-8") as file:
-        for request in Drawer(options, tokenizer, seed=seed, text=True).draw():
+        for request in RequestGenerator(options, tokenizer, seed=seed, text=True).generate():
             tokens = tokenizer.encode(str(request.prompt))
             line = {"prompt": request.prompt, "tokens": tokens, "output_tokens": request.output_len}
             file.write(json.dumps(line) + "\n")

@@ -1,8 +1,8 @@
-"""`quire bench`: what a server or the engine in this process can do, measured from where its user stands.
+"""`quire bench` measures a server, or the engine in this process, as its user sees it.
 
-`serve` asks any server of the OpenAI API over HTTP; `throughput` and `latency` run `quire.LLM`. Flags and the keys of
-the JSON files are those of `vllm bench`, so that scripts and charts made for it go on working. Nothing of Quire
-imports this package but the command line.
+`serve` sends requests to any server of the OpenAI API; `throughput` and `latency` run `quire.LLM`. Flags and the keys
+of the JSON files are those of `vllm bench`, so scripts and charts made for it keep working. Only the command line
+imports this package.
 
     options.py    every flag, once              client.py     one streamed request, timed
     workload.py   prompts and lengths by seed   load.py       many of them, by arrival times and concurrency

@@ -1,4 +1,4 @@
-"""When requests are sent: seconds from the start of a run, as a function of rate, burstiness and seed."""
+"""Arrival times of requests: seconds from the start of a run, a function of rate, burstiness and seed."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ class Ramp(NamedTuple):
 
 
 def rates(count: int, rate: float, ramp: Ramp | None = None) -> list[float]:
-    """Requests a second around each of `count` requests: always `rate`, or those of the ramp."""
+    """Return the rate (requests per second) at each of `count` requests: always `rate`, or those of the ramp."""
     if ramp is None:
         return [rate] * count
     shares = [index / max(count - 1, 1) for index in range(count)]
@@ -26,29 +26,31 @@ def rates(count: int, rate: float, ramp: Ramp | None = None) -> list[float]:
     return [ramp.first + (ramp.last - ramp.first) * share for share in shares]
 
 
-def milestones(ramp: Ramp, wanted: Sequence[float], times: Sequence[float]) -> list[tuple[int, float]]:
-    """Each whole number of requests a second that a ramp comes to, and when."""
-    found, reached = [(ramp.first, 0.0)], ramp.first
-    for rate, time in zip(wanted, times, strict=True):
-        found += [(whole, time) for whole in range(reached + 1, int(rate) + 1)]
+def milestones(ramp: Ramp, rates_per_second: Sequence[float], times: Sequence[float]) -> list[tuple[int, float]]:
+    """Return each whole number of requests per second that a ramp reaches, and the time in seconds."""
+    reached_at, reached = [(ramp.first, 0.0)], ramp.first
+    for rate, time in zip(rates_per_second, times, strict=True):
+        reached_at += [(whole, time) for whole in range(reached + 1, int(rate) + 1)]
         reached = max(reached, int(rate))
-    return found
+    return reached_at
 
 
-def arrival_times(wanted: Sequence[float], burstiness: float, seed: int) -> list[float]:
-    """A time for each request, in order, given the rate around it.
+def arrival_times(rates_per_second: Sequence[float], burstiness: float, seed: int) -> list[float]:
+    """Return a time for each request, in order, given the rate at it.
 
     Gaps are gamma-distributed with mean 1 / rate and shape `burstiness`: of shape 1 a Poisson process, of an infinite
     one a metronome. At a constant rate the times are stretched so that the last is exactly count / rate: a run then
     offers the rate that it says, whatever its seed. A rate of 0 (the start of a linear ramp) counts as the next one.
     """
-    if not wanted or math.isinf(wanted[0]):
-        return [0.0] * len(wanted)
-    means = 1.0 / np.array([rate or following for rate, following in zip(wanted, [*wanted[1:], 1.0], strict=True)])
-    chance = np.random.default_rng(seed)
-    gaps = means if math.isinf(burstiness) else chance.gamma(burstiness, means / burstiness)
+    if not rates_per_second or math.isinf(rates_per_second[0]):
+        return [0.0] * len(rates_per_second)
+    means = 1.0 / np.array(
+        [rate or following for rate, following in zip(rates_per_second, [*rates_per_second[1:], 1.0], strict=True)]
+    )
+    rng = np.random.default_rng(seed)
+    gaps = means if math.isinf(burstiness) else rng.gamma(burstiness, means / burstiness)
     times = list(itertools.accumulate(gaps.tolist()))
-    if min(wanted) == max(wanted) and times[-1] > 0:
-        stretch = len(wanted) / wanted[0] / times[-1]
+    if min(rates_per_second) == max(rates_per_second) and times[-1] > 0:
+        stretch = len(rates_per_second) / rates_per_second[0] / times[-1]
         times = [time * stretch for time in times]
     return times

@@ -1,6 +1,6 @@
-"""Charts of results: one run over time and by percentile, or several against their concurrency.
+"""Charts of results: one run over time and by percentile, or several runs by concurrency.
 
-matplotlib is imported when a chart is drawn, and only then.
+matplotlib is imported only when a chart is drawn.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ SHOWN = ("ttft", "tpot", "itl", "e2el")
 
 
 def check_library() -> None:
-    """Raises `ConfigError` if nothing can be drawn."""
+    """Raise `ConfigError` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed; `make install` does it")
 
 
 def draw(path: str, results: Sequence[Result]) -> None:
-    """Write a chart; its kind is that of the file's name. Raises `ConfigError` if it cannot be written."""
+    """Write a chart, .png or .svg by the name of the file. Raise `ConfigError` if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, layout="constrained")
@@ -60,10 +60,10 @@ def _over_time(axes: "Axes", result: Result) -> None:
 
 def _by_percentile(axes: "Axes", result: Result) -> None:
     percents = np.linspace(0, 100, 101)
-    found = metrics.latencies(result.run.outcomes)
+    latencies = metrics.latencies(result.run.outcomes)
     for name in SHOWN:
-        if found[name]:
-            axes.plot(percents, np.percentile(np.array(found[name]) * 1000, percents), label=TITLES[name][0])
+        if latencies[name]:
+            axes.plot(percents, np.percentile(np.array(latencies[name]) * 1000, percents), label=TITLES[name][0])
     axes.set(title="Latencies", xlabel="percentile", ylabel="ms", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
@@ -78,10 +78,10 @@ def _throughput(axes: "Axes", results: Sequence[Result]) -> None:
 
 def _latencies(axes: "Axes", results: Sequence[Result]) -> None:
     at = [result.concurrency or 0 for result in results]
-    found = [metrics.latencies(result.run.outcomes) for result in results]
+    by_result = [metrics.latencies(result.run.outcomes) for result in results]
     for name, color in (("ttft", "tab:blue"), ("itl", "tab:green")):
         for percent, style in ((50, "-"), (99, "--")):
-            values = [metrics.spread(one[name], [percent]).percentiles[percent] for one in found]
+            values = [metrics.spread(one[name], [percent]).percentiles[percent] for one in by_result]
             axes.plot(at, values, style, color=color, marker="o", label=f"{TITLES[name][0]} P{percent}")
     axes.set(title="Latencies", xlabel="concurrency", ylabel="ms", yscale="log")
     axes.grid(alpha=0.3, which="both")

@@ -1,12 +1,11 @@
-"""One request, streamed and timed.
+"""Sends one request, streams its answer and times it.
 
-Times are taken when bytes come out of the socket, before they are looked at: what came in one piece came at one time.
-A *piece* is a chunk of the stream with a token in it: one with words, be they the answer's, its reasoning's or a tool
-call's, or the one that ends the answer. A chat's other chunks hold no token; a completion's hold one whose text is
-hidden. The time to the first piece, and the times between, are what the client sees, however many tokens a server puts
-into one. How many tokens there were, the server's own usage says.
+Times are taken when bytes leave the socket, before they are parsed. A *piece* is a chunk of the stream with a token in
+it: one with words (of the answer, its reasoning or a tool call), or the one that ends the answer. A chat's other chunks
+hold no token; a completion's hold one whose text is hidden. The times to the first piece and between pieces are what
+the client sees, however many tokens a server puts into one. The server's own usage says how many tokens there were.
 
-Whatever goes wrong with a request is part of its outcome, and never raised.
+Errors of a request are part of its outcome and never raised.
 """
 
 import asyncio
@@ -23,26 +22,26 @@ from quire.bench.lines import Lines
 from quire.bench.workload import Request
 
 SHOWN = 500
-"""Characters of what a server said that was not asked for."""
+"""Characters shown of a server's error."""
 
 REFUSAL = 64 * 1024
-"""Bytes that are read of a refusal."""
+"""Bytes read of a refusal."""
 
 WORDED = ("text", "thinking", "function", "name", "arguments")
-"""Fields of the objects in a delta whose strings a model has written."""
+"""Fields of a delta's objects whose strings the model wrote."""
 
-PARTING = 0.25
-"""Seconds to the end of the answer behind [DONE], in which the connection can be kept for the next request."""
+END_TIMEOUT = 0.25
+"""Seconds from [DONE] to the end of the response; later, the connection is not reused."""
 
 
 class Outcome(Struct):
-    """What became of a request. Times are seconds, `started` on the clock of `time.perf_counter`."""
+    """The result of a request. Times are seconds, `started` on the clock of `time.perf_counter`."""
 
     prompt_len: int
     ok: bool = False
     error: str = ""
     started: float = 0.0
-    queued: float = 0.0  # waited for its turn before it was sent
+    queued: float = 0.0  # seconds it waited before it was sent
     ttft: float = 0.0
     itls: list[float] = []  # between pieces
     latency: float = 0.0  # from start to last piece
@@ -52,7 +51,7 @@ class Outcome(Struct):
 
 
 class Target(NamedTuple):
-    """Where requests go, and what all of them have in common."""
+    """The address of requests, and all that they have in common."""
 
     url: str
     chat: bool
@@ -63,7 +62,7 @@ class Target(NamedTuple):
 
 
 class _Delta(Struct):
-    """The part of a chat's answer in one chunk. Servers name and shape all but the content differently."""
+    """The part of a chat's answer in one chunk. Servers differ in all but the content."""
 
     content: Any = None
     reasoning: Any = None
@@ -74,10 +73,10 @@ class _Delta(Struct):
 
     @property
     def aside(self) -> str:
-        """The words that are not the answer's text."""
+        """The words beside the answer's text."""
         reasoning = self.reasoning or self.reasoning_content  # some servers send both, with the same words
-        found = reasoning or self.refusal or self.tool_calls or self.function_call
-        return words([reasoning, self.refusal, self.tool_calls, self.function_call]) if found else ""
+        has_words = reasoning or self.refusal or self.tool_calls or self.function_call
+        return words([reasoning, self.refusal, self.tool_calls, self.function_call]) if has_words else ""
 
 
 class _Choice(Struct):
@@ -104,7 +103,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 async def send(session: aiohttp.ClientSession, target: Target, request: Request, id: str) -> Outcome:
-    """Send a request and take its stream to the end."""
+    """Send a request and read its stream to the end."""
     outcome = Outcome(prompt_len=request.prompt_len)
     stream = Stream(outcome)
     headers = {**target.headers, "X-Request-Id": id}
@@ -114,7 +113,7 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request,
     try:
         async with limit, session.post(target.url, data=content, headers=headers) as response:
             if response.status != 200:
-                outcome.error = f"HTTP {response.status}: {said(await beginning(response, REFUSAL))}"
+                outcome.error = f"HTTP {response.status}: {error_message(await beginning(response, REFUSAL))}"
                 return outcome
             await _take(response, stream, limit, target.timeout)
     except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:  # a timeout is an OSError
@@ -126,7 +125,7 @@ async def send(session: aiohttp.ClientSession, target: Target, request: Request,
 
 
 async def _take(response: aiohttp.ClientResponse, stream: "Stream", limit: asyncio.Timeout, seconds: float) -> None:
-    """A stream up to its [DONE], or its end; each token puts off the limit."""
+    """Read a stream up to its [DONE] or its end; each token moves the limit."""
     async for data in response.content.iter_any():
         now = time.perf_counter()
         if stream.feed(data, now):
@@ -134,23 +133,23 @@ async def _take(response: aiohttp.ClientResponse, stream: "Stream", limit: async
         if stream.done:
             break
     with suppress(TimeoutError, aiohttp.ClientError):
-        async with asyncio.timeout(PARTING):
+        async with asyncio.timeout(END_TIMEOUT):
             async for _ in response.content.iter_any():
                 pass
 
 
 async def beginning(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """What an answer begins with: about so many bytes, or all if there are fewer."""
-    found = bytearray()
+    """Return the beginning of a response: about `most` bytes, or all if there are fewer."""
+    content = bytearray()
     async for data in response.content.iter_any():
-        found += data
-        if len(found) >= most:
+        content += data
+        if len(content) >= most:
             break
-    return bytes(found)
+    return bytes(content)
 
 
 def payload(target: Target, request: Request) -> dict[str, Any]:
-    """The body of a request."""
+    """Return the body of a request."""
     asked: dict[str, Any] = (
         {"messages": [{"role": "user", "content": request.prompt}], "max_completion_tokens": request.output_len}
         if target.chat
@@ -160,8 +159,8 @@ def payload(target: Target, request: Request) -> dict[str, Any]:
     return {"model": target.model, **asked, **usage, **target.body}
 
 
-def said(body: bytes) -> str:
-    """The message in the body of a refusal, or what the body begins with, in one line."""
+def error_message(body: bytes) -> str:
+    """Return the message in the body of a refusal, or the beginning of the body, in one line."""
     try:
         error = msgspec.json.decode(body)["error"]
         return one_line(str(error["message"] if isinstance(error, dict) else error))
@@ -170,13 +169,13 @@ def said(body: bytes) -> str:
 
 
 def one_line(text: str) -> str:
-    """The beginning of a text, in one line that a terminal can show."""
+    """Return the beginning of a text as one line that a terminal can show."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * SHOWN])
     return " ".join(printable.split())[:SHOWN]
 
 
 class Stream:
-    """Server-sent events into an outcome."""
+    """Turns server-sent events into an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.done = False  # [DONE] has come: nothing will come behind it
@@ -189,9 +188,9 @@ class Stream:
         outcome.itls = []
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Bytes that came `now`; whether a token was in them.
+        """Take bytes that came at time `now`; return whether they hold a token.
 
-        Raises `ValueError` for what is not a chunk, `RecursionError` for one too deep.
+        Raise `ValueError` for what is not a chunk, `RecursionError` for one too deep.
         """
         before = len(self._outcome.itls), self._last
         if not self._events and len(self._head) < 4 * SHOWN:
@@ -203,12 +202,12 @@ class Stream:
         return before != (len(self._outcome.itls), self._last)
 
     def end(self, content_type: str) -> None:
-        """The answer has ended in good order; whether it was a whole stream."""
+        """Note the end of the response, and in the outcome whether it was a whole stream."""
         outcome = self._outcome
         if outcome.error:
             return
         if not self._events and content_type != "text/event-stream":
-            outcome.error = f"no stream but an answer of type {content_type}: {said(self._head)}"
+            outcome.error = f"no stream but an answer of type {content_type}: {error_message(self._head)}"
         elif not self._last:
             outcome.error = "the stream held no token"
         elif not self._finished:
@@ -222,7 +221,7 @@ class Stream:
             return
         chunk, outcome = _decode(data), self._outcome
         if chunk.error is not None:
-            outcome.error = outcome.error or said(data)
+            outcome.error = outcome.error or error_message(data)
         if chunk.usage is not None:
             outcome.output_tokens = chunk.usage.completion_tokens or outcome.output_tokens
             outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
@@ -254,7 +253,7 @@ class Stream:
 
 
 def words(value: Any) -> str:
-    """All words in a part of a delta: a string, or objects and lists that hold strings."""
+    """Return all words in a part of a delta: a string, or objects and lists that hold strings."""
     match value:
         case str():
             return value

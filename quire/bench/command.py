@@ -1,4 +1,4 @@
-"""The command `quire bench`: which benchmark, and its flags."""
+"""The command `quire bench`: picks a benchmark and parses its flags."""
 
 import os
 import sys
@@ -12,16 +12,16 @@ usage: quire bench COMMAND [flags]
 
   serve        send requests to a server of the OpenAI API, and measure its answers
   throughput   run many prompts through the engine in this process
-  latency      run one batch through the engine in this process, again and again
+  latency      run one batch through the engine in this process many times
 
-`quire bench COMMAND --help` lists the flags. They are named as those of `vllm bench`.
+`quire bench COMMAND --help` lists the flags, which have the names of `vllm bench`.
 """
 
 EXIT_WRONG = 2
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Do what the command line says; the exit status. Raises `ConfigError` for flags that are wrong."""
+    """Run the command; return the exit status. Raise `ConfigError` for wrong flags."""
     match list(argv):
         case ["serve", *rest]:
             return serve(rest)
@@ -57,7 +57,7 @@ def throughput(argv: Sequence[str]) -> int:
     parser = flag_parser(
         [ThroughputOptions, engine_config()],
         prog="quire bench throughput",
-        description="Measure how fast many prompts are done.",
+        description="Measure the throughput of many prompts.",
         only_flags=True,
     )
     flags = vars(parser.parse_args(argv))
@@ -72,8 +72,7 @@ def latency(argv: Sequence[str]) -> int:
     parser = flag_parser(
         [LatencyOptions, engine_config()],
         prog="quire bench latency",
-        description="Measure how long one batch takes from its start to its end, without the prefix cache unless it is "
-        "asked for.",
+        description="Measure the latency of one batch. The prefix cache is off unless it is asked for.",
         only_flags=True,
     )
     flags = vars(parser.parse_args(argv))

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 TURNS = ("conversations", "conversation", "messages", "items")
 ROLES = ("from", "role")
 VALUES = ("value", "content", "text")
-"""Names of the same fields in files of different hands."""
+"""Names that different files use for the same fields."""
 
 SPEAKERS = {
     "human": "user",
@@ -38,11 +38,11 @@ SPEAKERS = {
 
 
 class Entry(NamedTuple):
-    """One prompt of a file."""
+    """A prompt of a file."""
 
     prompt: str
-    answer: str | None  # what stands behind it in a conversation
-    output_tokens: int | None  # as its line says
+    answer: str | None  # the assistant's answer in a conversation
+    output_tokens: int | None  # given by its line
 
 
 class _Line(Struct):
@@ -63,26 +63,26 @@ def sharegpt(path: str | None) -> list[Entry]:
         raise ConfigError(f"--dataset-path {path}: not ShareGPT's JSON: {error}") from error
     if not isinstance(conversations, list):
         raise ConfigError(f"--dataset-path {path}: not ShareGPT's JSON: it must be a list of conversations")
-    found = [_first_exchange(conversation) for conversation in conversations]
-    entries = [entry for entry in found if entry is not None]
-    if skipped := len(found) - len(entries):
+    exchanges = [_first_exchange(conversation) for conversation in conversations]
+    entries = [entry for entry in exchanges if entry is not None]
+    if skipped := len(exchanges) - len(entries):
         print(
-            f"quire: {path}: skipped {skipped} of {len(found)} entries, which hold no question with an answer",
+            f"quire: {path}: skipped {skipped} of {len(exchanges)} entries, which hold no question with an answer",
             file=sys.stderr,
         )
     return entries
 
 
 def custom(path: str | None) -> Iterator[Entry]:
-    """A prompt a line, and the number of output tokens if the line has one."""
+    """Yield a prompt for each line, with the number of output tokens if the line has one."""
     for number, line in enumerate(_read("custom", path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found = msgspec.json.decode(line, type=_Line)
+            fields = msgspec.json.decode(line, type=_Line)
         except msgspec.DecodeError as error:
             raise ConfigError(f"--dataset-path {path}, line {number}: {error}") from error
-        yield Entry(found.prompt, None, found.output_tokens)
+        yield Entry(fields.prompt, None, fields.output_tokens)
 
 
 def _first_exchange(conversation: Any) -> Entry | None:

@@ -1,6 +1,6 @@
-"""`quire bench latency`: one batch of prompts through the engine in this process, from start to end, many times.
+"""`quire bench latency`: run one batch of prompts through the engine in this process, from start to end, many times.
 
-Every run has the same prompts, so the prefix cache is off unless it is asked for.
+All runs have the same prompts, so the prefix cache is off unless it is asked for.
 """
 
 import sys
@@ -25,19 +25,19 @@ MOST_ID = 10_000
 
 
 def run(options: LatencyOptions, settings: Mapping[str, Any]) -> int:
-    """Measure, print and save; the exit status."""
+    """Measure, print and save; return the exit status."""
     if options.output_json is not None:
         check_writable("--output-json", options.output_json)
     llm = LLM(**{"enable_prefix_caching": False} | dict(settings), seed=options.seed)
     most = min(MOST_ID, llm.get_tokenizer().vocab_size)
-    drawn = np.random.default_rng(options.seed).integers(0, most, (options.batch_size, options.input_len))
-    prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids in drawn.tolist()]
+    token_ids = np.random.default_rng(options.seed).integers(0, most, (options.batch_size, options.input_len))
+    prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids in token_ids.tolist()]
     params = sampling(options.output_len, options.n)
 
     def once() -> float:
-        began = time.perf_counter()
+        started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
     for _ in _shown(options.num_iters_warmup, "Warming up"):
         once()

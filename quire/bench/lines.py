@@ -1,23 +1,23 @@
-"""Bytes of a stream into its lines, which may end with LF, CR LF or CR, as those of server-sent events.
+"""`Lines` cuts the bytes of a stream into lines, which end with LF, CR LF or CR, as server-sent events do.
 
-A line is kept in the pieces in which it came until it ends: the work grows with the bytes, however they are cut.
+An unfinished line is kept in the pieces in which it came, so the work is linear in the bytes, however they are cut.
 """
 
 MOST = 8 * 1024 * 1024
-"""Bytes of a line, after which it counts as one that will not end."""
+"""Longest line in bytes."""
 
 
 class Lines:
-    """Cuts what it is fed into lines, and keeps the last until it has ended."""
+    """Cuts bytes into lines, and keeps the last one until it ends."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._begun: list[bytes] = []  # of a line whose end has not come
-        self._length = 0  # of that
-        self._returned = False  # the last byte was a CR: a LF that comes next belongs to it
+        self._unfinished: list[bytes] = []  # pieces of a line whose end has not come
+        self._length = 0  # of the pieces, in bytes
+        self._returned = False  # the last byte was a CR; a LF that comes next belongs to it
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that end with this, without their ends. Raises `ValueError` for one that is too long."""
+        """Return the lines that `data` ends, without their ends. Raise `ValueError` for one that is too long."""
         if not data:
             return []
         if self._returned and data.startswith(b"\n"):
@@ -27,9 +27,9 @@ class Lines:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, rest = data.split(b"\n")
         if lines:
-            lines[0] = b"".join([*self._begun, lines[0]])
-            self._begun, self._length = [], 0
-        self._begun.append(rest)
+            lines[0] = b"".join([*self._unfinished, lines[0]])
+            self._unfinished, self._length = [], 0
+        self._unfinished.append(rest)
         self._length += len(rest)
         if self._length > self._most:
             raise ValueError(f"a line of more than {self._most} bytes")

@@ -1,4 +1,4 @@
-"""Many requests: each is sent at its time, or as soon as the concurrency allows."""
+"""Sends many requests, each at its time or as soon as the concurrency allows."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 def session(concurrency: int | None, *, insecure: bool = False) -> aiohttp.ClientSession:
-    """A session whose connections are kept, one for each request that can be under way."""
+    """Return a session that keeps a connection for each request that may run at once."""
     connector = aiohttp.TCPConnector(limit=concurrency or 0, keepalive_timeout=60, ssl=not insecure)
     return aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, trust_env=True)
 
@@ -41,11 +41,11 @@ async def run(
     done: Callable[[], object] = lambda: None,
 ) -> Run:
     """Send each request at its time in seconds from now, at most `concurrency` together; `done` after each."""
-    places = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
+    slots = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
     date, began = datetime.now(), time.perf_counter()
 
     async def one(request: Request, id: str, due: float) -> Outcome:
-        async with places:
+        async with slots:
             outcome = await send(http, target, request, id)
         outcome.queued = outcome.started - due
         done()
@@ -56,13 +56,13 @@ async def run(
         for index, (request, at) in enumerate(zip(requests, times, strict=True)):
             if (wait := began + at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            due = time.perf_counter()  # what this client is late, it does not blame on the server
+            due = time.perf_counter()  # a delay of this client is not blamed on the server
             tasks.append(group.create_task(one(request, f"{prefix}{index}", due)))
     return Run([task.result() for task in tasks], time.perf_counter() - began, date)
 
 
 async def ready(http: aiohttp.ClientSession, target: Target, request: Request, seconds: float) -> str:
-    """Tries until a request is answered, for so long; the last error, or '' if it was."""
+    """Try for `seconds` until a request is answered; return the last error, or '' if it was answered."""
     error = "it does not answer"
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

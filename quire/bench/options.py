@@ -1,7 +1,7 @@
-"""Every flag of `quire bench`, once: names and defaults are `vllm bench`'s where they mean the same.
+"""The flags of `quire bench`. Names and defaults are those of `vllm bench` where they mean the same.
 
-What has a shape of its own (goals, percentiles, headers, ...) is text here; `values.py` reads it. Flags that only
-Quire has say so.
+Structured values (goals, percentiles, headers, ...) are text here; `values.py` parses them. Flags that only Quire has
+say so.
 """
 
 import math
@@ -15,15 +15,15 @@ Dataset = Literal["random", "prefix_repetition", "long-tail", "sharegpt", "custo
 Positive = Annotated[int, Meta(ge=1)]
 
 SLOWEST = 1 / 86400
-"""Requests a second: one a day, at which the first is not sent before that."""
+"""Lowest rate in requests a second: one a day."""
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue")
 
 
 class WorkloadOptions(Struct, frozen=True, kw_only=True):
-    """What is asked."""
+    """Options for the prompts and output lengths."""
 
-    seed: Annotated[int, Meta(ge=0, description="Of all that is drawn: the same seed asks the same.")] = 0
+    seed: Annotated[int, Meta(ge=0, description="Seed of all random choices, so of the requests.")] = 0
     num_prompts: Annotated[int, Meta(ge=1, description="Requests to send.")] = 1000
     dataset_name: Annotated[
         Dataset,
@@ -69,21 +69,21 @@ class WorkloadOptions(Struct, frozen=True, kw_only=True):
 
 
 class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
-    """How a server is asked, and what is told of it."""
+    """Options of `quire bench serve`."""
 
     backend: Annotated[
         Literal["openai", "vllm", "openai-chat"],
         Meta(description="API to speak: completions (openai, vllm) or chat completions."),
     ] = "openai"
-    base_url: Annotated[str | None, Meta(description="Of the server, instead of --host and --port.")] = None
-    host: Annotated[str, Meta(description="Of the server.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=1, le=65535, description="Of the server.")] = 8000
+    base_url: Annotated[str | None, Meta(description="Address of the server, instead of --host and --port.")] = None
+    host: Annotated[str, Meta(description="Host of the server.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535, description="Port of the server.")] = 8000
     endpoint: Annotated[
         str | None, Meta(description="Path of the API; unset: /v1/completions or /v1/chat/completions.")
     ] = None
     header: Annotated[list[str], Meta(description="KEY=VALUE, sent with each request.")] = []
     insecure: Annotated[bool, Meta(description="Accept any certificate.")] = False
-    model: Annotated[str | None, Meta(description="Model to ask; unset: the first that the server names.")] = None
+    model: Annotated[str | None, Meta(description="Model to request; unset: the first that the server lists.")] = None
     served_model_name: Annotated[
         str | None, Meta(description="Its name in requests, where --model is a folder or a Hugging Face name.")
     ] = None
@@ -103,7 +103,7 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
     ] = 1.0
     max_concurrency: Annotated[
         list[Positive] | None,
-        Meta(description="Requests under way at the same time; of several numbers, one run each, in turn."),
+        Meta(description="Requests that run at the same time; with several numbers, one run for each."),
     ] = None
     ramp_up_strategy: Annotated[
         Literal["linear", "exponential"] | None, Meta(description="How the rate grows from its start to its end.")
@@ -118,12 +118,13 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds without a token after which a request has failed, those in the server's queue among "
-            "them (Quire's own flag).",
+            description="Seconds without a token after which a request fails, time in the server's queue included "
+            "(Quire's own flag).",
         ),
     ] = 3600.0
     ignore_eos: Annotated[
-        bool, Meta(description="Go on behind the end of an answer to the full length; always so for random prompts.")
+        bool,
+        Meta(description="Generate to the full length even if the answer ends earlier; always so for random."),
     ] = False
     logprobs: Annotated[Annotated[int, Meta(ge=0)] | None, Meta(description="Log-probabilities to ask for.")] = None
     temperature: Annotated[float | None, Meta(description="Sampling parameter; unset: the server's.")] = None
@@ -135,20 +136,20 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float | None, Meta(description="Sampling parameter.")] = None
     extra_body: Annotated[str | None, Meta(description="JSON object whose fields go into each request.")] = None
     request_id_prefix: Annotated[
-        str | None, Meta(description="Of the X-Request-Id of each request; unset: drawn for each run.")
+        str | None, Meta(description="Prefix of each request's X-Request-Id; unset: random for each run.")
     ] = None
     percentile_metrics: Annotated[
         str, Meta(description=f"Latencies to report, with commas between: {', '.join(LATENCIES)}.")
     ] = "ttft,tpot,itl"
     metric_percentiles: Annotated[str, Meta(description="Percentiles to report, with commas between.")] = "99"
     goodput: Annotated[
-        list[str], Meta(description="NAME:MILLISECONDS (ttft, tpot, e2el): count the requests that keep to all.")
+        list[str], Meta(description="NAME:MILLISECONDS (ttft, tpot, e2el): count the requests that meet all.")
     ] = []
-    label: Annotated[str | None, Meta(description="Of the result, in its file and file name; unset: --backend.")] = None
+    label: Annotated[str | None, Meta(description="Label in the result's file and file name; unset: --backend.")] = None
     metadata: Annotated[list[str], Meta(description="KEY=VALUE, written into the result file.")] = []
     save_result: Annotated[bool, Meta(description="Write a JSON file.")] = False
     save_detailed: Annotated[bool, Meta(description="Write every request's figures into it too.")] = False
-    append_result: Annotated[bool, Meta(description="Write behind what the file holds, on a line of its own.")] = False
+    append_result: Annotated[bool, Meta(description="Append to the file, on a line of its own.")] = False
     result_dir: Annotated[str | None, Meta(description="Folder of the file; unset: the current one.")] = None
     result_filename: Annotated[str | None, Meta(description="Name of the file; unset: made of what was run.")] = None
     plot: Annotated[str | None, Meta(description="Draw a chart into this file, .png or .svg (Quire's own flag).")] = (
@@ -183,7 +184,7 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
 
 
 class ThroughputOptions(WorkloadOptions, frozen=True, kw_only=True):
-    """How the engine is measured on many prompts."""
+    """Options of `quire bench throughput`."""
 
     tokenizer: Annotated[str | None, Meta(description="Folder or name of the tokenizer; unset: the model's.")] = None
     n: Annotated[int, Meta(ge=1, description="Samples of each prompt.")] = 1
@@ -193,9 +194,9 @@ class ThroughputOptions(WorkloadOptions, frozen=True, kw_only=True):
 
 
 class LatencyOptions(Struct, frozen=True, kw_only=True):
-    """How the engine is measured on one batch."""
+    """Options of `quire bench latency`."""
 
-    seed: Annotated[int, Meta(ge=0, description="Of the prompts and of sampling.")] = 0
+    seed: Annotated[int, Meta(ge=0, description="Seed of the prompts and of sampling.")] = 0
     input_len: Annotated[int, Meta(ge=1, description="Tokens of each prompt.")] = 32
     output_len: Annotated[int, Meta(ge=1, description="Output tokens of each sample.")] = 128
     batch_size: Annotated[int, Meta(ge=1, description="Prompts in the batch.")] = 8

@@ -1,4 +1,4 @@
-"""Whether files can be written, found out before there is anything to write: a run's figures cannot be had again."""
+"""Checks that output files can be written before a run, since its figures cannot be had again."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from shared.errors import ConfigError
 
 
 def check_writable(flag: str, path: str | Path) -> None:
-    """Make the folder of a file, and see whether the file could be written; what it holds stays, and no new one does.
+    """Make the folder of a file and check that the file can be written. An existing file keeps its content.
 
-    Raises `ConfigError`, which names the flag.
+    Raise `ConfigError`, which names the flag.
     """
     file = Path(path)
     try:

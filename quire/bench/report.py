@@ -1,4 +1,4 @@
-"""Results as the block that is printed and as the JSON that is kept, with the names of `vllm bench serve`."""
+"""Results as a printed report and as JSON, with the names of `vllm bench serve`."""
 
 import json
 import math
@@ -14,11 +14,11 @@ from quire.bench.options import ServeOptions
 from shared.errors import ConfigError
 
 WIDTH = 50
-MODEL = 100
-"""Characters of a model's name in that of a file, which cannot be longer than some 255 bytes."""
+MAX_MODEL_NAME = 100
+"""Characters of the model's name in a file's name, which can have about 255 bytes."""
 
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-"""Keys that are written with --save-detailed only."""
+"""Keys that are written only with --save-detailed."""
 
 TITLES = {
     "ttft": ("TTFT", "Time to first token"),
@@ -26,17 +26,17 @@ TITLES = {
     "itl": ("ITL", "Inter-token latency"),
     "e2el": ("E2EL", "End-to-end latency"),
     "client_queue_time": ("Client Queue Time", "Waiting in this client"),
-    "e2el_including_client_queue": ("E2EL incl. Client Queue", "End-to-end latency with that wait"),
+    "e2el_including_client_queue": ("E2EL incl. Client Queue", "End-to-end latency with waiting in this client"),
 }
 
 
 class Result(NamedTuple):
-    """One run, in numbers."""
+    """The figures of a run."""
 
     run: Run
     concurrency: int | None
     totals: Totals
-    spreads: dict[str, Spread]  # by name, those that are reported
+    spreads: dict[str, Spread]  # of the reported latencies, by name
 
 
 def result(
@@ -47,18 +47,18 @@ def result(
     percentiles: Sequence[float],
     goals: Mapping[str, float],
 ) -> Result:
-    """The figures of a run. Waiting in the client exists with a concurrency only, and with a rate besides."""
-    found = metrics.latencies(run.outcomes)
+    """Return the figures of a run. Waiting in the client is reported only with a concurrency (and a rate)."""
+    latencies = metrics.latencies(run.outcomes)
     if concurrency is None:
-        del found["client_queue_time"]
+        del latencies["client_queue_time"]
     if concurrency is None or math.isinf(request_rate):
-        del found["e2el_including_client_queue"]
-    spreads = {name: metrics.spread(values, percentiles) for name, values in found.items() if name in names}
+        del latencies["e2el_including_client_queue"]
+    spreads = {name: metrics.spread(values, percentiles) for name, values in latencies.items() if name in names}
     return Result(run, concurrency, metrics.totals(run.outcomes, run.seconds, goals), spreads)
 
 
 def block(result: Result, request_rate: float) -> str:
-    """The printed report."""
+    """Return the printed report."""
     totals = result.totals
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line("Successful requests", totals.completed), _line("Failed requests", totals.failed)]
@@ -91,7 +91,7 @@ def block(result: Result, request_rate: float) -> str:
 def record(
     options: ServeOptions, result: Result, *, model: str, tokenizer: str, metadata: Mapping[str, str], now: datetime
 ) -> dict[str, Any]:
-    """The result as it is written to a file."""
+    """Return the result as it is written to a file."""
     head: dict[str, Any] = {
         "date": f"{now:%Y%m%d-%H%M%S}",
         "endpoint_type": options.backend,
@@ -108,12 +108,12 @@ def record(
     if options.ramp_up_strategy is not None:
         names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
         head |= {name: getattr(options, name) for name in names}
-    found = head | _figures(result) | _per_request(result) | _latencies(result.spreads)
-    return found if options.save_detailed else {key: value for key, value in found.items() if key not in DETAILS}
+    fields = head | _figures(result) | _per_request(result) | _latencies(result.spreads)
+    return fields if options.save_detailed else {key: value for key, value in fields.items() if key not in DETAILS}
 
 
 def file_name(options: ServeOptions, concurrency: int | None, model: str, now: datetime) -> Path:
-    """Where the result goes."""
+    """Return the path of the result's file."""
     folder = Path(options.result_dir or ".")
     if options.result_filename is not None:
         return folder / options.result_filename
@@ -121,12 +121,12 @@ def file_name(options: ServeOptions, concurrency: int | None, model: str, now: d
     if options.ramp_up_strategy is not None:
         rate = f"ramp-up-{options.ramp_up_strategy}-{options.ramp_up_start_rps}qps-{options.ramp_up_end_rps}qps"
     together = "" if concurrency is None else f"-concurrency{concurrency}"
-    name = model.rstrip("/").split("/")[-1][:MODEL]
+    name = model.rstrip("/").split("/")[-1][:MAX_MODEL_NAME]
     return folder / f"{options.label or options.backend}-{rate}{together}-{name}-{now:%Y%m%d-%H%M%S}.json"
 
 
 def save(path: Path, record: Mapping[str, Any], *, append: bool) -> None:
-    """Write a record, behind what is there already if `append`. Raises `ConfigError` if that cannot be done."""
+    """Write a record, after the file's content if `append`. Raise `ConfigError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if append else "w", encoding="utf-8") as file:
@@ -169,13 +169,13 @@ def _per_request(result: Result) -> dict[str, Any]:
         "errors": [one.error for one in outcomes],
         "max_output_tokens_per_s": totals.peak_output_throughput,
         "max_concurrent_requests": totals.peak_concurrency,
-        "rtfx": 0.0,  # seconds of audio a second: there is none
+        "rtfx": 0.0,  # audio only
     }
 
 
 def _latencies(spreads: Mapping[str, Spread]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    fields: dict[str, float] = {}
     for name, spread in spreads.items():
-        found |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
-        found |= {f"p{percent:g}_{name}_ms": value for percent, value in spread.percentiles.items()}
-    return found
+        fields |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
+        fields |= {f"p{percent:g}_{name}_ms": value for percent, value in spread.percentiles.items()}
+    return fields

@@ -1,7 +1,7 @@
-"""`quire bench serve`: a server of the OpenAI API, measured over HTTP.
+"""`quire bench serve`: measures a server of the OpenAI API over HTTP.
 
-For each concurrency asked for it draws requests (from the seed and the number of the run, so that no run finds its
-prompts in a cache that an earlier one filled), sends them, prints the figures and keeps them.
+For each concurrency it generates requests (from the seed and the number of the run, so that no run finds its prompts
+in a cache that an earlier one filled), sends them, and prints and saves the figures.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from quire.bench import values
 from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
-from quire.bench.client import Target, beginning, one_line, said
+from quire.bench.client import Target, beginning, error_message, one_line
 from quire.bench.load import Run, ready, session
 from quire.bench.load import run as run_load
 from quire.bench.options import ServeOptions
 from quire.bench.outputs import check_writable
-from quire.bench.report import MODEL, Result, block, file_name, record, result, save
-from quire.bench.workload import Drawer, Request
+from quire.bench.report import MAX_MODEL_NAME, Result, block, file_name, record, result, save
+from quire.bench.workload import Request, RequestGenerator
 from shared.errors import EngineFailure, ModelError, Unavailable
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import EMBEDDED
@@ -35,46 +35,45 @@ from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
 ALL_FAILED = 1
-SHOWN = 3  # errors of failed requests
+MAX_ERRORS_SHOWN = 3
 
+LIST_TIMEOUT = 30.0
+"""Seconds in which a server has to list its models."""
 
-LISTING = 30.0
-"""Seconds that a server may take to name its models."""
+MAX_LIST_SIZE = 1024 * 1024
+"""Bytes of such a list at most."""
 
-LIST = 1024 * 1024
-"""Bytes that such a list may have."""
-
-Shown = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]+$")]
+Printable = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class _Card(Struct):
-    id: Shown
-    root: Shown | None = None
+    id: Printable
+    root: Printable | None = None
 
 
 class _Cards(Struct):
     data: list[_Card]
 
 
-class Words(NamedTuple):
-    """The model in this client's hands: only its text, no weights."""
+class ModelText(NamedTuple):
+    """The text side of the model: its names, tokenizer and chat template, no weights."""
 
-    model: str  # as it is reported
-    name: str  # as it is asked for
+    model: str  # in reports
+    name: str  # in requests
     tokenizer_id: str
     tokenizer: Tokenizer
     template: ChatTemplate
 
 
 def run(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Measure, print and save; the exit status. Raises `ConfigError`, `ModelError` and `Unavailable`."""
+    """Measure, print and save; return the exit status. Raise `ConfigError`, `ModelError` and `Unavailable`."""
     if options.plot is not None:
         from quire.bench.chart import check_library
 
         check_library()
         check_writable("--plot", options.plot)
     if options.save_result or options.append_result:
-        longest = file_name(options, max(options.max_concurrency or [0]), "m" * MODEL, datetime.now())
+        longest = file_name(options, max(options.max_concurrency or [0]), "m" * MAX_MODEL_NAME, datetime.now())
         check_writable("--result-dir or --result-filename", longest)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(_Serve(options, environment).run())
@@ -87,7 +86,7 @@ def run(options: ServeOptions, environment: Mapping[str, str]) -> int:
 
 
 class _Serve:
-    """One call of the command."""
+    """Runs the command for checked options."""
 
     def __init__(self, options: ServeOptions, environment: Mapping[str, str]) -> None:
         chat = options.backend == "openai-chat"
@@ -102,51 +101,56 @@ class _Serve:
         self.names = values.latencies(options)
         always = options.dataset_name in ("random", "long-tail")
         self.body = values.body(options, ignore_eos=options.ignore_eos or always)
-        values.range_ratios(options)  # raises for a wrong one before anybody is asked
+        values.range_ratios(options)  # raises for a wrong one before any request is sent
 
     async def run(self) -> list[Result]:
-        """All runs, one after the other. SIGTERM ends them as SIGINT does."""
+        """Make all runs, one after the other. SIGTERM ends them as SIGINT does."""
         if threading.current_thread() is threading.main_thread():  # no other one has signals
-            # by the loop: an exception out of a handler would hit any of its callbacks, and be lost there
+            # by the loop: an exception of a handler would interrupt any of its callbacks and be lost there
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
-        words = await self._words()
+        model_text = await self._load_text()
         url = self.base + self.endpoint
-        target = Target(url, self.chat, words.name, self.headers, self.body, self.options.timeout)
+        target = Target(url, self.chat, model_text.name, self.headers, self.body, self.options.timeout)
         results = []
         for index, concurrency in enumerate(self.options.max_concurrency or [None]):
-            results.append(await self._one(index, concurrency, words, target))
+            results.append(await self._one(index, concurrency, model_text, target))
         return results
 
-    async def _one(self, index: int, concurrency: int | None, words: Words, target: Target) -> Result:
+    async def _one(self, index: int, concurrency: int | None, model_text: ModelText, target: Target) -> Result:
         options, now = self.options, datetime.now()
-        requests = self._requests(words, options.seed + index)
+        requests = self._requests(model_text, options.seed + index)
         ramp = _ramp(options)
-        wanted = rates(len(requests), options.request_rate, ramp)
-        times = arrival_times(wanted, options.burstiness, options.seed + index)
+        request_rates = rates(len(requests), options.request_rate, ramp)
+        times = arrival_times(request_rates, options.burstiness, options.seed + index)
         async with session(concurrency, insecure=options.insecure) as http:
             await self._prepare(http, target, requests[0], concurrency)
             load = await self._load(http, target, requests, times, concurrency)
-        count_tokens(load, words.tokenizer)
-        found = result(load, concurrency, options.request_rate, self.names, self.percentiles, self.goals)
-        tell_errors(load)
-        print(block(found, options.request_rate), flush=True)
+        count_tokens(load, model_text.tokenizer)
+        figures = result(load, concurrency, options.request_rate, self.names, self.percentiles, self.goals)
+        print_errors(load)
+        print(block(figures, options.request_rate), flush=True)
         if options.save_result or options.append_result:
-            path = file_name(options, concurrency, words.model, now)
+            path = file_name(options, concurrency, model_text.model, now)
             written = record(
-                options, found, model=words.model, tokenizer=words.tokenizer_id, metadata=self.metadata, now=now
+                options,
+                figures,
+                model=model_text.model,
+                tokenizer=model_text.tokenizer_id,
+                metadata=self.metadata,
+                now=now,
             )
             if ramp is not None:
-                written["rps_change_events"] = _events(load, milestones(ramp, wanted, times))
+                written["rps_change_events"] = _events(load, milestones(ramp, request_rates, times))
             save(path, written, append=options.append_result)
             print(f"Result: {path}", flush=True)
-        return found
+        return figures
 
-    def _requests(self, words: Words, seed: int) -> list[Request]:
-        template = None if self.chat or self.options.skip_chat_template else words.template
+    def _requests(self, model_text: ModelText, seed: int) -> list[Request]:
+        template = None if self.chat or self.options.skip_chat_template else model_text.template
         if template is not None and not template.exists:
             template = None
         text = self.chat or self.options.text_prompts
-        return Drawer(self.options, words.tokenizer, seed=seed, text=text, template=template).draw()
+        return RequestGenerator(self.options, model_text.tokenizer, seed=seed, text=text, template=template).generate()
 
     async def _prepare(
         self, http: aiohttp.ClientSession, target: Target, request: Request, concurrency: int | None
@@ -172,7 +176,7 @@ class _Serve:
         with tqdm(total=len(requests), desc="Requests", file=sys.stderr, disable=hidden) as bar:
             return await run_load(http, target, requests, times, concurrency, prefix=prefix, done=bar.update)
 
-    async def _words(self) -> Words:
+    async def _load_text(self) -> ModelText:
         options = self.options
         if options.model is None:
             name, model = await self._first_model()
@@ -183,25 +187,25 @@ class _Serve:
             folder = locate("" if tokenizer_id == EMBEDDED else tokenizer_id)
             tokenizer = Tokenizer.load(folder)
         except ModelError as error:
-            raise ModelError(f"no tokenizer, which --tokenizer can name: {error}") from error
-        return Words(model, name, tokenizer_id, tokenizer, ChatTemplate.load(folder, tokenizer.special))
+            raise ModelError(f"no tokenizer (name one with --tokenizer): {error}") from error
+        return ModelText(model, name, tokenizer_id, tokenizer, ChatTemplate.load(folder, tokenizer.special))
 
     async def _first_model(self) -> tuple[str, str]:
-        """Its name, and what the server calls its origin. Raises `Unavailable` or `EngineFailure`."""
+        """Return the names of the server's first model and of its root. Raise `Unavailable` or `EngineFailure`."""
         url = f"{self.base}/v1/models"
         try:
             async with (
-                asyncio.timeout(LISTING),
+                asyncio.timeout(LIST_TIMEOUT),
                 session(None, insecure=self.options.insecure) as http,
                 http.get(url, headers=self.headers) as response,
             ):
-                body = await beginning(response, LIST)
+                body = await beginning(response, MAX_LIST_SIZE)
         except TimeoutError as error:
-            raise Unavailable(f"{url} does not answer in {LISTING:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # a ValueError for what is no address
+            raise Unavailable(f"{url} does not answer in {LIST_TIMEOUT:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # a ValueError for an invalid address
             raise Unavailable(f"{url} cannot be reached: {one_line(str(error))}") from error
         if response.status != 200:
-            raise EngineFailure(f"{url}: HTTP {response.status}: {said(body)}")
+            raise EngineFailure(f"{url}: HTTP {response.status}: {error_message(body)}")
         try:
             card = msgspec.json.decode(body, type=_Cards).data[0]
         except (msgspec.DecodeError, LookupError, RecursionError) as error:
@@ -210,20 +214,20 @@ class _Serve:
 
 
 def count_tokens(load: Run, tokenizer: Tokenizer) -> None:
-    """Where a server does not say how many tokens it gave, count those of its text."""
+    """Count the tokens of the text where the server does not report them."""
     for outcome in load.outcomes:
         if outcome.ok and not outcome.output_tokens:
             written = outcome.aside + outcome.text
             outcome.output_tokens = len(tokenizer.encode(written, add_special_tokens=False))
 
 
-def tell_errors(load: Run) -> None:
-    """What went wrong, each thing once, on stderr."""
+def print_errors(load: Run) -> None:
+    """Print the errors of failed requests on stderr, each once."""
     errors = list(dict.fromkeys(outcome.error for outcome in load.outcomes if not outcome.ok))
-    for error in errors[:SHOWN]:
+    for error in errors[:MAX_ERRORS_SHOWN]:
         print(f"quire: a request failed: {error}", file=sys.stderr)
-    if len(errors) > SHOWN:
-        print(f"quire: and {len(errors) - SHOWN} other errors", file=sys.stderr)
+    if len(errors) > MAX_ERRORS_SHOWN:
+        print(f"quire: and {len(errors) - MAX_ERRORS_SHOWN} other errors", file=sys.stderr)
 
 
 def _ramp(options: ServeOptions) -> Ramp | None:

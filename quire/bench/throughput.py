@@ -1,4 +1,4 @@
-"""`quire bench throughput`: many prompts at once through the engine in this process."""
+"""`quire bench throughput`: run many prompts at once through the engine in this process."""
 
 import json
 import time
@@ -12,24 +12,24 @@ from quire.arguments import Prompt
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import ThroughputOptions
 from quire.bench.outputs import check_writable
-from quire.bench.workload import Drawer, Request
+from quire.bench.workload import Request, RequestGenerator
 from quire.llm import LLM
 from shared.errors import ConfigError
 
 
 def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
-    """Measure, print and save; the exit status."""
+    """Measure, print and save; return the exit status."""
     if options.output_json is not None:
         check_writable("--output-json", options.output_json)
     llm = LLM(**settings, tokenizer=options.tokenizer, seed=options.seed)
-    requests = Drawer(options, llm.get_tokenizer(), seed=options.seed).draw()
+    requests = RequestGenerator(options, llm.get_tokenizer(), seed=options.seed).generate()
     if options.num_warmups:
-        wanted = msgspec.structs.replace(options, num_prompts=max(options.num_warmups, _least(options)))
-        warmups = Drawer(wanted, llm.get_tokenizer(), seed=options.seed + 1).draw()
+        warmup_options = msgspec.structs.replace(options, num_prompts=max(options.num_warmups, _min_requests(options)))
+        warmups = RequestGenerator(warmup_options, llm.get_tokenizer(), seed=options.seed + 1).generate()
         generate(llm, warmups[: options.num_warmups], options)
-    began = time.perf_counter()
+    started = time.perf_counter()
     read, written = generate(llm, requests, options)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     print(
         f"Throughput: {len(requests) / seconds:.2f} requests/s, {(read + written) / seconds:.2f} total tokens/s, "
         f"{written / seconds:.2f} output tokens/s"
@@ -49,7 +49,7 @@ def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
 
 
 def generate(llm: LLM, requests: list[Request], options: ThroughputOptions) -> tuple[int, int]:
-    """Tokens read and written."""
+    """Run the requests; return the numbers of prompt and output tokens."""
     prompts: list[Prompt] = [
         request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": request.prompt}
         for request in requests
@@ -61,12 +61,12 @@ def generate(llm: LLM, requests: list[Request], options: ThroughputOptions) -> t
 
 
 def write_json(path: str, record: Mapping[str, Any]) -> None:
-    """Write a result. Raises `ConfigError` if that cannot be done."""
+    """Write a result. Raise `ConfigError` if that cannot be done."""
     try:
         Path(path).write_text(json.dumps(record, indent=4), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output-json {path}: {error.strerror or error}") from error
 
 
-def _least(options: ThroughputOptions) -> int:
+def _min_requests(options: ThroughputOptions) -> int:
     return options.prefix_repetition_num_prefixes if options.dataset_name == "prefix_repetition" else 1

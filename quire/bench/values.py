@@ -1,4 +1,4 @@
-"""What the flags say that are more than a number or a word. Each error names its flag."""
+"""Parses flags that are more than a number or a word. Each error names its flag."""
 
 import math
 import re
@@ -13,31 +13,31 @@ from shared.errors import ConfigError
 GOALS = ("ttft", "tpot", "e2el")
 
 NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""Of a header, by RFC 9110."""
+"""Name of a header (RFC 9110)."""
 
 FRAMING = ("content-length", "transfer-encoding")
-"""Headers that follow from the request's body."""
+"""Headers that the request's body determines."""
 
 
 def goals(options: ServeOptions) -> dict[str, float]:
-    """Seconds by name of the latency that must not take longer. Raises `ConfigError`."""
-    found: dict[str, float] = {}
+    """Return the goals: seconds by name of the latency. Raise `ConfigError`."""
+    parsed: dict[str, float] = {}
     for item in options.goodput:
         name, _, value = item.partition(":")
         if name not in GOALS:
             raise ConfigError(f"--goodput {item}: must be NAME:MILLISECONDS, the name one of {', '.join(GOALS)}")
-        found[name] = _number(f"--goodput {item}", value, 0.0, math.inf) / 1000
-    return found
+        parsed[name] = _number(f"--goodput {item}", value, 0.0, math.inf) / 1000
+    return parsed
 
 
 def percentiles(options: ServeOptions) -> list[float]:
-    """The percentiles to report. Raises `ConfigError`."""
+    """Return the percentiles to report. Raise `ConfigError`."""
     flag = f"--metric-percentiles {options.metric_percentiles}"
     return [_number(flag, item, 0.0, 100.0) for item in options.metric_percentiles.split(",")]
 
 
 def latencies(options: ServeOptions) -> list[str]:
-    """Names of the latencies to report. Raises `ConfigError`."""
+    """Return the names of the latencies to report. Raise `ConfigError`."""
     names = [name.strip() for name in options.percentile_metrics.split(",")]
     for name in names:
         if name not in LATENCIES:
@@ -46,61 +46,61 @@ def latencies(options: ServeOptions) -> list[str]:
 
 
 def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
-    """What KEY=VALUE items say. Raises `ConfigError`."""
-    found: dict[str, str] = {}
+    """Return KEY=VALUE items as a dictionary. Raise `ConfigError`."""
+    parsed: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"{flag} {item}: must be KEY=VALUE")
-        found[key.strip()] = value.strip()
-    return found
+        parsed[key.strip()] = value.strip()
+    return parsed
 
 
 def headers(options: ServeOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of every request: the key of `OPENAI_API_KEY` and what --header says. Raises `ConfigError`."""
-    found = {}
+    """Return the headers of every request: the key of `OPENAI_API_KEY`, and --header. Raise `ConfigError`."""
+    parsed = {}
     if key := environment.get("OPENAI_API_KEY"):
-        _check_header("OPENAI_API_KEY", key)  # which is not shown
-        found["Authorization"] = f"Bearer {key}"
+        _check_header("OPENAI_API_KEY", key)  # the key is not shown
+        parsed["Authorization"] = f"Bearer {key}"
     for name, value in pairs("--header", options.header).items():
         if not NAME.fullmatch(name) or name.lower() in FRAMING:
             raise ConfigError(f"--header {name!r}: no header that can be set")
         _check_header(f"--header {name}", value)
-        found[name] = value
+        parsed[name] = value
     _check_header("--request-id-prefix", options.request_id_prefix or "")
-    return found
+    return parsed
 
 
 def range_ratios(options: WorkloadOptions) -> tuple[float, float]:
-    """Of input and output lengths. Raises `ConfigError`."""
+    """Return the range ratios of input and output lengths. Raise `ConfigError`."""
     flag = f"--random-range-ratio {options.random_range_ratio}"
     try:
-        given: Any = msgspec.json.decode(options.random_range_ratio)
+        value: Any = msgspec.json.decode(options.random_range_ratio)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{flag}: neither a number nor a JSON object") from error
-    if isinstance(given, Mapping) and set(given) != {"input", "output"}:
+    if isinstance(value, Mapping) and set(value) != {"input", "output"}:
         raise ConfigError(f"{flag}: must have exactly the keys input and output")
-    both = (given["input"], given["output"]) if isinstance(given, Mapping) else (given, given)
-    ratios = tuple(_number(flag, value, 0.0, 1.0) for value in both)
+    both = (value["input"], value["output"]) if isinstance(value, Mapping) else (value, value)
+    ratios = tuple(_number(flag, ratio, 0.0, 1.0) for ratio in both)
     if 1.0 in ratios:
         raise ConfigError(f"{flag}: must be below 1")
     return ratios[0], ratios[1]
 
 
 def body(options: ServeOptions, *, ignore_eos: bool) -> dict[str, Any]:
-    """The fields that each request has besides its prompt. Raises `ConfigError`."""
+    """Return the fields of each request besides its prompt. Raise `ConfigError`."""
     names = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-    found = {name: value for name in names if (value := getattr(options, name)) is not None}
+    parsed = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.logprobs is not None:
-        found |= _logprobs(options.logprobs, options.backend == "openai-chat")
+        parsed |= _logprobs(options.logprobs, options.backend == "openai-chat")
     if ignore_eos:
-        found["ignore_eos"] = True
+        parsed["ignore_eos"] = True
     if options.extra_body is not None:
         try:
-            found |= msgspec.json.decode(options.extra_body, type=dict[str, Any])
+            parsed |= msgspec.json.decode(options.extra_body, type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise ConfigError(f"--extra-body: not a JSON object: {error}") from error
-    return found
+    return parsed
 
 
 def _logprobs(count: int, chat: bool) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What is asked: prompts and output lengths, drawn from a seed.
+"""Makes the requests of a benchmark: prompts and output lengths, from a seed.
 
-Random prompts are token ids, drawn evenly from the ordinary tokens, so that their lengths are exact and nothing is in
-a cache by chance. Where the API takes text only, ids become a text that is as long when it is tokenized again; the
-little that cannot be reached is counted, since `prompt_len` is what the text came to.
+Random prompts are token ids drawn evenly from the ordinary tokens, so that their lengths are exact and no prompt is
+cached by chance. Where the API takes only text, the ids become a text that has as many tokens when it is tokenized
+again; if no such text is found, `prompt_len` is the number that it has.
 """
 
 import math
@@ -19,13 +19,13 @@ from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
 TRIES = 10
-"""Rounds of text and back until a prompt has its length."""
+"""Attempts to find a text with the right number of tokens."""
 
 SIGMA = 1.0
-"""Of the logarithm of the output lengths of `long-tail`: a tenth of the answers is then over 3.6 medians long."""
+"""Standard deviation of the log of `long-tail` output lengths: a tenth of the answers exceeds 3.6 medians."""
 
 SHAREGPT_LIMITS = (4, 1024, 2048)
-"""Fewest tokens of prompt or answer, most of a prompt, most of both: what all benchmarks on ShareGPT leave out."""
+"""Fewest tokens of prompt or answer, most of a prompt, most of both; ShareGPT benchmarks skip the rest."""
 
 T = TypeVar("T")
 
@@ -33,15 +33,15 @@ RANDOM = frozenset({"random", "prefix_repetition", "long-tail"})
 
 
 class Request(NamedTuple):
-    """One request: text or token ids, how many tokens that is, and how many are wanted."""
+    """A request: a prompt (text or token ids), its length in tokens, and the number of tokens to generate."""
 
     prompt: str | list[int]
     prompt_len: int
     output_len: int
 
 
-class Drawer:
-    """Draws requests. `text` makes random prompts text; `template` makes a file's prompts chats, if there is one."""
+class RequestGenerator:
+    """Generates requests. `text` makes random prompts text; `template`, if given, makes a file's prompts chats."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class Drawer:
     ) -> None:
         self.options = options
         self.tokenizer = tokenizer
-        self.chance = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(seed)
         self.text = text
         self.template = template
         special = (id for id in range(tokenizer.vocab_size) if tokenizer.special_text(id) is None)
         self.ordinary = np.fromiter(special, dtype=np.int64)
 
-    def draw(self) -> list[Request]:
-        """The requests that the options ask for. Raises `ConfigError`."""
+    def generate(self) -> list[Request]:
+        """Return the requests that the options ask for. Raise `ConfigError`."""
         if self.options.dataset_name in RANDOM and self.options.dataset_path is not None:
             raise ConfigError(f"--dataset-name {self.options.dataset_name} takes no --dataset-path")
         match self.options.dataset_name:
@@ -107,30 +107,30 @@ class Drawer:
         mean = float(options.output_len or options.long_tail_output_mean)
         if not least < mean < most:
             raise ConfigError("the mean of --dataset-name long-tail must lie between its least and its greatest length")
-        drawn = self.chance.lognormal(long_tail_mu(mean, least, most), SIGMA, options.num_prompts)
-        outputs = np.clip(np.rint(drawn), least, most).astype(int).tolist()
+        lengths = self.rng.lognormal(long_tail_mu(mean, least, most), SIGMA, options.num_prompts)
+        outputs = np.clip(np.rint(lengths), least, most).astype(int).tolist()
         length = options.input_len or options.long_tail_input_len
         return [self._request(self._ids(length), output) for output in outputs]
 
     def _sharegpt(self, entries: Sequence[Entry]) -> list[Request]:
-        wanted = self.options.output_len or self.options.sharegpt_output_len
+        output_len = self.options.output_len or self.options.sharegpt_output_len
         least, most, most_together = SHAREGPT_LIMITS
         requests: list[Request] = []
         for entry in self._shuffled(entries):
             if len(requests) == self.options.num_prompts:
                 break
             prompt = len(self.tokenizer.encode(entry.prompt))
-            output = wanted or len(self.tokenizer.encode(entry.answer or ""))
+            output = output_len or len(self.tokenizer.encode(entry.answer or ""))
             fits = least <= prompt <= most and prompt + output <= most_together
-            if fits and (output >= least or wanted):
+            if fits and (output >= least or output_len):
                 requests.append(Request(entry.prompt, prompt, output))
         return requests
 
     def _custom(self, entries: Sequence[Entry]) -> list[Request]:
-        wanted = self.options.output_len or self.options.custom_output_len
+        output_len = self.options.output_len or self.options.custom_output_len
         requests: list[Request] = []
         for entry in self._shuffled(entries)[: self.options.num_prompts]:
-            output = entry.output_tokens if wanted == -1 else wanted
+            output = entry.output_tokens if output_len == -1 else output_len
             if not output or output < 1:
                 raise ConfigError("--custom-output-len -1 needs output_tokens, at least 1, in every line of the file")
             prompt = entry.prompt
@@ -140,45 +140,45 @@ class Drawer:
         return requests
 
     def _fill(self, requests: list[Request]) -> list[Request]:
-        """Some of them once more, until there are as many as wanted."""
+        """Repeat random ones until there are as many as the options ask for."""
         if not requests:
             raise ConfigError(f"--dataset-path {self.options.dataset_path} has no prompt that can be used")
         missing = self.options.num_prompts - len(requests)
         if missing > 0 and not self.options.no_oversample:
-            requests += [requests[at] for at in self.chance.integers(0, len(requests), missing).tolist()]
+            requests += [requests[at] for at in self.rng.integers(0, len(requests), missing).tolist()]
         return requests
 
     def _lengths(self, middle: int, ratio: float, least: int) -> list[int]:
         low, high = math.floor(middle * (1 - ratio)), math.ceil(middle * (1 + ratio))
-        drawn = self.chance.integers(max(low, least), max(high, least) + 1, self.options.num_prompts)
-        return [int(length) for length in drawn]
+        lengths = self.rng.integers(max(low, least), max(high, least) + 1, self.options.num_prompts)
+        return [int(length) for length in lengths]
 
     def _ids(self, count: int) -> list[int]:
-        return [int(id) for id in self.ordinary[self.chance.integers(0, len(self.ordinary), count)]]
+        return [int(id) for id in self.ordinary[self.rng.integers(0, len(self.ordinary), count)]]
 
     def _request(self, ids: list[int], output: int) -> Request:
         if not self.text:
             return Request(ids, len(ids), output)
         added = len(self.tokenizer.encode(""))  # such as a BOS, which the server will put before the text
         ids = ids[: max(len(ids) - added, 1)]
-        wanted = len(ids)
+        length = len(ids)
         text = self.tokenizer.decode(ids)
         for spare in range(TRIES):
             ids = self.tokenizer.encode(text, add_special_tokens=False)
-            if len(ids) == wanted:
+            if len(ids) == length:
                 break
-            kept = ids[: max(wanted - spare, 0)]  # a cut may split a character, which then grows again
-            text = self.tokenizer.decode(kept + self._ids(wanted - len(kept)))
+            kept = ids[: max(length - spare, 0)]  # a cut may split a character, which then grows again
+            text = self.tokenizer.decode(kept + self._ids(length - len(kept)))
         return Request(text, len(self.tokenizer.encode(text)), output)
 
     def _shuffled(self, items: Sequence[T]) -> list[T]:
         if self.options.disable_shuffle:
             return list(items)
-        return [items[at] for at in self.chance.permutation(len(items)).tolist()]
+        return [items[at] for at in self.rng.permutation(len(items)).tolist()]
 
 
 def long_tail_mu(mean: float, least: int, most: int) -> float:
-    """The mu of a log-normal of `SIGMA` that has this mean once what is outside `least` to `most` is moved there."""
+    """Return the mu of a log-normal of `SIGMA` that has this mean once it is clipped to `least` to `most`."""
     low, high = math.log(least), math.log(most)
     for _ in range(60):
         middle = (low + high) / 2
@@ -190,7 +190,7 @@ def long_tail_mu(mean: float, least: int, most: int) -> float:
 
 
 def clipped_mean(mu: float, least: int, most: int) -> float:
-    """Mean of exp(Normal(mu, SIGMA)) when what lies outside `least` to `most` is moved to the nearer of the two."""
+    """Return the mean of exp(Normal(mu, SIGMA)) clipped to `least` to `most`."""
 
     def below(value: float) -> float:
         return (1 + math.erf((math.log(value) - mu) / (SIGMA * math.sqrt(2)))) / 2

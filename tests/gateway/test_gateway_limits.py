@@ -171,7 +171,7 @@ async def test_samples_of_a_request_say_how_many_come_before() -> None:
     async with serve(backend) as client:
         await client.complete(prompt=["a", "b", "c"], n=4, max_tokens=1)
         await client.chat(n=4, max_tokens=1)
-    assert [attempt.turn for attempt in backend.attempts] == [0, 4, 8, 0]
+    assert [attempt.samples_before for attempt in backend.attempts] == [0, 4, 8, 0]
 
 
 async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:

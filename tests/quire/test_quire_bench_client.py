@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.client import Outcome, Stream, Target, one_line, payload, said
+from quire.bench.client import Outcome, Stream, Target, error_message, one_line, payload
 from quire.bench.lines import Lines
 from quire.bench.workload import Request
 
@@ -159,13 +159,13 @@ def test_what_is_sent() -> None:
 
 
 def test_what_a_refusal_says() -> None:
-    assert said(b'{"error": {"message": "too long"}}') == "too long"
-    assert said(b'{"error": "no"}') == "no"
-    assert said(b"<html>\xff") == "<html>\ufffd"
-    assert said(b'{"error": {"message": "too\\nlong"}}') == "too long"
-    assert said(b"[" * 100_000) == "[" * 500, "too deep to be read"
+    assert error_message(b'{"error": {"message": "too long"}}') == "too long"
+    assert error_message(b'{"error": "no"}') == "no"
+    assert error_message(b"<html>\xff") == "<html>\ufffd"
+    assert error_message(b'{"error": {"message": "too\\nlong"}}') == "too long"
+    assert error_message(b"[" * 100_000) == "[" * 500, "too deep to be read"
     assert one_line("a\n\tb\x1b[31m c") == "a b [31m c"
-    assert said(b"[]") == "[]"
+    assert error_message(b"[]") == "[]"
 
 
 def test_only_a_token_is_told_of_and_done_is_the_end() -> None:

@@ -141,7 +141,7 @@ async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsy
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_model_without_a_tokenizer_here_is_told_of(quick: Server) -> None:
-    with pytest.raises(ModelError, match="which --tokenizer can name: there is no folder /no/such"):
+    with pytest.raises(ModelError, match=r"no tokenizer \(name one with --tokenizer\): there is no folder /no/such"):
         await serve(quick, "--model=/no/such")
 
 
@@ -217,7 +217,7 @@ async def test_behind_done_nothing_is_waited_for() -> None:
 
 
 async def test_a_server_that_does_not_name_its_models_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.bench.serve.LISTING", 0.2)
+    monkeypatch.setattr("quire.bench.serve.LIST_TIMEOUT", 0.2)
     async with answering(says(b"")) as port:
         with pytest.raises(Unavailable, match=r"/v1/models does not answer in 0\.2 s"):
             await asyncio.to_thread(bench, ["serve", port])

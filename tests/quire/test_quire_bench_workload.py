@@ -12,7 +12,7 @@ import pytest
 
 from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
 from quire.bench.options import WorkloadOptions
-from quire.bench.workload import Drawer, Request, clipped_mean, long_tail_mu
+from quire.bench.workload import Request, RequestGenerator, clipped_mean, long_tail_mu
 from shared.errors import ConfigError
 from shared.text.template import ChatTemplate
 from tests.text.vocabulary import make_tokenizer
@@ -22,7 +22,7 @@ TOKENIZER = make_tokenizer()
 
 def draw(*, seed: int = 0, text: bool = False, template: ChatTemplate | None = None, **options: Any) -> list[Request]:
     given = WorkloadOptions(**{"num_prompts": 20} | options)
-    return Drawer(given, TOKENIZER, seed=seed, text=text, template=template).draw()
+    return RequestGenerator(given, TOKENIZER, seed=seed, text=text, template=template).generate()
 
 
 @pytest.mark.parametrize("dataset", ["random", "prefix_repetition", "long-tail"])
@@ -53,10 +53,10 @@ def test_a_range_ratio_spreads_lengths_evenly() -> None:
 @pytest.mark.parametrize("bos", [False, True])
 def test_random_text_is_as_long_when_it_is_tokenized_again(bos: bool) -> None:
     tokenizer = make_tokenizer(bos=bos)
-    drawer = Drawer(WorkloadOptions(num_prompts=30, random_input_len=30), tokenizer, seed=0, text=True)
-    whole = [id for id in drawer.ordinary.tolist() if not tokenizer.token_text(id).startswith("bytes:")]
-    drawer.ordinary = np.array(whole)  # a vocabulary of words has few tokens that are part of a character
-    for request in drawer.draw():
+    generator = RequestGenerator(WorkloadOptions(num_prompts=30, random_input_len=30), tokenizer, seed=0, text=True)
+    whole = [id for id in generator.ordinary.tolist() if not tokenizer.token_text(id).startswith("bytes:")]
+    generator.ordinary = np.array(whole)  # a vocabulary of words has few tokens that are part of a character
+    for request in generator.generate():
         assert isinstance(request.prompt, str)
         assert request.prompt_len == len(tokenizer.encode(request.prompt)) == 30, "a BOS included"
 

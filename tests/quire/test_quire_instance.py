@@ -1,4 +1,4 @@
-"""The private folder of an instance: nobody else enters it, and only dead ones are reclaimed."""
+"""The private folder of an instance: nobody else enters it, and only dead ones are removed."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.instance import PREFIX, instance_folder, reclaim
+from quire.instance import PREFIX, instance_folder, remove_dead
 from shared.errors import ConfigError
 
 HOLD = "import sys, time; from pathlib import Path; from quire.instance import instance_folder\n"
@@ -64,12 +64,12 @@ def test_prc_04_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
         end(process)
 
 
-def test_prc_04_only_folders_of_ours_are_reclaimed(tmp_path: Path) -> None:
+def test_prc_04_only_folders_of_ours_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}.12.abc").mkdir()
     (tmp_path / f"{PREFIX}.notes").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / f"{PREFIX}.13.abc").symlink_to(tmp_path / "other")
-    assert reclaim(tmp_path) == [tmp_path / f"{PREFIX}.12.abc"]
+    assert remove_dead(tmp_path) == [tmp_path / f"{PREFIX}.12.abc"]
     assert (tmp_path / "other").is_dir()
     assert (tmp_path / f"{PREFIX}.notes").is_dir()
 

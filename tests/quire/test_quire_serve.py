@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.instance import reclaim
+from quire.instance import remove_dead
 from tests.quire.serving import Server, free_ports, healthy, serving, short_folder
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
@@ -128,7 +128,7 @@ def test_prc_01_prc_04_what_is_killed_leaves_nothing_and_hurts_no_other(
                 server.children()[name].kill()
             assert continuation(server.url) == continuation(live.url)
             server.end(signal.SIGKILL)
-        assert len(reclaim(place)) == 1
+        assert len(remove_dead(place)) == 1
         assert live.files() >= SOCKETS
         assert live.stop(signal.SIGTERM) == 0
         assert list(place.iterdir()) == []

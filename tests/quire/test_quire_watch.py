@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from quire.children import Child, Log
-from quire.watch import Patience, Watch
+from quire.watch import SilenceLimit, Watch
 from shared.protocol import Heartbeat, ProcessStats
 from tests.scheduler.peers import FakeListener, as_listener
 
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.net = FakeListener()
-        self.watch = Watch(as_listener(self.net), {"gateway": Patience(SILENCE, TURN)})
+        self.watch = Watch(as_listener(self.net), {"gateway": SilenceLimit(SILENCE, TURN)})
         self.child = Child("gateway", [], Log(io.BytesIO()), {})
         self.child.process = cast("object", process)  # type: ignore[assignment]  (it has a pid)
         self.pid = process.pid
@@ -33,7 +33,7 @@ class World:
         self.net.hear(b"reporter", Heartbeat(name, vitals or ProcessStats()), 1, pid=pid or self.pid)
 
     def look(self, now: float) -> list[str]:
-        found = self.watch.look([self.child], now)
+        found = self.watch.find_hung([self.child], now)
         assert all(child is self.child for child, _ in found)
         return [fault for _, fault in found]
 
@@ -89,7 +89,7 @@ def test_a_new_process_is_judged_from_its_own_first_beat_on(world: World) -> Non
 def test_one_that_was_told_to_end_is_left_to_do_so(world: World) -> None:
     world.beat()
     world.look(0.0)
-    world.child._unwanted.set()
+    world.child._stop_requested.set()
     assert world.until_dead(0.25) == (float("inf"), "")
 
 

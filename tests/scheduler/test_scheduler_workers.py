@@ -332,7 +332,9 @@ def test_a_registration_of_a_connection_that_has_ended_is_none(world: World) -> 
     assert world.workers.candidate is None
 
 
-@pytest.mark.parametrize("changes", [{"version": VERSION + 1}, {"rank": 1}, {"world_size": 2}, {"kv_bytes_per_token": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"version": VERSION + 1}, {"rank": 1}, {"world_size": 2}, {"kv_bytes_per_token": 0}]
+)
 def test_a_worker_that_does_not_fit_is_told_to_stop(world: World, changes: dict[str, int]) -> None:
     world.net.hear(B, replace(REGISTER, pid=88, **changes), 2)
     assert world.receive() == []

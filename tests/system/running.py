@@ -1,7 +1,7 @@
-"""Real processes for system tests: gateways, a scheduler and a scripted worker, and a stand-in for their supervisor.
+"""Real processes for system tests: gateways, a scheduler and a scripted worker, with a stand-in for their supervisor.
 
-Everything lives in a short temporary folder (paths of ipc sockets are limited) and ends with the test, also if the
-test itself is killed.
+They use a temporary folder with a short path (paths of ipc sockets are limited) and end with the test, even if the test
+is killed.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from tests.scripted import Script
 from tests.text.vocabulary import write_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PATIENCE = 20.0  # seconds; reached only by tests that fail
+PATIENCE = 20.0  # seconds; only failing tests reach it
 UNSTEADY = os.pathsep.join([str(ROOT / "tests/system/unsteady"), str(ROOT)])  # a PYTHONPATH, see there
 
 
 class Child:
-    """A process that is started again when it ends, until `stop`. `{life}` in its arguments counts the starts."""
+    """A process that is restarted when it ends, until `stop`. `{life}` in its arguments counts the starts."""
 
     def __init__(self, name: str, folder: Path, argv: Sequence[str]) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class Child:
         os.kill(self.pid, number)
 
     async def ended(self) -> int:
-        """Waits for the process to end, if it is not to be restarted; its exit status."""
+        """Wait until the process, which is not restarted, ends; return its exit status."""
         assert self._keeper is not None
         await asyncio.wait_for(self._keeper, PATIENCE)
         assert self.status is not None
@@ -97,31 +97,31 @@ class Engine:
 
     def __init__(self, folder: Path, script: Script, flags: Sequence[str], *, tcp: bool = False) -> None:
         self.folder = folder
-        places = (f"tcp://127.0.0.1:{port}" for port in free_ports(2)) if tcp else None
-        self.address, self.workers = places or (f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock")
+        addresses = (f"tcp://127.0.0.1:{port}" for port in free_ports(2)) if tcp else None
+        self.address, self.workers = addresses or (f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock")
         workers = self.workers
         (folder / "script.json").write_bytes(msgspec.json.encode(script))
-        me = f"--supervisor={os.getpid()}"
-        addresses = [f"--gateways={self.address}", f"--workers={workers}"]
-        self.scheduler = Child("scheduler", folder, ["-m", "services.scheduler", *addresses, me, *flags])
-        given = [f"--scheduler={workers}", f"--script={folder}/script.json", "--life={life}", me]
-        self.worker = Child("worker", folder, ["tests/scripted.py", *given])
+        supervisor = f"--supervisor={os.getpid()}"
+        sockets = [f"--gateways={self.address}", f"--workers={workers}"]
+        self.scheduler = Child("scheduler", folder, ["-m", "services.scheduler", *sockets, supervisor, *flags])
+        arguments = [f"--scheduler={workers}", f"--script={folder}/script.json", "--life={life}", supervisor]
+        self.worker = Child("worker", folder, ["tests/scripted.py", *arguments])
 
 
 class Gateway(Child):
-    """A gateway before some engines, on a port that the system chooses when it starts."""
+    """A gateway in front of engines, on a port that the system chooses when it starts."""
 
     def __init__(self, folder: Path, engines: Sequence[str], flags: Sequence[str], name: str = "gateway") -> None:
         model = write_model_folder(folder / "model")
-        places = [f"--model={model}", "--served-model-name=tiny", "--host=127.0.0.1", "--port=0"]
-        given = [*places, *(f"--engines={address}" for address in engines), f"--supervisor={os.getpid()}", *flags]
-        super().__init__(name, folder, ["-m", "services.gateway", *given])
+        fixed = [f"--model={model}", "--served-model-name=tiny", "--host=127.0.0.1", "--port=0"]
+        arguments = [*fixed, *(f"--engines={address}" for address in engines), f"--supervisor={os.getpid()}", *flags]
+        super().__init__(name, folder, ["-m", "services.gateway", *arguments])
         self.port = 0  # once it is healthy
 
     async def healthy(self) -> bool:
-        """Whether /health says so."""
-        said = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", self.log)
-        self.port = int(said[-1]) if said else 0
+        """Return whether /health answers 200."""
+        ports = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", self.log)
+        self.port = int(ports[-1]) if ports else 0
         return self.port > 0 and await is_healthy("127.0.0.1", self.port)
 
     async def unhealthy(self) -> bool:
@@ -143,17 +143,17 @@ class Server(Struct):
 async def engine(
     script: Script | None = None, *flags: str, worker: bool = True, tcp: bool = False
 ) -> AsyncIterator[Engine]:
-    """A running engine, for the time of the block; `flags` are the scheduler's."""
+    """Run an engine for the block; `flags` are the scheduler's."""
     folder = Path(tempfile.mkdtemp(prefix="q"))
-    made = Engine(folder, script or Script(), flags, tcp=tcp)
+    running = Engine(folder, script or Script(), flags, tcp=tcp)
     try:
-        await made.scheduler.start()
+        await running.scheduler.start()
         if worker:
-            await made.worker.start()
-        yield made
+            await running.worker.start()
+        yield running
     finally:
-        await made.worker.stop()
-        await made.scheduler.stop()
+        await running.worker.stop()
+        await running.scheduler.stop()
         shutil.rmtree(folder)
 
 
@@ -161,16 +161,16 @@ async def engine(
 async def serving(
     script: Script | None = None, *flags: str, tcp: bool = False
 ) -> AsyncIterator[tuple[Engine, Backend]]:
-    """A running engine and a gateway's backend that is connected to it."""
-    async with engine(script, *flags, tcp=tcp) as made, Backend([made.address]) as backend:
+    """Run an engine; yield it and a gateway's backend that is connected to it."""
+    async with engine(script, *flags, tcp=tcp) as running, Backend([running.address]) as backend:
         await until(backend.ready)
-        yield made, backend
+        yield running, backend
 
 
 @asynccontextmanager
-async def gateway(made: Engine, *flags: str, name: str = "gateway") -> AsyncIterator[Gateway]:
-    """A running gateway before an engine, for the time of the block; healthy at its beginning."""
-    front = Gateway(made.folder, [made.address], flags, name)
+async def gateway(behind: Engine, *flags: str, name: str = "gateway") -> AsyncIterator[Gateway]:
+    """Run a gateway in front of an engine for the block; yield it once it is healthy."""
+    front = Gateway(behind.folder, [behind.address], flags, name)
     try:
         await front.start()
         await until(front.healthy)
@@ -181,44 +181,44 @@ async def gateway(made: Engine, *flags: str, name: str = "gateway") -> AsyncIter
 
 @asynccontextmanager
 async def server(script: Script, *flags: str, front: Sequence[str] = ()) -> AsyncIterator[Server]:
-    """A whole server; `flags` are the scheduler's, those of `front` the gateway's."""
-    async with engine(script, *flags) as made, gateway(made, *front) as found:
-        yield Server(made, found)
+    """Run a whole server; `flags` are the scheduler's, `front` the gateway's."""
+    async with engine(script, *flags) as behind, gateway(behind, *front) as gate:
+        yield Server(behind, gate)
 
 
 async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
-    """Waits until something holds."""
+    """Wait until a condition holds."""
     async with asyncio.timeout(seconds):
         while True:
-            found = holds()
-            if found if isinstance(found, bool) else await found:
+            result = holds()
+            if result if isinstance(result, bool) else await result:
                 return
             await asyncio.sleep(0.01)
 
 
 def snapshot(backend: Backend) -> Snapshot:
-    """Of the only engine."""
+    """Return the last snapshot of the only engine."""
     (status,) = backend.statuses().values()
     return status.snapshot
 
 
 async def rest(backend: Backend) -> Snapshot:
-    """Waits until the only engine says, from now on, that it holds nothing and all its blocks are free."""
+    """Wait for a new status of the only engine that says that it holds nothing; return its snapshot."""
     last = next(iter(backend.statuses().values()), None)
 
     def at_rest() -> bool:
         status = next(iter(backend.statuses().values()), None)
         if status is None or status is last:
             return False
-        found = status.snapshot
-        return found.running == found.waiting == found.in_flight == 0 and found.blocks_free == found.blocks
+        now = status.snapshot
+        return now.running == now.waiting == now.in_flight == 0 and now.blocks_free == now.blocks
 
     await until(at_rest)
     return snapshot(backend)
 
 
 class Output(Struct):
-    """What one sample came to."""
+    """The tokens and the end of a sample."""
 
     tokens: list[int] = []
     finish: FinishReason | None = None
@@ -226,7 +226,7 @@ class Output(Struct):
 
 
 async def collect(attempt: Attempt, n: int = 1) -> list[Output]:
-    """All samples of an attempt to their ends."""
+    """Return all samples of an attempt, run to their ends."""
     outputs = [Output() for _ in range(n)]
     while any(output.finish is None for output in outputs):
         for row in await attempt.rows():
@@ -239,7 +239,7 @@ async def collect(attempt: Attempt, n: int = 1) -> list[Output]:
 
 
 async def complete(backend: Backend, prompt: Sequence[int], count: int, *, stop: int | None = None) -> Output:
-    """One greedy sample of at most `count` tokens, or up to the token `stop`."""
+    """Run a greedy sample of at most `count` tokens, or up to the token `stop`."""
     sampling = Sampling(max_tokens=count, seed=0, temperature=0.0, stop_token_ids=[] if stop is None else [stop])
     async with backend.submit(array("i", prompt), sampling) as attempt:
         return (await collect(attempt))[0]

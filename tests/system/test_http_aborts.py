@@ -20,7 +20,7 @@ from tests.system.asking import (
     MODEL,
     SAMPLES,
     SEQUENCES,
-    Wire,
+    Exchange,
     chained,
     client,
     complete,
@@ -44,18 +44,18 @@ LATE = 4  # steps: two that were in flight, and two until the leaving is noticed
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    async with serving(FAST, "--max-num-seqs=32") as made:
-        yield made
+    async with serving(FAST, "--max-num-seqs=32") as system:
+        yield system
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def narrow() -> AsyncIterator[Server]:
     """One sequence at a time, in steps that can be counted while they pass."""
-    async with serving(SLOW, "--max-num-seqs=1", "--max-num-batched-tokens=64") as made:
-        yield made
+    async with serving(SLOW, "--max-num-seqs=1", "--max-num-batched-tokens=64") as system:
+        yield system
 
 
-async def go(exchange: Wire, how: str) -> None:
+async def go(exchange: Exchange, how: str) -> None:
     await (exchange.reset() if how == "rst" else exchange.leave())
 
 

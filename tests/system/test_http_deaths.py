@@ -43,8 +43,8 @@ SCRIPT = talk(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    async with serving(SCRIPT, "--max-num-seqs=8", "--worker-timeout=1") as made:
-        yield made
+    async with serving(SCRIPT, "--max-num-seqs=8", "--worker-timeout=1") as system:
+        yield system
 
 
 async def stream_text(at: Listening, prompt: list[int]) -> str:

@@ -39,8 +39,8 @@ BURST = 500
 async def server() -> AsyncIterator[Server]:
     async with serving(
         talk(delay=0.001), "--max-num-seqs=16", "--max-num-queued-reqs=5000", "--max-model-len=128"
-    ) as made:
-        yield made
+    ) as system:
+        yield system
 
 
 def mixed(at: int) -> tuple[list[int], int]:

@@ -18,9 +18,9 @@ from tests.system.asking import (
     MODEL,
     SAMPLES,
     SEQUENCES,
+    Exchange,
     Figures,
     Listening,
-    Wire,
     ask,
     chained,
     change,
@@ -45,11 +45,11 @@ POISON = 200
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
     script = talk(delay=0.005, misdeeds=[Misdeed(POISON, "raise")])
-    async with serving(script, "--max-num-seqs=32", "--max-num-batched-tokens=64") as made:
-        yield made
+    async with serving(script, "--max-num-seqs=32", "--max-num-batched-tokens=64") as system:
+        yield system
 
 
-async def first_text(stream: Wire) -> str:
+async def first_text(stream: Exchange) -> str:
     """The first event that is no comment."""
     while (event := await stream.event()).startswith(":"):
         pass

@@ -24,8 +24,8 @@ OPTIONS: Any = {"include_usage": True}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    async with serving(talk(delay=0.005), "--max-num-seqs=32", f"--max-num-batched-tokens={BUDGET}") as made:
-        yield made
+    async with serving(talk(delay=0.005), "--max-num-seqs=32", f"--max-num-batched-tokens={BUDGET}") as system:
+        yield system
 
 
 async def test_str_12_a_prompt_in_many_chunks_is_silent_until_its_first_token(server: Server) -> None:

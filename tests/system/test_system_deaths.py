@@ -32,55 +32,55 @@ async def streams(backend: Backend, count: int) -> AsyncIterator[list["asyncio.T
     assert [task.result().tokens for task in running] == [expected(prompt, TOKENS) for prompt in prompts]
 
 
-async def assert_recovered(made: Engine, backend: Backend, *, losses: int = 1) -> None:
+async def assert_recovered(system: Engine, backend: Backend, *, losses: int = 1) -> None:
     found = await rest(backend)
     assert found.worker_losses == losses
-    assert made.worker.lives == losses + 1
-    assert made.scheduler.lives == 1
+    assert system.worker.lives == losses + 1
+    assert system.scheduler.lives == 1
 
 
 async def test_killing_the_worker_under_sixteen_streams_loses_and_doubles_no_token() -> None:
-    async with serving(SLOW) as (made, backend):
+    async with serving(SLOW) as (system, backend):
         async with streams(backend, 16):
-            made.worker.signal(signal.SIGKILL)
-        await assert_recovered(made, backend)
+            system.worker.signal(signal.SIGKILL)
+        await assert_recovered(system, backend)
 
 
 async def test_killing_the_worker_again_and_again() -> None:
-    async with serving(SLOW, "--max-num-seqs=4") as (made, backend):
+    async with serving(SLOW, "--max-num-seqs=4") as (system, backend):
         async with streams(backend, 16):
             for life in range(3):
                 await until(lambda life=life: backend.ready() and snapshot(backend).worker_losses == life)
                 steps = snapshot(backend).steps
                 await until(lambda steps=steps: snapshot(backend).steps > steps)
-                made.worker.signal(signal.SIGKILL)
-        await assert_recovered(made, backend, losses=3)
+                system.worker.signal(signal.SIGKILL)
+        await assert_recovered(system, backend, losses=3)
 
 
 async def test_killing_an_idle_worker_makes_the_engine_unready_for_a_while() -> None:
-    async with serving() as (made, backend):
-        made.worker.signal(signal.SIGKILL)
+    async with serving() as (system, backend):
+        system.worker.signal(signal.SIGKILL)
         await until(lambda: not backend.ready())
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)  # it queues
         await until(backend.ready)
-        await assert_recovered(made, backend)
+        await assert_recovered(system, backend)
 
 
 async def test_a_worker_that_is_stopped_in_its_steps_is_replaced() -> None:
-    async with serving(SLOW, "--worker-timeout=1") as (made, backend):
+    async with serving(SLOW, "--worker-timeout=1") as (system, backend):
         async with streams(backend, 8):
-            made.worker.signal(signal.SIGSTOP)
-        assert "silent for 1." in made.scheduler.log  # sooner than the time of its step would be over
-        await assert_recovered(made, backend)
+            system.worker.signal(signal.SIGSTOP)
+        assert "silent for 1." in system.scheduler.log  # sooner than the time of its step would be over
+        await assert_recovered(system, backend)
 
 
 async def test_a_worker_that_is_stopped_while_idle_is_replaced() -> None:
-    async with serving(SLOW, "--worker-timeout=1") as (made, backend):
-        made.worker.signal(signal.SIGSTOP)
-        await until(lambda: made.worker.lives == 2)
-        assert "silent for" in made.scheduler.log
+    async with serving(SLOW, "--worker-timeout=1") as (system, backend):
+        system.worker.signal(signal.SIGSTOP)
+        await until(lambda: system.worker.lives == 2)
+        assert "silent for" in system.scheduler.log
         await until(backend.ready)
-        await assert_recovered(made, backend)
+        await assert_recovered(system, backend)
 
 
 @pytest.mark.parametrize(
@@ -95,51 +95,51 @@ async def test_a_worker_that_is_stopped_while_idle_is_replaced() -> None:
 )
 async def test_a_step_that_goes_wrong_once_is_done_again(kind: str, said: str) -> None:
     misdeed = Misdeed(POISON, kind, lives=1)
-    async with serving(Script(delay=0.01, misdeeds=[misdeed])) as (made, backend):
+    async with serving(Script(delay=0.01, misdeeds=[misdeed])) as (system, backend):
         async with streams(backend, 3):
             assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected([CHAIN, POISON], 9)
-        assert said in made.scheduler.log
-        await assert_recovered(made, backend)
+        assert said in system.scheduler.log
+        await assert_recovered(system, backend)
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit"])
 async def test_a_request_that_kills_each_worker_fails_alone(kind: str) -> None:
-    async with serving(Script(delay=0.01, misdeeds=[Misdeed(POISON, kind)])) as (made, backend):
+    async with serving(Script(delay=0.01, misdeeds=[Misdeed(POISON, kind)])) as (system, backend):
         async with streams(backend, 3):
             output = await complete(backend, [CHAIN, POISON], 9)
         assert output.finish is FinishReason.ERROR
         assert "the worker died" in output.detail
         found = await rest(backend)
         assert (found.finished_error, found.finished_length) == (1, 3)
-        assert made.worker.lives == found.worker_losses + 1 <= 7
+        assert system.worker.lives == found.worker_losses + 1 <= 7
 
 
 async def test_a_hung_step_ends_the_worker_and_the_stream_goes_on() -> None:
     script = Script(delay=0.01, misdeeds=[Misdeed(POISON, "hang", lives=1)])
-    async with serving(script, "--worker-timeout=1") as (made, backend):
+    async with serving(script, "--worker-timeout=1") as (system, backend):
         async with streams(backend, 3):  # and so the epoch's first step, which has more time, is over
             assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected([CHAIN, POISON], 9)
-        await assert_recovered(made, backend)
+        await assert_recovered(system, backend)
 
 
 async def test_a_killed_scheduler_fails_its_requests_and_is_found_again() -> None:
-    async with serving(SLOW) as (made, backend):
+    async with serving(SLOW) as (system, backend):
         attempts = [asyncio.create_task(complete(backend, [CHAIN, at], TOKENS)) for at in range(8)]
         await until(lambda: snapshot(backend).running == 8)
-        worker = made.worker.pid
-        made.scheduler.signal(signal.SIGKILL)
+        worker = system.worker.pid
+        system.scheduler.signal(signal.SIGKILL)
         for one in await asyncio.gather(*attempts, return_exceptions=True):
             assert isinstance(one, EngineFailure)
         await until(backend.ready)
-        assert made.scheduler.lives == 2
-        assert (made.worker.pid, made.worker.lives) == (worker, 1)  # the weights were kept
+        assert system.scheduler.lives == 2
+        assert (system.worker.pid, system.worker.lives) == (worker, 1)  # the weights were kept
         assert (await complete(backend, [CHAIN], TOKENS)).tokens == expected([CHAIN], TOKENS)
         assert (await rest(backend)).finished_length == 1
 
 
 async def test_a_gateway_that_dies_leaves_nothing_behind() -> None:
-    async with serving(SLOW) as (made, backend):
-        other = Backend([made.address])
+    async with serving(SLOW) as (system, backend):
+        other = Backend([system.address])
         async with other:
             await until(other.ready)
             sampling = Sampling(max_tokens=1500, seed=0)

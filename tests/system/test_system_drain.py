@@ -16,79 +16,79 @@ SLOW = Script(delay=0.02)
 
 
 async def test_draining_lets_running_requests_finish_and_takes_no_new_ones() -> None:
-    async with serving(SLOW, "--max-num-seqs=4") as (made, backend):
-        made.scheduler.restart = made.worker.restart = False
+    async with serving(SLOW, "--max-num-seqs=4") as (system, backend):
+        system.scheduler.restart = system.worker.restart = False
         running = [asyncio.create_task(complete(backend, [CHAIN, at], 40)) for at in range(8)]
         await until(lambda: snapshot(backend).running == 4)
-        made.scheduler.signal(signal.SIGTERM)
+        system.scheduler.signal(signal.SIGTERM)
         await until(lambda: not backend.ready())
         with pytest.raises(Unavailable):
             await complete(backend, [CHAIN], 1)
         outputs = await asyncio.gather(*running)
         assert [output.tokens for output in outputs] == [expected_chain([CHAIN, at], 40) for at in range(8)]
-        assert await made.scheduler.ended() == 0
-        assert await made.worker.ended() == 0
-        left = [path.name for path in made.folder.iterdir() if path.suffix in (".sock", ".lock")]
+        assert await system.scheduler.ended() == 0
+        assert await system.worker.ended() == 0
+        left = [path.name for path in system.folder.iterdir() if path.suffix in (".sock", ".lock")]
         assert left == []
 
 
 @pytest.mark.parametrize("flags", [["--drain-timeout=0"], []])
 async def test_what_is_not_waited_for_is_aborted(flags: list[str]) -> None:
     """Drain timeout of 0, or a second signal."""
-    async with serving(SLOW, *flags) as (made, backend):
-        made.scheduler.restart = made.worker.restart = False
+    async with serving(SLOW, *flags) as (system, backend):
+        system.scheduler.restart = system.worker.restart = False
         running = [asyncio.create_task(complete(backend, [CHAIN, at], 1500)) for at in range(3)]
         await until(lambda: snapshot(backend).running == 3)
-        made.scheduler.signal(signal.SIGTERM)
+        system.scheduler.signal(signal.SIGTERM)
         if not flags:
-            await until(lambda: "draining: 3 requests" in made.scheduler.log)
-            made.scheduler.signal(signal.SIGTERM)
+            await until(lambda: "draining: 3 requests" in system.scheduler.log)
+            system.scheduler.signal(signal.SIGTERM)
         outputs: list[Output] = await asyncio.gather(*running)
         assert [output.finish for output in outputs] == [FinishReason.ABORT] * 3
-        assert await made.scheduler.ended() == 0
-        assert await made.worker.ended() == 0
+        assert await system.scheduler.ended() == 0
+        assert await system.worker.ended() == 0
 
 
 async def test_a_gateway_that_leaves_does_not_hold_up_the_drain() -> None:
-    async with serving(SLOW) as (made, backend):
-        made.scheduler.restart = made.worker.restart = False
+    async with serving(SLOW) as (system, backend):
+        system.scheduler.restart = system.worker.restart = False
         async with backend.submit(array("i", [5]), Sampling(max_tokens=1500, seed=0)) as attempt:
             await attempt.rows()
-            made.scheduler.signal(signal.SIGTERM)
-            await until(lambda: "draining: 1 requests" in made.scheduler.log)
-        assert await made.scheduler.ended() == 0
+            system.scheduler.signal(signal.SIGTERM)
+            await until(lambda: "draining: 1 requests" in system.scheduler.log)
+        assert await system.scheduler.ended() == 0
 
 
 async def test_a_worker_that_is_asked_to_end_finishes_what_it_has() -> None:
-    async with serving(SLOW) as (made, backend):
-        made.worker.restart = False
+    async with serving(SLOW) as (system, backend):
+        system.worker.restart = False
         running = asyncio.create_task(complete(backend, [CHAIN], 40))
         await until(lambda: snapshot(backend).running == 1)
-        made.worker.signal(signal.SIGTERM)
+        system.worker.signal(signal.SIGTERM)
         assert (await running).tokens == expected_chain([CHAIN], 40)
-        assert await made.worker.ended() == 0
+        assert await system.worker.ended() == 0
 
 
 async def test_a_worker_that_is_asked_twice_ends_at_once() -> None:
-    async with serving(SLOW) as (made, backend):
-        made.worker.restart = False
+    async with serving(SLOW) as (system, backend):
+        system.worker.restart = False
         async with backend.submit(array("i", [5]), Sampling(max_tokens=1500, seed=0)) as attempt:
             await attempt.rows()
-            made.worker.signal(signal.SIGTERM)
+            system.worker.signal(signal.SIGTERM)
             await attempt.rows()
-            made.worker.signal(signal.SIGTERM)
-            assert await made.worker.ended() == 128 + signal.SIGTERM
+            system.worker.signal(signal.SIGTERM)
+            assert await system.worker.ended() == 128 + signal.SIGTERM
 
 
 async def test_an_idle_engine_ends_at_once_and_fails_nobody() -> None:
-    async with serving() as (made, backend):
-        made.scheduler.restart = False
+    async with serving() as (system, backend):
+        system.scheduler.restart = False
         async with backend.submit(array("i", [5]), Sampling(max_tokens=1, seed=0)) as attempt:
             with suppress(EngineFailure):
                 await attempt.rows()
-        made.scheduler.signal(signal.SIGINT)  # it has a supervisor, whose business this is
+        system.scheduler.signal(signal.SIGINT)  # it has a supervisor, whose business this is
         await asyncio.sleep(0.3)
-        assert made.scheduler.running
-        made.scheduler.signal(signal.SIGTERM)
-        assert await made.scheduler.ended() == 0
-        assert "Traceback" not in made.scheduler.log + made.worker.log
+        assert system.scheduler.running
+        system.scheduler.signal(signal.SIGTERM)
+        assert await system.scheduler.ended() == 0
+        assert "Traceback" not in system.scheduler.log + system.worker.log

@@ -63,26 +63,26 @@ async def test_logprobs_of_prompt_and_output_arrive() -> None:
 
 
 async def test_a_context_that_does_not_fit_is_reduced_and_said_so() -> None:
-    async with serving(Script(blocks=10), "--max-model-len=1000") as (made, backend):
+    async with serving(Script(blocks=10), "--max-model-len=1000") as (system, backend):
         assert backend.welcome is not None
         assert backend.welcome.max_model_len == 160
-        assert "max_model_len is reduced from 1000 to 160" in made.scheduler.log
+        assert "max_model_len is reduced from 1000 to 160" in system.scheduler.log
         assert len((await complete(backend, [5] * 100, 60)).tokens) == 60
         with pytest.raises(InvalidRequest, match="more than the 160"):
             await complete(backend, [5] * 100, 61)
 
 
 async def test_no_context_at_all_is_one_clear_line() -> None:
-    async with engine(Script(blocks=0), worker=False) as made:
-        made.scheduler.restart = False
-        await made.worker.start()
-        assert await made.scheduler.ended() == 2
-        assert made.scheduler.log.splitlines()[-1].startswith("scheduler: the worker has 0 bytes for KV")
-        assert "Traceback" not in made.scheduler.log
+    async with engine(Script(blocks=0), worker=False) as system:
+        system.scheduler.restart = False
+        await system.worker.start()
+        assert await system.scheduler.ended() == 2
+        assert system.scheduler.log.splitlines()[-1].startswith("scheduler: the worker has 0 bytes for KV")
+        assert "Traceback" not in system.scheduler.log
 
 
 async def test_tokens_that_the_model_has_not_are_refused() -> None:
-    async with serving() as (made, backend):
+    async with serving() as (system, backend):
         for prompt, sampling in (
             ([5, 1000], greedy(3)),
             ([5, -1], greedy(3)),
@@ -93,14 +93,14 @@ async def test_tokens_that_the_model_has_not_are_refused() -> None:
                 async with backend.submit(array("i", prompt), sampling) as attempt:
                     await attempt.rows()
         assert len((await complete(backend, [999], 2)).tokens) == 2
-        assert made.worker.lives == 1
+        assert system.worker.lives == 1
 
 
 async def test_before_any_worker_there_is_nothing_to_submit_to() -> None:
-    async with engine(worker=False) as made, Backend([made.address]) as backend:
+    async with engine(worker=False) as system, Backend([system.address]) as backend:
         with pytest.raises(Unavailable):
             await complete(backend, [5], 1)
-        await made.worker.start()  # said Hello long ago: is answered now
+        await system.worker.start()  # said Hello long ago: is answered now
         await until(backend.ready)
         assert len((await complete(backend, [5], 1)).tokens) == 1
 
@@ -161,7 +161,7 @@ async def test_aborts_are_idempotent_and_late_results_have_no_owner() -> None:
 
 
 async def test_two_gateways_on_one_engine_do_not_meet() -> None:
-    async with serving() as (made, one), Backend([made.address]) as other:
+    async with serving() as (system, one), Backend([system.address]) as other:
         await until(other.ready)
         prompts = [[CHAIN, at] for at in range(20)]
         outputs = await asyncio.gather(*(complete(side, prompt, 25) for prompt in prompts for side in (one, other)))

@@ -25,16 +25,16 @@ assert SOON < FIRST_STEP / 2
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_worker_that_is_stopped_in_its_first_step_is_found(tcp: bool) -> None:
     """PRC-24. Over tcp the scheduler cannot end its process; it is told to end, which it reads once it goes on."""
-    async with serving(Script(delay=1.0), tcp=tcp) as (made, backend):
+    async with serving(Script(delay=1.0), tcp=tcp) as (system, backend):
         task = asyncio.create_task(complete(backend, [CHAIN], 2))
         await until(lambda: next(iter(backend.statuses().values())).snapshot.in_flight > 0)
-        made.worker.signal(signal.SIGSTOP)
+        system.worker.signal(signal.SIGSTOP)
         await until(lambda: not backend.ready(), SOON)
-        assert "silent for 2." in made.scheduler.log
+        assert "silent for 2." in system.scheduler.log
         if tcp:
-            made.worker.signal(signal.SIGCONT)
+            system.worker.signal(signal.SIGCONT)
         assert (await task).tokens == expected([CHAIN], 2)
-        assert made.worker.lives == 2
+        assert system.worker.lives == 2
 
 
 @pytest.mark.parametrize("kind", ["hang", "seize"])
@@ -42,13 +42,13 @@ async def test_a_worker_that_is_stopped_in_its_first_step_is_found(tcp: bool) ->
 async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool) -> None:
     """PRC-23. Beats go on beside the one; the other holds Python's lock, so that there are none."""
     misdeeds = [Misdeed(STUCK, kind, lives=1)]
-    async with serving(Script(misdeeds=misdeeds), tcp=tcp) as (made, backend):
+    async with serving(Script(misdeeds=misdeeds), tcp=tcp) as (system, backend):
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
         said = "busy with one step for 2." if kind == "hang" else "silent for 2."
-        await until(lambda: said in made.scheduler.log, SOON)
+        await until(lambda: said in system.scheduler.log, SOON)
         if tcp:
-            made.worker.signal(signal.SIGKILL)  # as an orchestrator would
+            system.worker.signal(signal.SIGKILL)  # as an orchestrator would
         assert (await task).tokens == expected([CHAIN, STUCK], 9)
 
 
@@ -56,37 +56,37 @@ async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool
 async def test_a_step_that_takes_long_but_computes_is_left_alone(tcp: bool) -> None:
     """PRC-23. For half a minute, a step on a busy host cannot be told from an endless loop, which this one is."""
     misdeeds = [Misdeed(STUCK, "loop", lives=1)]
-    async with serving(Script(misdeeds=misdeeds), "--worker-timeout=1", tcp=tcp) as (made, backend):
+    async with serving(Script(misdeeds=misdeeds), "--worker-timeout=1", tcp=tcp) as (system, backend):
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
         await asyncio.sleep(4.0)  # the point: four times what it may be silent, and hang
         assert backend.ready()
-        assert made.worker.lives == 1
-        made.worker.signal(signal.SIGKILL)
+        assert system.worker.lives == 1
+        system.worker.signal(signal.SIGKILL)
         assert (await task).tokens == expected([CHAIN, STUCK], 9)
 
 
 async def test_a_scheduler_that_is_stopped_is_given_up_by_its_gateways() -> None:
     """PRC-25. Its streams end with an error, and it is found again once it goes on."""
-    async with serving(Script(delay=0.01)) as (made, backend):
+    async with serving(Script(delay=0.01)) as (system, backend):
         task = asyncio.create_task(complete(backend, [CHAIN], 1500))
         await until(lambda: next(iter(backend.statuses().values())).snapshot.running > 0)
-        made.scheduler.signal(signal.SIGSTOP)
+        system.scheduler.signal(signal.SIGSTOP)
         with pytest.raises(EngineFailure, match="silent for 5"):
             await asyncio.wait_for(task, SOON)
-        made.scheduler.signal(signal.SIGCONT)
+        system.scheduler.signal(signal.SIGCONT)
         await until(backend.ready)
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
-        assert (made.scheduler.lives, made.worker.lives) == (1, 1)
+        assert (system.scheduler.lives, system.worker.lives) == (1, 1)
         await rest(backend)
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_gateway_that_was_stopped_and_goes_on_serves_at_once(tcp: bool) -> None:
     """PRC-21. It has been given up meanwhile. Requests come all the time; soon none of them fails any more."""
-    async with running(talk(), tcp=tcp) as made, gateway(made) as front:
+    async with running(talk(), tcp=tcp) as system, gateway(system) as front:
         front.signal(signal.SIGSTOP)
-        await until(lambda: "has left: silent for 10" in made.scheduler.log)
+        await until(lambda: "has left: silent for 10" in system.scheduler.log)
         front.signal(signal.SIGCONT)
         went_on = time.monotonic()
         failures = []

@@ -24,8 +24,8 @@ POISON = 666
 
 @pytest.fixture
 async def folder() -> AsyncIterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="q") as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="q") as system:
+        yield Path(system)
 
 
 def refusal(module: str, *flags: str) -> str:
@@ -67,7 +67,7 @@ async def test_the_scheduler_exports_its_own_figures() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    async with engine(None, f"--metrics-port={port}", "--engine=east") as made, Backend([made.address]) as backend:
+    async with engine(None, f"--metrics-port={port}", "--engine=east") as system, Backend([system.address]) as backend:
         await until(backend.ready)
         await complete(backend, [CHAIN], 9)
         async with aiohttp.ClientSession() as session:
@@ -93,26 +93,26 @@ async def test_a_worker_without_a_scheduler_gives_up_after_its_time(folder: Path
 
 
 async def test_a_worker_whose_scheduler_does_not_come_back_gives_up() -> None:
-    async with engine(worker=False) as made:
-        made.scheduler.restart = made.worker.restart = False
-        made.worker.argv.append("--scheduler-timeout=1")
-        await made.worker.start()
-        await until(lambda: "is ready" in made.scheduler.log)
-        made.scheduler.signal(signal.SIGKILL)
-        assert await made.worker.ended() == 1
+    async with engine(worker=False) as system:
+        system.scheduler.restart = system.worker.restart = False
+        system.worker.argv.append("--scheduler-timeout=1")
+        await system.worker.start()
+        await until(lambda: "is ready" in system.scheduler.log)
+        system.scheduler.signal(signal.SIGKILL)
+        assert await system.worker.ended() == 1
 
 
 async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
     """Its first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
     script = Script(misdeeds=[Misdeed(POISON, "hang", lives=1)])
-    async with engine(script, worker=False) as made, Backend([made.address]) as backend:
-        made.worker.argv.append("--scheduler-timeout=2")
-        await made.worker.start()
+    async with engine(script, worker=False) as system, Backend([system.address]) as backend:
+        system.worker.argv.append("--scheduler-timeout=2")
+        await system.worker.start()
         await until(backend.ready)
         assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected_chain([CHAIN, POISON], 9)
-        assert "Timeout" in made.worker.log
-        assert "_misbehave" in made.worker.log  # the watchdog shows where it hung
-        assert made.worker.lives == 2
+        assert "Timeout" in system.worker.log
+        assert "_misbehave" in system.worker.log  # the watchdog shows where it hung
+        assert system.worker.lives == 2
 
 
 async def test_services_end_with_their_supervisor(folder: Path) -> None:

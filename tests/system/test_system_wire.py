@@ -48,8 +48,8 @@ FLOOD = 30 * MAX_UNREAD
 BEAT = encode(Heartbeat("nobody", ProcessStats()))
 
 
-def workers(made: Engine) -> str:
-    return made.address.replace("gateways", "workers")
+def workers(system: Engine) -> str:
+    return system.address.replace("gateways", "workers")
 
 
 def register(**changes: object) -> bytes:
@@ -69,8 +69,8 @@ async def refusal(backend: Backend) -> str:
 
 
 async def test_garbage_at_both_sockets_harms_nobody() -> None:
-    async with serving() as (made, backend):
-        for address in (made.address, workers(made)):
+    async with serving() as (system, backend):
+        for address in (system.address, workers(system)):
             async with stranger(address) as sender:
                 for body in (b"", b"\x00" * 100, b"\xff" * 100_000, BEAT, encode(Abort(5)), b"\x91" * 5000):
                     await sender.send(body)
@@ -80,25 +80,25 @@ async def test_garbage_at_both_sockets_harms_nobody() -> None:
                 raw.send(b"GET / HTTP/1.1\r\n\r\n" * 100)
                 raw.close()
                 assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
-        await until(lambda: made.scheduler.log.count("not a message of protocol version") >= 6)
-        assert (made.scheduler.lives, made.worker.lives) == (1, 1)
+        await until(lambda: system.scheduler.log.count("not a message of protocol version") >= 6)
+        assert (system.scheduler.lives, system.worker.lives) == (1, 1)
         await rest(backend)
 
 
 @pytest.mark.parametrize("kind", ["endless message", "long submits"])
 async def test_floods_over_tcp_neither_fill_the_memory_nor_hold_up_the_others(kind: str) -> None:
     """PRC-28."""
-    async with serving(tcp=True) as (made, backend):
-        scheduler = psutil.Process(made.scheduler.pid)
+    async with serving(tcp=True) as (system, backend):
+        scheduler = psutil.Process(system.scheduler.pid)
         before, peak = scheduler.memory_info().rss, 0
-        flood = asyncio.create_task(asyncio.to_thread(send_flood, int(made.address.rpartition(":")[2]), kind))
+        flood = asyncio.create_task(asyncio.to_thread(send_flood, int(system.address.rpartition(":")[2]), kind))
         while not flood.done():
             async with asyncio.timeout(10):
                 assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
             peak = max(peak, scheduler.memory_info().rss)
         assert flood.result() < FLOOD
         assert peak - before < 5 * MAX_UNREAD
-        assert made.scheduler.lives == made.worker.lives == 1
+        assert system.scheduler.lives == system.worker.lives == 1
         await rest(backend)
 
 
@@ -118,11 +118,11 @@ def send_flood(port: int, kind: str) -> int:
 
 
 async def test_a_gateway_that_sends_nonsense_loses_its_requests_and_no_other_does() -> None:
-    async with serving(Script(delay=0.01)) as (made, backend), stranger(made.address) as sender:
+    async with serving(Script(delay=0.01)) as (system, backend), stranger(system.address) as sender:
         await sender.send(encode(Hello(VERSION, "stranger")))
         prompt = pack_tokens([5])
         await sender.send(encode(Submit(0, prompt, 1, Sampling(max_tokens=1500, seed=0))))
-        while b"stranger" not in await sender.recv() and "stranger connected" not in made.scheduler.log:
+        while b"stranger" not in await sender.recv() and "stranger connected" not in system.scheduler.log:
             pass
         await sender.send(b"nonsense")
         assert (await complete(backend, [CHAIN], 30)).tokens == expected_chain([CHAIN], 30)
@@ -131,22 +131,22 @@ async def test_a_gateway_that_sends_nonsense_loses_its_requests_and_no_other_doe
 
 
 async def test_other_versions_of_the_protocol_are_not_served() -> None:
-    async with engine(worker=False) as made:
-        async with stranger(made.address) as gateway:
+    async with engine(worker=False) as system:
+        async with stranger(system.address) as gateway:
             await gateway.send(encode(Hello(VERSION + 1, "stranger")))
             said = f"gateway stranger is not served: it speaks version {VERSION + 1}"
-            await until(lambda: said in made.scheduler.log)
+            await until(lambda: said in system.scheduler.log)
             assert not await gateway.poll(600)  # longer than two Status
-        async with stranger(workers(made)) as worker:
+        async with stranger(workers(system)) as worker:
             await worker.send(register(version=VERSION + 1))
-            await until(lambda: f"it speaks version {VERSION + 1}" in made.scheduler.log)
+            await until(lambda: f"it speaks version {VERSION + 1}" in system.scheduler.log)
 
 
 async def test_an_engine_that_has_loaded_another_model_than_the_gateway_gets_no_requests() -> None:
-    async with engine(Script(text="theirs")) as made:
-        async with Backend([made.address], text="theirs") as backend:
+    async with engine(Script(text="theirs")) as system:
+        async with Backend([system.address], text="theirs") as backend:
             await until(backend.ready)
-        async with Backend([made.address], text="ours") as backend:
+        async with Backend([system.address], text="ours") as backend:
             while "its files have changed" not in (said := await refusal(backend)):
                 assert said == "no engine is ready yet"
                 await asyncio.sleep(0.01)
@@ -154,30 +154,30 @@ async def test_an_engine_that_has_loaded_another_model_than_the_gateway_gets_no_
 
 
 async def test_workers_that_do_not_fit_are_sent_away() -> None:
-    async with engine() as made:
-        await until(lambda: "is ready" in made.scheduler.log)
+    async with engine() as system:
+        await until(lambda: "is ready" in system.scheduler.log)
         for changes, said in (
             ({"world": 2}, "rank 0 of 2"),
             ({"kv_bytes_per_token": 0}, "cannot be"),
         ):
-            async with stranger(workers(made)) as worker:
+            async with stranger(workers(system)) as worker:
                 await worker.send(register(**changes))
-                await until(lambda said=said: said in made.scheduler.log)
+                await until(lambda said=said: said in system.scheduler.log)
                 assert await worker.poll(5000)
-        async with stranger(workers(made)) as worker:  # this one waits in line, and is strange when its turn comes
+        async with stranger(workers(system)) as worker:  # this one waits in line, and is strange when its turn comes
             other = msgspec.structs.replace(ScriptedRunner(Script()).info.model, vocab_size=7)
             await worker.send(register(model=other))
-            await until(lambda: made.scheduler.log.count("registered") == 2)
-            made.worker.signal(9)
-            await until(lambda: "it has loaded another model" in made.scheduler.log)
+            await until(lambda: system.scheduler.log.count("registered") == 2)
+            system.worker.signal(9)
+            await until(lambda: "it has loaded another model" in system.scheduler.log)
             assert await worker.poll(5000)
 
 
 async def test_results_of_a_worker_that_has_nothing_to_do_are_dropped() -> None:
-    async with serving(Script(delay=0.05)) as (made, backend):
-        async with stranger(workers(made)) as impostor:
+    async with serving(Script(delay=0.05)) as (system, backend):
+        async with stranger(workers(system)) as impostor:
             await impostor.send(register())
-            await until(lambda: made.scheduler.log.count("registered") == 2)
+            await until(lambda: system.scheduler.log.count("registered") == 2)
             task = asyncio.create_task(complete(backend, [CHAIN], 20))
             for step in range(40):
                 await impostor.send(encode(StepResult(Epoch("boot", 1), step, [])))
@@ -186,15 +186,15 @@ async def test_results_of_a_worker_that_has_nothing_to_do_are_dropped() -> None:
 
 
 async def test_an_address_that_is_taken_is_one_clear_line_and_not_stolen() -> None:
-    async with serving() as (made, backend):
-        argv = ["-m", "services.scheduler", f"--gateways={made.address}", "--workers=tcp://127.0.0.1:1"]
-        thief = Child("thief", made.folder, argv)
+    async with serving() as (system, backend):
+        argv = ["-m", "services.scheduler", f"--gateways={system.address}", "--workers=tcp://127.0.0.1:1"]
+        thief = Child("thief", system.folder, argv)
         thief.restart = False
         await thief.start()
         assert await thief.ended() == 2
-        assert thief.log == f"scheduler: cannot bind {made.address}: another process is listening there\n"
+        assert thief.log == f"scheduler: cannot bind {system.address}: another process is listening there\n"
         assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
-        async with Backend([made.address]) as late:
+        async with Backend([system.address]) as late:
             await until(late.ready)
 
 

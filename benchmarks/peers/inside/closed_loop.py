@@ -1,4 +1,4 @@
-"""What is measured in process: a closed loop, in which a request begins as soon as another has ended.
+"""Measures an engine in process, in a closed loop: a request begins as soon as another has ended.
 
 This runs inside each peer's own environment: the standard library alone.
 """
@@ -14,14 +14,14 @@ from jobs import Answer, answer
 
 
 class Request(TypedDict):
-    """One request; its text is there too, for those who take text."""
+    """A request, as token ids and as text."""
 
     tokens: list[int]
     output_tokens: int
 
 
 class Figures(TypedDict):
-    """What came of a job. Only tokens that were asked for count."""
+    """The figures of a job. Only requested tokens count."""
 
     seconds: float
     output_tokens: int
@@ -33,13 +33,13 @@ Run = Callable[[list[Request], int], Figures]
 
 
 class Engine(Protocol):
-    """An engine that is moved step by step."""
+    """An engine that computes step by step."""
 
     def add(self, id: int, tokens: list[int], output: int) -> None:
-        """Take in a request for exactly so many tokens."""
+        """Add a request for exactly the number of tokens it names."""
 
     def step(self) -> Iterator[tuple[int, int]]:
-        """Compute once; the ids of requests with news, and how many tokens are new."""
+        """Compute a step; return the ids of requests with new tokens, and how many tokens each has."""
 
 
 def serve(load: Callable[[], Run]) -> None:
@@ -59,7 +59,7 @@ def _read(path: str) -> list[Request]:
 
 
 def closed_loop(engine: Engine) -> Run:
-    """A run that keeps `concurrency` requests in the engine."""
+    """Run a job that keeps `concurrency` requests in the engine."""
     ids = itertools.count()  # never used again: some engines remember them
 
     def run(requests: list[Request], concurrency: int) -> Figures:
@@ -83,7 +83,7 @@ def closed_loop(engine: Engine) -> Run:
 
 
 def figures(seconds: float, times: list[list[float]]) -> Figures:
-    """From each request's begin and the times of its tokens."""
+    """Return the figures, from each request's start and the times of its tokens."""
     return Figures(
         seconds=seconds,
         output_tokens=sum(len(one) - 1 for one in times),

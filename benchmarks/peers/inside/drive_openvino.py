@@ -18,7 +18,7 @@ BUDGET = 2048  # tokens a step
 
 
 class Engine:
-    """The pipeline, and the requests in it."""
+    """The pipeline with its requests."""
 
     def __init__(self, model: str, properties: dict[str, str]) -> None:
         scheduler = genai.SchedulerConfig()

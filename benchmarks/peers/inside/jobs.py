@@ -1,4 +1,4 @@
-"""How a program that stays takes its jobs: a line of JSON each on stdin, and a line of JSON back on stdout.
+"""Serves jobs on stdin: each is a line of JSON, answered by a line of JSON on stdout.
 
 Whatever a library prints goes to stderr. This runs inside each peer's own environment: the standard library alone.
 """
@@ -13,7 +13,7 @@ Answer = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 def answer(load: Callable[[], Answer]) -> None:
-    """Load, say that it is done, and answer jobs until stdin ends."""
+    """Load, report that, and answer jobs until stdin ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     work = load()
