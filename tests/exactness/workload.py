@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from quire.engine import Engine
+from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.hub.checkpoint import locate
@@ -75,10 +75,10 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
     return requests
 
 
-def engine(dtype: Any = "auto", **settings: Any) -> Engine:
+def engine(dtype: Any = "auto", **settings: Any) -> InProcessEngine:
     """The embedded model on one CPU thread, with these settings of the scheduler's; `auto` is in its own few bits."""
     worker = WorkerConfig(model="", device="cpu", dtype=dtype, num_threads=1, kv_cache_memory=0.25)
-    return Engine(SchedulerConfig(**settings), worker)
+    return InProcessEngine(SchedulerConfig(**settings), worker)
 
 
 class Output(Struct):
@@ -92,17 +92,17 @@ class Output(Struct):
 _ids = itertools.count()  # no engine may see one twice
 
 
-def serve(engine: Engine, requests: Sequence[Request]) -> list[Output]:
+def serve(engine: InProcessEngine, requests: Sequence[Request]) -> list[Output]:
     """All requests at once, to their ends. Each row must continue its request where the last one left it."""
     outputs = {next(_ids): Output(Run(request.sampling, [], [])) for request in requests}
     for (id, output), request in zip(outputs.items(), requests, strict=True):
         tokens = pack_tokens(request.prompt)
         engine.submit(Submit(id=id, tokens=tokens, prompt_len=len(request.prompt), sampling=output.run.sampling))
-    while not engine.core.idle:
+    while engine.engine.unfinished:
         for row in engine.step():
             _apply(row, outputs[row.id])
     assert all(output.finish is FinishReason.LENGTH for output in outputs.values())
-    found = engine.core.snapshot()
+    found = engine.engine.snapshot
     assert found.running == found.waiting == 0
     assert found.blocks_free == found.blocks
     return list(outputs.values())
