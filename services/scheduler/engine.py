@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One replica of a model.
+    """A replica of a model.
 
     The first worker decides the model and the limits; later workers have to match them. Raise `ConfigError` if the
     first worker's memory is too small.

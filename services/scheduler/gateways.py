@@ -55,7 +55,7 @@ MAX_ROWS = 4096
 
 
 class Gateway:
-    """One gateway on its connection."""
+    """A gateway on its connection."""
 
     def __init__(self, identity: bytes, fd: int, now: float) -> None:
         self.identity = identity  # of its socket
@@ -69,7 +69,7 @@ class Gateway:
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits to be sent."""
+        """True if something waits to be sent."""
         return bool(self.outbox or self.accepted or self.rows)
 
     def next_message(self) -> bytes:
@@ -87,7 +87,7 @@ class Gateway:
 
 
 class Origin(Struct, frozen=True):
-    """Where a request of the engine comes from."""
+    """The gateway that sent a request, and its id there."""
 
     gateway: Gateway
     id: int  # the gateway's
@@ -107,7 +107,7 @@ class Gateways:
 
     @property
     def flushed(self) -> bool:
-        """Whether nothing waits to be sent."""
+        """True if nothing waits to be sent."""
         return not any(gateway.unsent for gateway in self._gateways.values())
 
     def receive(self, max_messages: int, now: float) -> list[Submit | Abort]:

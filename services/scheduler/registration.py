@@ -17,7 +17,7 @@ MAX_STEP_SECONDS = 600.0
 
 
 class Registration:
-    """One worker, from its `Register` to the end of its connection."""
+    """A worker, from its `Register` to the end of its connection."""
 
     def __init__(self, message: Message, register: Register, timeout: float, now: float) -> None:
         self.identity = message.peer  # of its socket

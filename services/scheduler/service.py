@@ -44,7 +44,7 @@ FLOOD_CHECK = 0.05
 
 
 class Service:
-    """One engine behind two sockets. `run` returns once it was told to stop and every message has left."""
+    """An engine behind two sockets. `run` returns once it was told to stop and every message has left."""
 
     def __init__(self, config: SchedulerConfig, gateways: Listener, workers: Listener) -> None:
         self.engine: Engine | None = None  # made when the first worker has registered

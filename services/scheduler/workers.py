@@ -86,7 +86,7 @@ class Workers:
 
     @property
     def ready(self) -> bool:
-        """Whether plans can be sent."""
+        """True if plans can be sent."""
         return self._active is not None and self._active.deadlines.ready
 
     def progressing(self, now: float) -> bool:

@@ -1,7 +1,7 @@
-"""The embedded model: what a request gets does not hang on its neighbours, on chunks, on preemption or on the cache.
+"""The embedded model: what a request gets does not depend on its neighbours, on chunks, on preemption or on the cache.
 
-Undisturbed is each request alone, in a pool where nothing is shared. Held to the last bit in what the model is served
-in by default, its own blocks of few bits, and, with fewer requests, in float32.
+Each request runs alone first, in a pool where nothing is shared; everything else must give the same to the last bit.
+The weights are those that the model is served with by default, quantised, and, with fewer requests, float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def requests(dtype: str) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(dtype: str) -> InProcessEngine:
-    """An engine with room for all, that shares nothing."""
+    """An engine that has room for all requests and shares nothing."""
     return engine(dtype, enable_prefix_caching=False)
 
 
@@ -56,7 +56,7 @@ def runs(outputs: Sequence[Output]) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def together(requests: list[Request], caching: InProcessEngine) -> list[Output]:
-    """All requests in one batch, none of their prompts known before."""
+    """The outputs of all requests in one batch, with an empty prefix cache."""
     return serve(caching, requests)
 
 
@@ -91,9 +91,9 @@ def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH
     pool = 39 if dtype == "auto" else 11  # the longest request, and little more
     small = engine(dtype, num_gpu_blocks_override=pool, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
     outputs = serve(small, requests)
-    found = small.engine.snapshot
-    print(f"{found.preemptions} preemptions in {found.steps} steps")
-    assert found.preemptions > 0
+    snapshot = small.engine.snapshot
+    print(f"{snapshot.preemptions} preemptions in {snapshot.steps} steps")
+    assert snapshot.preemptions > 0
     assert_alike(alone, runs(outputs), small.model.vocab_size)
 
 
@@ -108,7 +108,7 @@ def test_a_seeded_request_does_not_see_who_is_beside_it(plain: InProcessEngine) 
 
 
 def ask(engine: InProcessEngine, text: str, params: SamplingParams) -> Request:
-    """A request as the front doors make it of `params`, except that nothing ends it early."""
+    """Return the request that `LLM` and the server make of `params`, except that nothing ends it early."""
     prompt = Tokenizer.load(locate("")).encode(text)
     params = msgspec.structs.replace(params, logprobs=MAX_LOGPROBS, ignore_eos=True)
     model, length = engine.model, engine.limits.max_model_len
@@ -139,7 +139,7 @@ def with_one_block_in_two_tables(new: list[NewSequence]) -> list[NewSequence]:
 
 
 @pytest.mark.parametrize("spoil", [with_other_noise, with_one_block_in_two_tables])
-def test_a_fault_is_found(
+def test_a_spoiled_plan_is_found(
     requests: list[Request],
     alone: list[Run],
     plain: InProcessEngine,
@@ -155,6 +155,6 @@ def test_a_fault_is_found(
     if spoil is with_other_noise:
         sampled = [requests[index].sampling.temperature > 0 for index in some]
         assert sum(faulty) > sum(sampled) / 2
-        assert not any(found and not noisy for found, noisy in zip(faulty, sampled, strict=True))
+        assert not any(is_faulty and not noisy for is_faulty, noisy in zip(faulty, sampled, strict=True))
     else:
         assert sum(faulty) > len(some) / 2
