@@ -1,75 +1,69 @@
-"""An engine inside the caller's process: the scheduler's core and the worker's runner, without sockets.
+"""An engine inside the caller's process: the scheduler's engine and the worker's runner, without sockets.
 
-The same values travel as between the services: plan, execute, commit. One plan is out at a time, since there is no
-other process that could work on a second one meanwhile.
+The same values travel as between the services: plan, execute, commit. One plan is in flight at a time, since no other
+process could work on a second one meanwhile.
 """
 
-import os
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-import msgspec
+from msgspec.structs import replace
 
-from services.scheduler.config import SchedulerConfig, configuration, limits
-from services.scheduler.core import Scheduler
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.core import Limits
+from services.scheduler.engine import Engine
 from services.worker.config import WorkerConfig
 from services.worker.runner import Runner
 from shared.errors import EngineFailure, InvalidRequest
-from shared.protocol import VERSION, Epoch, FinishReason, ProgressRow, Register, Submit
+from shared.protocol import FinishReason, ModelInfo, ProgressRow, Submit
 
 UNBOUNDED = 2**31 - 1  # requests that may wait: the caller's list is in memory anyway
 
 
-class Engine:
-    """Loads the model, then runs what is submitted, step by step. Not safe to use from several threads."""
+class InProcessEngine:
+    """Loads the model, then runs what is submitted, step by step. It is not safe to use from several threads."""
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
         self.runner = Runner(worker)
-        found = self.runner.info
-        self.model = found.model
-        register = Register(
-            version=VERSION,
-            identity="in-process",
-            rank=0,
-            world_size=1,
-            pid=os.getpid(),
-            **msgspec.structs.asdict(found),
-        )
-        wanted = msgspec.structs.replace(scheduler, async_scheduling=False, max_num_queued_reqs=UNBOUNDED)
-        self.limits = limits(wanted, register)
-        self.core = Scheduler(self.limits)
-        self._epoch = Epoch(boot_id=uuid.uuid4().hex, count=0)
+        config = replace(scheduler, async_scheduling=False, max_num_queued_reqs=UNBOUNDED)
+        self._worker = self.runner.info
+        self.engine = Engine(config, self._worker)
         self._begin_epoch()
 
+    @property
+    def model(self) -> ModelInfo:
+        return self.engine.model
+
+    @property
+    def limits(self) -> Limits:
+        return self.engine.limits
+
     def submit(self, request: Submit) -> None:
-        """Put a request into the queue. Raises `InvalidRequest` if it could never run."""
-        if refused := self.core.submit(request, time.monotonic()):
+        """Put a request into the queue. Raise `InvalidRequest` if it could never run."""
+        if refused := self.engine.submit(request, time.monotonic()):
             raise InvalidRequest(refused.detail)
 
     def abort(self, id: int, sample: int = -1) -> None:
-        """End a request, or one of its samples."""
-        self.core.abort(id, sample)
+        """End a request, or one sample of it."""
+        self.engine.abort(id, sample)
 
     def step(self) -> list[ProgressRow]:
-        """Compute once; what came of it. Raises `EngineFailure` if the core cannot go on with a request."""
-        plan = self.core.plan(time.monotonic())
+        """Compute one step and return the progress. Raise `EngineFailure` if a request cannot go on."""
+        plan = self.engine.plan(time.monotonic())
         if plan is None:
-            raise EngineFailure(f"nothing can be run, though there are requests: {self.core.snapshot()}")
-        rows = self.core.commit(self.runner.execute(plan))
+            raise EngineFailure(f"nothing can be run, though there are requests: {self.engine.snapshot}")
+        rows = self.engine.commit(self.runner.execute(plan))
         for row in rows:
             if row.finish_reason is FinishReason.ERROR:
                 raise EngineFailure(row.detail)
         return rows
 
-    def reset(self, ids: Sequence[int]) -> None:
-        """After an exception: forget the requests `ids`, and whatever step was interrupted."""
+    def reset(self, ids: Iterable[int]) -> None:
+        """Forget the requests `ids` and any step that an exception interrupted."""
         for id in ids:
-            self.core.abort(id)
-        self.core.lose_worker(time.monotonic())
+            self.engine.abort(id)
+        self.engine.lose_worker(time.monotonic())
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self._epoch = msgspec.structs.replace(self._epoch, count=self._epoch.count + 1)
-        self.runner.configure(configuration(self.limits, self._epoch, self.limits.num_blocks))
-        self.core.begin_epoch(self._epoch, self.limits.num_blocks)
+        self.runner.configure(self.engine.configure(self._worker))

@@ -17,7 +17,7 @@ import msgspec
 
 from quire import vllm
 from quire.arguments import Prompt, as_list, check_type, token_ids
-from quire.engine import Engine
+from quire.engine import InProcessEngine
 from quire.outputs import RequestOutput
 from quire.pending import Pending
 from quire.progress import ProgressBar
@@ -102,7 +102,7 @@ class LLM:
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._engine: Engine | None = Engine(scheduler, worker)
+        self._engine: InProcessEngine | None = InProcessEngine(scheduler, worker)
 
     def __enter__(self) -> "LLM":
         return self
@@ -179,7 +179,7 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _running(self) -> Engine:
+    def _running(self) -> InProcessEngine:
         if self._engine is None:
             raise QuireError("this LLM is closed")
         return self._engine
@@ -196,7 +196,7 @@ class LLM:
             check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
         return given
 
-    def _prepare(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> Pending:
+    def _prepare(self, engine: InProcessEngine, prompt: Prompt, params: SamplingParams) -> Pending:
         text, tokens = self._tokens(prompt, engine.model.vocab_size)
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -230,7 +230,7 @@ class LLM:
         return text, tokens
 
 
-def run(engine: Engine, requests: Sequence[Pending], *, use_tqdm: bool) -> list[RequestOutput]:
+def run(engine: InProcessEngine, requests: Sequence[Pending], *, use_tqdm: bool) -> list[RequestOutput]:
     """Take all requests to their ends. Whatever is raised, Ctrl-C included, leaves the engine empty and usable."""
     open_requests = {request.id: request for request in requests}
     try:

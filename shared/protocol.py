@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 4
+VERSION = 5
 """Bumped by every change of the wire; peers with another version are refused at the first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -80,6 +80,7 @@ class Refusal(Enum):
     TOO_LONG = "too_long"  # could never fit, now or later
     DRAINING = "draining"  # this engine takes no new work
     INVALID = "invalid"  # breaks a rule of this protocol
+    NOT_READY = "not_ready"  # no worker has come yet
 
 
 class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

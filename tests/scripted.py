@@ -1,5 +1,5 @@
 """A worker without a model: the real worker service on `ScriptedRunner`, whose tokens follow from the prompt and whose
-misdeeds are listed in a script. `python tests/scripted.py --scheduler ADDRESS --script FILE` starts one.
+failures are listed in a script. `python tests/scripted.py --scheduler ADDRESS --script FILE` starts one.
 
 The next token of a sequence is
 - what a reply of the script says, for a prompt that contains the reply's `prompt` (then end-of-sequence, for ever);
@@ -47,7 +47,7 @@ class Reply(Struct):
 
 
 class Misdeed(Struct):
-    """What a step does in which a sequence with `token` in its prompt is computed, in the first `lives` processes."""
+    """Makes a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes."""
 
     token: int
     kind: str  # raise, memory, hang, seize (hang and hold the GIL), loop, churn (loop and hold the GIL), garbage, ...
@@ -122,26 +122,26 @@ class ScriptedRunner:
         for row in plan.rows:
             self._misbehave(self.slots[row.slot])
         time.sleep(self.script.delay)
-        rows = [answer for row in plan.rows if (answer := self._compute(row)) is not None]
+        rows = [sampled for row in plan.rows if (sampled := self._compute(row)) is not None]
         for fork in plan.forks:
             parent = self.slots[fork.parent]
             for slot, sample in fork.children:
-                born = msgspec.structs.replace(parent.sequence, sample=sample)
-                self.slots[slot] = Slot(born, parent.tokens[:-1])
+                sequence = msgspec.structs.replace(parent.sequence, sample=sample)
+                self.slots[slot] = Slot(sequence, parent.tokens[:-1])
                 rows.append(self._sample(slot, self.slots[slot]))
         result = StepResult(plan.epoch, plan.step, rows, max(self.script.delay, 1e-4))
         return self._falsify(plan, result)
 
     def _compute(self, row: Row) -> SampledRow | None:
         slot = self.slots[row.slot]
-        known, end = len(slot.tokens), row.start + row.count
-        if end > known:
-            raise ValueError(f"slot {row.slot} has {known} tokens, but the plan computes up to {end}")
+        num_tokens, end = len(slot.tokens), row.start + row.count
+        if end > num_tokens:
+            raise ValueError(f"slot {row.slot} has {num_tokens} tokens, but the plan computes up to {end}")
         scores = self._prompt_logprobs(slot, row)
         if not row.samples:
             return SampledRow(row.slot, [], None, scores) if scores else None
-        if end != known:
-            raise ValueError(f"slot {row.slot} has {known} tokens, but the plan samples behind {end}")
+        if end != num_tokens:
+            raise ValueError(f"slot {row.slot} has {num_tokens} tokens, but the plan samples behind {end}")
         return msgspec.structs.replace(self._sample(row.slot, slot), prompt_logprobs=scores or None)
 
     def _sample(self, index: int, slot: Slot) -> SampledRow:
@@ -202,18 +202,18 @@ class ScriptedRunner:
 
 
 def contains(tokens: list[int], part: list[int]) -> bool:
-    """Whether `part` stands somewhere in `tokens`."""
+    """Return whether `part` is a sublist of `tokens`."""
     return any(tokens[at : at + len(part)] == part for at in range(len(tokens) - len(part) + 1))
 
 
 def chain(tokens: list[int], sample: int, vocab_size: int) -> int:
-    """A token from 3 on that depends on all before it, so that the special ones do not come up."""
+    """Return a token that depends on all before it: 3 or more, since those below are special."""
     digest = hashlib.blake2b(struct.pack(f"<{len(tokens) + 1}i", sample, *tokens), digest_size=8).digest()
     return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
 
 
 def expected_chain(prompt: list[int], count: int, sample: int = 0, vocab_size: int = 1000) -> list[int]:
-    """What an undisturbed run gives for a prompt that begins with CHAIN."""
+    """Return what an undisturbed run generates for a prompt that begins with CHAIN."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(chain(tokens, sample, vocab_size))
@@ -227,14 +227,14 @@ def main() -> int:
     parser.add_argument("--life", type=int, default=0)
     parser.add_argument("--supervisor", type=int, default=0)
     parser.add_argument("--scheduler-timeout", type=float, default=300.0)
-    given = parser.parse_args()
-    script = msgspec.json.decode(given.script.read_bytes(), type=Script) if given.script else Script()
+    args = parser.parse_args()
+    script = msgspec.json.decode(args.script.read_bytes(), type=Script) if args.script else Script()
     start_logging()
-    follow(given.supervisor)
+    follow(args.supervisor)
     config = WorkerConfig(
-        scheduler=given.scheduler, supervisor=given.supervisor, scheduler_timeout=given.scheduler_timeout
+        scheduler=args.scheduler, supervisor=args.supervisor, scheduler_timeout=args.scheduler_timeout
     )
-    return serve(config, ScriptedRunner(script, given.life))
+    return serve(config, ScriptedRunner(script, args.life))
 
 
 if __name__ == "__main__":

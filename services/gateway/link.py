@@ -245,7 +245,7 @@ def _error(refused: Refused) -> QuireError:
     match refused.reason:
         case Refusal.QUEUE_FULL:
             return Overloaded(refused.detail, refused.retry_after)
-        case Refusal.DRAINING:
+        case Refusal.DRAINING | Refusal.NOT_READY:
             return Unavailable(refused.detail)
         case Refusal.TOO_LONG:
             return InvalidRequest(refused.detail, "prompt")

@@ -18,11 +18,11 @@ from shared.process import follow, refuse, set_log_level, start_logging
 from shared.transport import listen
 
 LINGER_MS = 1_000
-"""For the last messages to leave when the process ends."""
+"""Milliseconds that the last messages have to leave when the process ends."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run until SIGTERM or SIGINT; the exit status."""
+    """Run until SIGTERM or SIGINT, and return the exit status."""
     start_logging()
     try:
         config = load(SchedulerConfig, argv, os.environ, prog="python -m services.scheduler")
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(config: SchedulerConfig) -> None:
-    """Bind, serve, drain. Raises `QuireError` for what is wrong with the settings."""
+    """Bind, serve, drain. Raise `QuireError` if the settings cannot be used."""
     with (
         zmq.Context() as context,
         listen(context, config.gateways, insecure=config.insecure, linger_ms=LINGER_MS) as gateways,
@@ -43,8 +43,8 @@ def run(config: SchedulerConfig) -> None:
     ):
         service = Service(config, gateways, workers)
         signals = [signal.SIGTERM] if config.supervisor else [signal.SIGTERM, signal.SIGINT]
-        for number in signals:
-            signal.signal(number, lambda *_: service.stop())
+        for signal_number in signals:
+            signal.signal(signal_number, lambda *_: service.stop())
         with _export(config, service):
             service.run()
 
@@ -52,8 +52,8 @@ def run(config: SchedulerConfig) -> None:
 def _export(config: SchedulerConfig, service: Service) -> AbstractContextManager[None]:
     if not config.metrics_port:
         return nullcontext()
-    collector = EngineCollector(lambda: service.engine.model, lambda: {config.engine: service.snapshot})
-    return export(config.metrics_port, registry(collector), lambda: service.turned)
+    collector = EngineCollector(lambda: service.model, lambda: {config.engine: service.snapshot})
+    return export(config.metrics_port, registry(collector), lambda: service.last_turn)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,41 @@
 """The scheduler's settings, and what follows from them once a worker has registered.
 
-`limits` is where the two meet: the user's wishes and the device's memory give the core its `Limits`.
+`make_limits` turns the user's settings and the worker's memory into the core's `Limits`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from msgspec import Meta, Struct
 
-from services.scheduler.core import Limits, check_wishes, fit_model_len
+from services.scheduler.core import Limits, check_settings, fit_model_len
 from shared.config import LogLevel
 from shared.errors import ConfigError
-from shared.protocol import Configure, Epoch, Register
+from shared.protocol import Configure, Epoch, ModelInfo
 
 MAX_BLOCKS = 2**21
-"""Blocks of a pool, whatever memory there is: this process keeps some 100 bytes for each, and 33 million tokens of
-context are more than the sequences that run at a time make use of."""
+"""Blocks of a pool at most, however much memory there is: this process keeps some 100 bytes for each, and sequences
+that run at the same time hardly use more than 33 million tokens of context."""
 
-CPU_BATCHED_TOKENS = 128
-GPU_BATCHED_TOKENS = 8192
+CPU_PREFILL_TOKENS = 128
+GPU_PREFILL_TOKENS = 8192
+"""Tokens of prompt in a step, besides one token of each running sequence, unless the user sets the size of a step."""
+
+
+class WorkerCapacity(Protocol):
+    """A worker's model and the memory that it has for KV. `Register` has these fields, and a runner's info too."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def kv_memory(self) -> int: ...
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Settings of one scheduler, the head of one engine. Raises `ConfigError` for those that cannot work together."""
+    """Settings of one scheduler, the head of one engine. Raise `ConfigError` for those that cannot work together."""
 
     gateways: Annotated[str, Meta(description="Address to bind for gateways (ipc:// or tcp://).")] = (
         "tcp://127.0.0.1:5557"
@@ -90,20 +104,22 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     ] = ""
 
     def __post_init__(self) -> None:
-        check_wishes(self.max_num_batched_tokens, self.max_num_seqs, self.scheduling_policy, self.priority_ageing)
+        check_settings(self.max_num_batched_tokens, self.max_num_seqs, self.scheduling_policy, self.priority_ageing)
 
 
-def limits(config: SchedulerConfig, worker: Register) -> Limits:
-    """The core's limits for an engine whose worker is `worker`. ConfigError if nothing fits its memory."""
+def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
+    """Return the core's limits for an engine with this worker. Raise `ConfigError` if its memory is too small."""
     num_blocks = count_blocks(config, worker)
-    wanted = min(config.max_model_len or worker.model.max_positions, worker.model.max_positions)
-    spare = CPU_BATCHED_TOKENS if worker.device.startswith("cpu") else GPU_BATCHED_TOKENS
+    prefill_tokens = CPU_PREFILL_TOKENS if worker.device.startswith("cpu") else GPU_PREFILL_TOKENS
+    max_positions = worker.model.max_positions
+    requested = min(config.max_model_len or max_positions, max_positions)
     return Limits(
+        vocab_size=worker.model.vocab_size,
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or config.max_num_seqs + spare,
-        max_model_len=fit_model_len(wanted, num_blocks, config.block_size),
+        max_num_batched_tokens=config.max_num_batched_tokens or config.max_num_seqs + prefill_tokens,
+        max_model_len=fit_model_len(requested, num_blocks, config.block_size),
         max_queued_requests=config.max_num_queued_reqs,
         max_queued_tokens=config.max_num_queued_tokens,
         prefix_caching=config.enable_prefix_caching,
@@ -113,27 +129,27 @@ def limits(config: SchedulerConfig, worker: Register) -> Limits:
     )
 
 
-def count_blocks(config: SchedulerConfig, worker: Register) -> int:
-    """Blocks of the pool; ConfigError if the worker's memory holds none."""
-    num_blocks = _blocks(config, worker)
+def count_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
+    """Return how many blocks the worker's pool has. Raise `ConfigError` if its memory holds none."""
+    num_blocks = _num_blocks(config, worker)
     if num_blocks < 1:
         block_bytes = worker.kv_bytes_per_token * config.block_size
         raise ConfigError(f"the worker has {worker.kv_memory} bytes for KV, but one block takes {block_bytes}")
     return num_blocks
 
 
-def pool_tokens(config: SchedulerConfig, worker: Register) -> int:
+def pool_tokens(config: SchedulerConfig, worker: WorkerCapacity) -> int:
     """Return how many tokens the worker's pool holds; 0 if its memory holds no block."""
-    return _blocks(config, worker) * config.block_size
+    return _num_blocks(config, worker) * config.block_size
 
 
-def _blocks(config: SchedulerConfig, worker: Register) -> int:
-    fitting = worker.kv_memory // (worker.kv_bytes_per_token * config.block_size)
-    return config.num_gpu_blocks_override or min(fitting, MAX_BLOCKS)
+def _num_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
+    affordable = worker.kv_memory // (worker.kv_bytes_per_token * config.block_size)
+    return config.num_gpu_blocks_override or min(affordable, MAX_BLOCKS)
 
 
-def configuration(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:
-    """What begins `epoch` at a worker whose pool has `num_blocks`; all else is as the core was told."""
+def make_configure(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:
+    """Return the message that begins `epoch` at a worker whose pool has `num_blocks`."""
     return Configure(
         epoch=epoch,
         block_size=limits.block_size,

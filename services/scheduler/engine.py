@@ -1,25 +1,30 @@
-"""`Engine`: the core together with the worker group that it was made for, across the group's deaths.
+"""`Engine`: the core together with what it serves: one model, on one worker after the other.
 
-It turns a worker's `Register` into limits and epochs. It knows no sockets and no clock, like the core that it wraps.
+The scheduler service drives it over sockets, and `quire.engine` inside the caller's process. It knows no sockets and no
+clock, like the core that it wraps.
 """
 
 import logging
 import secrets
+from collections.abc import Collection
 
-import msgspec
+from msgspec.structs import replace
 
-from services.scheduler.config import SchedulerConfig, configuration, count_blocks, limits, pool_tokens
+from services.scheduler.config import (
+    SchedulerConfig,
+    WorkerCapacity,
+    count_blocks,
+    make_configure,
+    make_limits,
+    pool_tokens,
+)
 from services.scheduler.core import Scheduler
-from services.scheduler.validity import fault
 from shared.protocol import (
     VERSION,
     Configure,
     Epoch,
-    ModelInfo,
     ProgressRow,
-    Refusal,
     Refused,
-    Register,
     Snapshot,
     StepPlan,
     StepResult,
@@ -31,104 +36,88 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One replica of a model. Until the first worker has come, there is nothing to schedule for."""
+    """A replica of a model.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    The first worker decides the model and the limits; later workers have to match them. Raise `ConfigError` if the
+    first worker's memory is too small.
+    """
+
+    def __init__(self, config: SchedulerConfig, worker: WorkerCapacity) -> None:
         self._config = config
-        self._core: Scheduler | None = None
-        self._model: ModelInfo | None = None
+        self.model = worker.model
+        self.limits = make_limits(config, worker)
+        self._core = Scheduler(self.limits)
         self._epoch = Epoch(secrets.token_hex(8), 0)
-        self._draining = False
+        self._warn_of_reduced_context()
 
     @property
-    def model(self) -> str:
-        """Folder or name of the model; empty before the first worker has come."""
-        return self._model.name if self._model else ""
-
-    @property
-    def idle(self) -> bool:
-        """No request is unfinished."""
-        return self._core is None or self._core.idle
+    def unfinished(self) -> Collection[int]:
+        """The ids of all requests that have not ended: a view, which changes with them."""
+        return self._core.unfinished
 
     @property
     def snapshot(self) -> Snapshot:
-        return Snapshot() if self._core is None else self._core.snapshot()
+        return self._core.snapshot()
 
-    def unsuitable(self, worker: Register) -> str:
-        """Return why a worker cannot go on with what this engine serves; empty if it can. The first one always can."""
-        if self._model is None or self._core is None:
-            return ""
-        if self._differs(worker, self._model):
-            return "it has loaded another model than this engine serves"
-        tokens, promised = pool_tokens(self._config, worker), self._core.limits.max_model_len
-        if tokens < promised:
-            return f"its memory holds {tokens} tokens, but requests of {promised} were promised to be served"
-        return ""
-
-    @staticmethod
-    def _differs(worker: Register, model: ModelInfo) -> bool:
-        if model.fingerprint != worker.model.fingerprint:
-            log.warning("a new worker computes differently from the former: continued outputs may differ")
-        return msgspec.structs.replace(worker.model, fingerprint=model.fingerprint) != model
-
-    def configure(self, worker: Register) -> Configure:
-        """Begin an epoch with this worker. Raises `ConfigError` if its memory is too small."""
-        core = self._core or self._begin(worker)
-        num_blocks = count_blocks(self._config, worker)
-        self._epoch = Epoch(self._epoch.boot_id, self._epoch.count + 1)
-        core.begin_epoch(self._epoch, num_blocks)
-        return configuration(core.limits, self._epoch, num_blocks)
-
-    def welcome(self) -> Welcome | None:
-        """What gateways need to know; None before the first worker has come."""
-        if self._core is None or self._model is None:
-            return None
+    @property
+    def welcome(self) -> Welcome:
+        """The answer to a gateway's `Hello`."""
         return Welcome(
             version=VERSION,
             engine=self._config.engine,
             boot_id=self._epoch.boot_id,
-            model=self._model,
-            max_model_len=self._core.limits.max_model_len,
-            max_num_seqs=self._core.limits.max_num_seqs,
+            model=self.model,
+            max_model_len=self.limits.max_model_len,
+            max_num_seqs=self.limits.max_num_seqs,
         )
 
+    def mismatch(self, worker: WorkerCapacity) -> str:
+        """Return why a worker cannot take over; empty if it can."""
+        if worker.model.fingerprint != self.model.fingerprint:
+            log.warning("a new worker computes differently from the former: continued outputs may differ")
+        if replace(worker.model, fingerprint=self.model.fingerprint) != self.model:
+            return "it has loaded another model than this engine serves"
+        capacity, promised = pool_tokens(self._config, worker), self.limits.max_model_len
+        if capacity < promised:
+            return f"its memory holds {capacity} tokens, but requests of {promised} were promised to be served"
+        return ""
+
+    def configure(self, worker: WorkerCapacity) -> Configure:
+        """Begin an epoch with this worker, and return what configures it."""
+        num_blocks = count_blocks(self._config, worker)
+        self._epoch = replace(self._epoch, count=self._epoch.count + 1)
+        self._core.begin_epoch(self._epoch, num_blocks)
+        return make_configure(self.limits, self._epoch, num_blocks)
+
     def submit(self, request: Submit, now: float) -> Refused | None:
-        """Accept a request, or say why not."""
-        if self._core is None or self._model is None:
-            return Refused(request.id, Refusal.DRAINING, "the engine has not started yet")
-        if found := fault(request, self._model.vocab_size):
-            return Refused(request.id, Refusal.INVALID, found)
+        """Accept a request, or return why not."""
         return self._core.submit(request, now)
 
-    def abort(self, id: int, sample: int) -> list[ProgressRow]:
-        return [] if self._core is None else self._core.abort(id, sample)
+    def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
+        """End a request, or one sample of it, and return the last rows."""
+        return self._core.abort(id, sample)
 
     def plan(self, now: float) -> StepPlan | None:
-        return None if self._core is None else self._core.plan(now)
+        """Return the next step, or None if nothing can be computed or enough is in flight."""
+        return self._core.plan(now)
 
     def commit(self, result: StepResult) -> list[ProgressRow]:
-        """News of a step. Raises `ProtocolError` if the result does not answer the plan."""
-        return [] if self._core is None else self._core.commit(result)
+        """Apply a step's result and return the progress. Raise `ProtocolError` if it does not answer the plan."""
+        return self._core.commit(result)
 
     def lose_worker(self, now: float) -> list[ProgressRow]:
-        """The worker is gone; what ran waits for the next one. Returns the ends of requests that are at fault."""
-        return [] if self._core is None else self._core.lose_worker(now)
+        """Put what ran back into the queue, and return the ends of requests that killed their workers."""
+        return self._core.lose_worker(now)
 
     def drain(self) -> None:
         """Take no new requests from now on."""
-        self._draining = True
-        if self._core is not None:
-            self._core.drain()
+        self._core.drain()
 
-    def _begin(self, worker: Register) -> Scheduler:
-        made = limits(self._config, worker)
-        wanted = self._config.max_model_len or worker.model.max_positions
-        if made.max_model_len < wanted:
-            tight = made.max_model_len < worker.model.max_positions
-            reason = "the KV memory holds no more" if tight else "the model was made for no more"
-            log.warning("max_model_len is reduced from %d to %d: %s", wanted, made.max_model_len, reason)
-        self._model = worker.model
-        core = self._core = Scheduler(made)
-        if self._draining:
-            core.drain()
-        return core
+    def _warn_of_reduced_context(self) -> None:
+        max_model_len, max_positions = self.limits.max_model_len, self.model.max_positions
+        requested = self._config.max_model_len or max_positions
+        if max_model_len < requested:
+            reason = (
+                "the KV memory holds no more" if max_model_len < max_positions else "the model was made for no more"
+            )
+            log.warning("max_model_len is reduced from %d to %d: %s", requested, max_model_len, reason)

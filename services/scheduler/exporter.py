@@ -1,7 +1,8 @@
 """The scheduler's HTTP endpoint, in threads of its own: `/metrics` for Prometheus, `/health` for an orchestrator.
 
-It reads what the loop leaves behind and never touches sockets or the core. Healthy means that the loop turns. Whether
-a worker is there is no part of it, for a restart of the scheduler would not bring one; the gateways' `/health` says so.
+It reads what the loop leaves behind and never touches sockets or the core. Healthy means that the loop turns. It does
+not matter whether a worker is there, since a restart of the scheduler would not bring one: the gateways' `/health`
+reports that.
 """
 
 import time
@@ -15,14 +16,14 @@ from shared.errors import ConfigError
 from shared.metrics import exposition
 
 STALLED = 5.0
-"""Seconds since the last turn of the loop from which on it is taken for stuck; idle, it turns four times a second."""
+"""Seconds after its last turn at which the loop is taken for stuck. An idle loop turns four times a second."""
 
 
 @contextmanager
-def export(port: int, registry: CollectorRegistry, turned: Callable[[], float]) -> Iterator[None]:
-    """Answer at `port` for the time of the block. `turned` is the monotonic time of the loop's last turn.
+def export(port: int, registry: CollectorRegistry, last_turn: Callable[[], float]) -> Iterator[None]:
+    """Answer at `port` for the time of the block. `last_turn` returns the monotonic time of the loop's last turn.
 
-    Raises `ConfigError` if the port cannot be had.
+    Raise `ConfigError` if the port cannot be bound.
     """
     try:
         server, _ = start_http_server(port, registry=registry)
@@ -30,7 +31,7 @@ def export(port: int, registry: CollectorRegistry, turned: Callable[[], float]) 
         raise ConfigError(f"--metrics-port {port}: {error.strerror}") from error
 
     def answer(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-        return health(turned(), start) if environ["PATH_INFO"] == "/health" else metrics(registry, start)
+        return health(last_turn(), start) if environ["PATH_INFO"] == "/health" else metrics(registry, start)
 
     server.set_app(answer)
     try:
@@ -41,17 +42,17 @@ def export(port: int, registry: CollectorRegistry, turned: Callable[[], float]) 
 
 
 def metrics(registry: CollectorRegistry, start: Any) -> Iterable[bytes]:
-    """The figures, at any path but one."""
+    """Answer with the metrics, at any path but /health."""
     data, content_type = exposition(registry)
     start("200 OK", [("Content-Type", content_type)])
     return [data]
 
 
-def health(turned: float, start: Any) -> Iterable[bytes]:
-    """200, or 503 and since when the loop stands still."""
-    still = time.monotonic() - turned
-    if still < STALLED:
+def health(last_turn: float, start: Any) -> Iterable[bytes]:
+    """Answer with 200, or with 503 and the seconds for which the loop has stood still."""
+    standstill = time.monotonic() - last_turn
+    if standstill < STALLED:
         start("200 OK", [("Content-Type", "text/plain")])
         return []
     start("503 Service Unavailable", [("Content-Type", "text/plain")])
-    return [f"the scheduler's loop has stood still for {still:.0f} s\n".encode()]
+    return [f"the scheduler's loop has stood still for {standstill:.0f} s\n".encode()]

@@ -1,9 +1,10 @@
-"""Gateways: who they are, whose requests are whose, and what is on its way to them. No queue of requests.
+"""Gateways: who is connected, which request is whose, and what is on its way to them. No queue of requests.
 
-A gateway names its requests by ids of its own; the core knows them by numbers that are unique over the scheduler's
-life. `_owners` maps the latter to the former, holds what is unfinished and nothing else, and is empty at idle.
+A gateway names its requests by ids of its own; the engine knows them by ids that are unique over the scheduler's life.
+`_origins` maps the latter to the former. The engine alone knows which requests are unfinished: a request is forgotten
+here when its gateway leaves, when the engine refuses it, or with the row after which the engine has none left for it.
 
-What a gateway cannot take at the moment waits here: news of later steps are merged into the same message, so that
+What a gateway cannot take at the moment waits here. Rows of later steps are merged into the same message, so that
 a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
 `GATEWAY_PATIENCE` seconds, has its requests aborted.
 """
@@ -12,11 +13,11 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.errors import ProtocolError
 from shared.liveness import GATEWAY_PATIENCE, Liveness
@@ -42,174 +43,172 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 
 log = logging.getLogger(__name__)
 
-SKEW = 10.0
-"""Seconds by which a request's arrival may lie before it came here: a gateway's clock must not put its requests before
-or behind all others'."""
+MAX_CLOCK_SKEW = 10.0
+"""Seconds by which a request may claim to have arrived before it came here. A gateway with a wrong clock must not put
+its requests before or behind all others."""
 
-TURN_BYTES = 4 * 1024 * 1024
+MAX_TURN_BYTES = 4 * 1024 * 1024
 """Bytes of gateways' messages after which no more are read in one turn: some milliseconds' work."""
 
-ROWS = 4096
+MAX_ROWS = 4096
 """Rows in one message at most: far below the limit of a frame, whatever log-probabilities they carry."""
 
 
 class Gateway:
-    """One gateway on its connection."""
+    """A gateway on its connection."""
 
-    def __init__(self, name: bytes, fd: int, now: float) -> None:
-        self.name = name
+    def __init__(self, identity: bytes, fd: int, now: float) -> None:
+        self.identity = identity  # of its socket
         self.fd = fd
         self.liveness = Liveness(GATEWAY_PATIENCE, now, turn=GATEWAY_PATIENCE)
         self.stuck_since: float | None = None
-        self.ids: dict[int, int] = {}  # its ids to the core's
+        self.ids: dict[int, int] = {}  # its ids to the engine's
         self.outbox: deque[bytes] = deque()
         self.accepted: list[int] = []  # its ids, to be sent behind the outbox
         self.rows: list[ProgressRow] = []  # to be sent behind those
 
     @property
     def unsent(self) -> bool:
-        """Return whether something waits to be sent."""
+        """True if something waits to be sent."""
         return bool(self.outbox or self.accepted or self.rows)
 
     def next_message(self) -> bytes:
-        """Return what is to be sent next, which stays the first of the outbox; call it only if there is something."""
+        """Return the message to send next, which stays first in the outbox. Call it only if `unsent`."""
         if not self.outbox and self.accepted:
             self.outbox.append(encode(Accepted(self.accepted)))
             self.accepted = []
         elif not self.outbox:
-            self.outbox.append(encode(Progress(self.rows[:ROWS])))
-            del self.rows[:ROWS]
+            self.outbox.append(encode(Progress(self.rows[:MAX_ROWS])))
+            del self.rows[:MAX_ROWS]
         return self.outbox[0]
 
     def __repr__(self) -> str:
-        return f"{show(self.name)} with {len(self.ids)} requests"
+        return f"{show(self.identity)} with {len(self.ids)} requests"
 
 
-class Owner(Struct):
-    """To whom a request of the core belongs."""
+class Origin(Struct, frozen=True):
+    """The gateway that sent a request, and its id there."""
 
     gateway: Gateway
     id: int  # the gateway's
-    unfinished: int  # samples
 
 
 class Gateways:
-    """The gateways' side of the scheduler. `short_of_cpu`: whether the scheduler is short of CPU."""
+    """The gateways' side of the scheduler. `short_of_cpu` tells whether the scheduler is short of CPU."""
 
     def __init__(self, listener: Listener, short_of_cpu: Callable[[float], bool]) -> None:
         self._listener = listener
         self._short_of_cpu = short_of_cpu
-        self._peers: dict[bytes, Gateway] = {}
-        self._owners: dict[int, Owner] = {}  # by the core's ids
+        self._gateways: dict[bytes, Gateway] = {}
+        self._origins: dict[int, Origin] = {}  # by the engine's ids
         self._next_id = itertools.count()
         self._welcome: bytes | None = None
         self._orphans: list[Abort] = []
 
     @property
-    def unfinished(self) -> list[int]:
-        """The core's ids of all requests that have not ended."""
-        return list(self._owners)
-
-    @property
     def flushed(self) -> bool:
-        """Nothing waits to be sent."""
-        return not any(gateway.unsent for gateway in self._peers.values())
+        """True if nothing waits to be sent."""
+        return not any(gateway.unsent for gateway in self._gateways.values())
 
-    def receive(self, most: int, now: float) -> list[Submit | Abort]:
-        """What gateways want of the core, under the core's ids; at most so many messages are read."""
-        self._notice_gone()
-        wanted: list[Submit | Abort] = []
+    def receive(self, max_messages: int, now: float) -> list[Submit | Abort]:
+        """Read at most `max_messages`, and return the requests and aborts among them under the engine's ids."""
+        self._drop_disconnected()
+        requests: list[Submit | Abort] = []
         size = 0
-        for _ in range(most):
-            if size > TURN_BYTES or (message := self._listener.receive()) is None:
+        for _ in range(max_messages):
+            if size > MAX_TURN_BYTES or (message := self._listener.receive()) is None:
                 break
             size += message.size
             request = self._handle(message, now)
             if request is not None:
-                wanted.append(request)
-        return wanted
+                requests.append(request)
+        return requests
 
-    def orphans(self) -> list[Abort]:
-        """Aborts of what belonged to gateways that were given up since the last call."""
+    def take_orphans(self) -> list[Abort]:
+        """Return aborts of the requests whose gateways were given up since the last call."""
         orphans, self._orphans = self._orphans, []
         return orphans
 
     def accept(self, id: int) -> None:
-        """Tell the gateway with the next `flush` that the core has taken a request."""
-        owner = self._owners.get(id)
-        if owner is not None:
-            owner.gateway.accepted.append(owner.id)
+        """Tell the gateway, with the next `flush`, that the engine has taken a request."""
+        origin = self._origins.get(id)
+        if origin is not None:
+            origin.gateway.accepted.append(origin.id)
 
     def refuse(self, refused: Refused) -> None:
-        """Pass a refusal of the core on."""
-        owner = self._owners.pop(refused.id, None)
-        if owner is not None:
-            del owner.gateway.ids[owner.id]
-            owner.gateway.outbox.append(encode(msgspec.structs.replace(refused, id=owner.id)))
+        """Pass a refusal of the engine on."""
+        origin = self._origins.get(refused.id)
+        if origin is not None:
+            self._forget(refused.id)
+            origin.gateway.outbox.append(encode(replace(refused, id=origin.id)))
 
-    def deliver(self, rows: Iterable[ProgressRow]) -> None:
-        """Note news of the core for those whom they concern; they leave with the next `flush`."""
+    def deliver(self, rows: Iterable[ProgressRow], unfinished: Container[int]) -> None:
+        """Hand rows to the gateways of their requests, to leave with the next `flush`.
+
+        `unfinished` holds the engine's ids of the requests for which more rows will come.
+        """
+        ended = []
         for row in rows:
-            owner = self._owners.get(row.id)
-            if owner is None:
+            origin = self._origins.get(row.id)
+            if origin is None:
                 continue
-            owner.gateway.rows.append(msgspec.structs.replace(row, id=owner.id))
-            if row.finish_reason is not None:
-                owner.unfinished -= 1
-                if not owner.unfinished:
-                    del self._owners[row.id], owner.gateway.ids[owner.id]
+            origin.gateway.rows.append(replace(row, id=origin.id))
+            if row.finish_reason is not None and row.id not in unfinished:
+                ended.append(row.id)
+        for id in dict.fromkeys(ended):  # not before: the last rows of several samples may come together
+            self._forget(id)
 
     def welcome(self, welcome: Welcome) -> None:
-        """Answer all gateways, those that have come and those that will."""
+        """Answer all gateways, those that are connected and those that will be."""
         self._welcome = encode(welcome)
-        for gateway in self._peers.values():
+        for gateway in self._gateways.values():
             gateway.outbox.append(self._welcome)
 
     def status(self, status: Status) -> None:
-        """Send a sign of life, except to those who do not take what was sent before."""
+        """Send a sign of life to all gateways but those that do not take what was sent before."""
         body = encode(status)
-        for gateway in self._peers.values():
+        for gateway in self._gateways.values():
             if gateway.stuck_since is None:
                 gateway.outbox.append(body)
 
     def flush(self, now: float) -> None:
         """Send what gateways can take."""
-        for gateway in list(self._peers.values()):
+        for gateway in list(self._gateways.values()):
             if gateway.unsent:
                 self._flush(gateway, now)
 
     def expire(self, now: float) -> None:
-        """Give up who is dead by its own signs, or has taken nothing for too long."""
-        for gateway in list(self._peers.values()):
+        """Give up each gateway that is dead by its own signs, or has read nothing for too long."""
+        for gateway in list(self._gateways.values()):
             due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_PATIENCE
             what = f"has read nothing for {GATEWAY_PATIENCE:.0f} s"
-            if fault := gateway.liveness.fault(now, due=due, what=what, short_of_cpu=self._short_of_cpu(now)):
-                self._give_up(gateway, fault)
+            if reason := gateway.liveness.fault(now, due=due, what=what, short_of_cpu=self._short_of_cpu(now)):
+                self._give_up(gateway, reason)
 
-    def forgive(self, seconds: float) -> None:
-        """The scheduler itself stood still for so long."""
-        for gateway in self._peers.values():
+    def postpone(self, seconds: float) -> None:
+        """Move all deadlines by so many seconds, for which the scheduler itself stood still."""
+        for gateway in self._gateways.values():
             gateway.liveness.forgive(seconds)
             if gateway.stuck_since is not None:
                 gateway.stuck_since += seconds
 
     def _handle(self, message: Message, now: float) -> Submit | Abort | None:
-        gateway = self._peers.get(message.peer)
+        gateway = self._gateways.get(message.peer)
         try:
             content = decode_from_gateway(message.body)
         except ProtocolError as error:
             log.warning("gateway %s: %s", show(message.peer), error)
             if gateway is not None:
-                self._refuse_nonsense(gateway, message.body, error)
+                self._refuse_undecodable(gateway, message.body, error)
             return None
         if isinstance(content, Hello):
-            self._greet(message, content, now)
+            self._handle_hello(message, content, now)
             return None
         if isinstance(content, Heartbeat):
-            self._note_beat(content, now)
+            self._handle_heartbeat(content, now)
             return None
         if gateway is None:
-            self._turn_away(message.peer)
+            self._reject_unknown(message.peer)
             return None
         gateway.liveness.hear(now)
         match content:
@@ -219,39 +218,39 @@ class Gateways:
                 id = gateway.ids.get(content.id)
                 return None if id is None else Abort(id, content.sample)
 
-    def _note_beat(self, beat: Heartbeat, now: float) -> None:
-        name = beat.identity.encode()
-        if (gateway := self._peers.get(name)) is not None:
-            gateway.liveness.beat(beat.process, now)
+    def _handle_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
+        identity = heartbeat.identity.encode()
+        if (gateway := self._gateways.get(identity)) is not None:
+            gateway.liveness.beat(heartbeat.process, now)
         else:
-            self._turn_away(name)
+            self._reject_unknown(identity)
 
-    def _refuse_nonsense(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
-        """A `Submit` with a value out of its range costs its sender that request, anything else its connection."""
+    def _refuse_undecodable(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
+        """Refuse a `Submit` with a value out of its range; give up the sender of anything else."""
         id = id_of_submit(body)
         if id is None:
             self._give_up(gateway, "it sent something that is not a message")
         else:
             gateway.outbox.append(encode(Refused(id, Refusal.INVALID, str(error))))
 
-    def _greet(self, message: Message, hello: Hello, now: float) -> None:
-        self._notice_gone()  # from here on, a descriptor that is used again means the newcomer
+    def _handle_hello(self, message: Message, hello: Hello, now: float) -> None:
+        self._drop_disconnected()  # first: the newcomer may have the descriptor of a connection that has ended
         if message.fd not in self._listener.monitor.connected:
-            return  # gone already
+            return  # it has ended meanwhile
         if hello.version != VERSION:
             reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
             log.error(reason, show(message.peer), hello.version, VERSION)
             return
-        for former in [one for one in self._peers.values() if message.fd == one.fd or message.peer == one.name]:
+        for former in [one for one in self._gateways.values() if message.fd == one.fd or message.peer == one.identity]:
             self._give_up(former, "its connection ended")
-        gateway = self._peers[message.peer] = Gateway(message.peer, message.fd, now)
+        gateway = self._gateways[message.peer] = Gateway(message.peer, message.fd, now)
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
         log.info("gateway %s connected", show(message.peer))
 
-    def _turn_away(self, peer: bytes) -> None:
-        """Tell one who was given up, and may not know it: it must not wait for what never comes."""
-        log.debug("something of %s, who is not known (any more)", show(peer))
+    def _reject_unknown(self, peer: bytes) -> None:
+        """Tell a gateway that may not know it that it was given up, so that it does not wait for progress."""
+        log.debug("a message of %s, which is not connected or was given up", show(peer))
         with suppress(PeerGone, PeerSlow):
             self._listener.send(peer, encode(UnknownGateway()))
 
@@ -262,13 +261,17 @@ class Gateways:
             return None
         id = next(self._next_id)
         gateway.ids[submit.id] = id
-        self._owners[id] = Owner(gateway, submit.id, submit.n)
-        return msgspec.structs.replace(submit, id=id, arrival=_arrival(submit.arrival, time.time()))
+        self._origins[id] = Origin(gateway, submit.id)
+        return replace(submit, id=id, arrival=_arrival(submit.arrival, time.time()))
+
+    def _forget(self, id: int) -> None:
+        origin = self._origins.pop(id)
+        del origin.gateway.ids[origin.id]
 
     def _flush(self, gateway: Gateway, now: float) -> None:
         while gateway.unsent:
             try:
-                self._listener.send(gateway.name, gateway.next_message())
+                self._listener.send(gateway.identity, gateway.next_message())
             except PeerSlow:
                 gateway.stuck_since = gateway.stuck_since or now
                 return
@@ -278,19 +281,19 @@ class Gateways:
             gateway.outbox.popleft()
             gateway.stuck_since = None
 
-    def _notice_gone(self) -> None:
-        gone = set(self._listener.monitor.drain())
-        for gateway in [gateway for gateway in self._peers.values() if gateway.fd in gone]:
+    def _drop_disconnected(self) -> None:
+        disconnected = set(self._listener.monitor.drain())
+        for gateway in [gateway for gateway in self._gateways.values() if gateway.fd in disconnected]:
             self._give_up(gateway, "its connection ended")
 
     def _give_up(self, gateway: Gateway, reason: str) -> None:
         log.log(logging.WARNING if gateway.ids else logging.INFO, "gateway %r has left: %s", gateway, reason)
-        del self._peers[gateway.name]
+        del self._gateways[gateway.identity]
         for id in gateway.ids.values():
-            del self._owners[id]
+            del self._origins[id]
             self._orphans.append(Abort(id))
 
 
-def _arrival(said: float, now: float) -> float:
-    """Return when a request arrived: the time that its gateway said, within bounds, or `now` if that is 0."""
-    return min(max(said, now - SKEW), now) if said else now
+def _arrival(claimed: float, now: float) -> float:
+    """Return when a request arrived: the time that its gateway claims, within bounds, or `now` if that is 0."""
+    return min(max(claimed, now - MAX_CLOCK_SKEW), now) if claimed else now

@@ -1,4 +1,4 @@
-"""`Registration`: a worker on its connection, its signs of life, and the hold that a scheduler has on its process."""
+"""`Registration`: a worker on its connection, its signs of life, and the scheduler's handle on its process."""
 
 import os
 import signal
@@ -10,43 +10,43 @@ from shared.transport import Message, show
 from shared.usage import Process
 
 MAX_MEMORY = 2**50
-"""Bytes, for KV or for one token's: no machine has so much."""
+"""Bytes, for KV or for one token's KV: no machine has so much."""
 
-MAX_STEP = 600.0
-"""Seconds, for a step of one token or for one more token: such a worker would serve nobody."""
+MAX_STEP_SECONDS = 600.0
+"""For a step of one token, or for one more token: a worker that is slower would serve nobody."""
 
 
 class Registration:
-    """One worker, from its `Register` to the end of its connection."""
+    """A worker, from its `Register` to the end of its connection."""
 
     def __init__(self, message: Message, register: Register, timeout: float, now: float) -> None:
-        self.name = message.peer
+        self.identity = message.peer  # of its socket
         self.fd = message.fd
         self.register = register
-        self._pidfd = _open_process(message, register)
+        self._pidfd = _open_process(message, register)  # None if the process is not on this host
         self._process = Process(register.pid)
         self.liveness = Liveness(
             timeout, now, computes=register.device.startswith("cpu"), local=self._pidfd is not None
         )
 
     def __repr__(self) -> str:
-        return f"{show(self.name)} on {self.register.device}"
+        return f"{show(self.identity)} on {self.register.device}"
 
     def replaced_by(self, newcomer: "Registration") -> bool:
-        """Whether the newcomer shows that this connection is gone: it has its descriptor, or is the same process."""
+        """Return whether this connection has ended, since the newcomer has its descriptor or is the same process."""
         local = self._pidfd is not None and newcomer._pidfd is not None
         return self.fd == newcomer.fd or (local and self.register.pid == newcomer.register.pid)
 
     def kill(self) -> bool:
-        """End the process, hung or not; False if it is not within reach."""
+        """Kill the process, hung or not. Return False if it is not on this host."""
         if self._pidfd is None:
             return False
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         return True
 
-    def look(self, now: float, due: float) -> None:
-        """Look at the process if it is on this host and a deadline is near. `due`: when its present step is late."""
+    def observe_process(self, now: float, due: float) -> None:
+        """Sample what the process does if it is on this host and a deadline is near: its step is overdue at `due`."""
         if self._pidfd is not None and self.liveness.wants_look(now, due):
             self.liveness.look(self._process.usage(), now)
 
@@ -57,8 +57,8 @@ class Registration:
             self._pidfd = None
 
 
-def unfit(register: Register) -> str:
-    """Why a worker cannot be used; empty if it can."""
+def incompatibility(register: Register) -> str:
+    """Return why a worker cannot be used; empty if it can."""
     if register.version != VERSION:
         return f"it speaks version {register.version} of the protocol, this scheduler version {VERSION}"
     if register.rank != 0 or register.world_size != 1:
@@ -67,16 +67,16 @@ def unfit(register: Register) -> str:
         return "what it says of its model cannot be"
     if max(register.kv_bytes_per_token, register.kv_memory) > MAX_MEMORY:
         return f"it says to have {register.kv_memory} bytes for KV, {register.kv_bytes_per_token} for a token"
-    if max(register.step_seconds, register.token_seconds) > MAX_STEP:
+    if max(register.step_seconds, register.token_seconds) > MAX_STEP_SECONDS:
         return f"it says to need {register.step_seconds:g} s for a step, {register.token_seconds:g} s for a token"
     return ""
 
 
 def _open_process(message: Message, register: Register) -> int | None:
-    """A handle of the worker's process, if the kernel confirms who it is and that it runs on this host."""
+    """Return a handle of the worker's process if the kernel confirms its id, which it does on this host only."""
     if message.pid != register.pid:
         return None
     try:
-        return os.pidfd_open(register.pid)  # unlike a number, it cannot come to mean another process
+        return os.pidfd_open(register.pid)  # unlike a pid, it never comes to mean another process
     except OSError:
         return None

@@ -1,177 +1,215 @@
-"""The scheduler's loop: one thread that moves messages between sockets and the core.
+"""The scheduler's loop: one thread that moves messages between sockets and the engine.
 
-Everything happens in `_turn`, in this order: workers first, since a device may be waiting; then a bounded number of
-messages of gateways, so that a burst of them cannot hold up the steps; then plans are sent, and only after them the
-news that gateways get. The loop sleeps in `poll` and nowhere else, and never for longer than `TICK`.
+Each turn of the loop does the same things in the same order. Workers come first, since a device may be waiting. Then a
+bounded number of gateways' messages is read, so that a burst of them cannot hold up the steps. Then plans are sent, and
+only then progress goes to the gateways. The loop sleeps in `poll` and nowhere else, and never longer than `TICK`.
 
-The core keeps time by the monotonic clock; only the arrival of requests, which orders them across gateways, is wall
+It is a loop of `poll`, and not asyncio, because a device waits for it: asyncio costs 70 to 190 us more for each hop
+over a socket (measured with 256 rows), and each step makes two. One thread that receives, decides and sends needs no
+locks either.
+
+The core keeps time by the monotonic clock. Only a request's arrival, which orders requests across gateways, is wall
 clock.
 """
 
 import logging
 import time
+from collections.abc import Collection, Sequence
 
-import msgspec
 import zmq
+from msgspec.structs import replace
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
 from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
-from services.scheduler.workers import Lost, Ready, Workers
+from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, Workers
 from shared.errors import ProtocolError
 from shared.liveness import STANDSTILL
-from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
+from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, StepResult, Submit
 from shared.reporter import Loop, Reporter, supervisor_watcher
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
 
 TICK = 0.25
-"""Seconds between two `Status` messages, and the longest sleep. One more comes before the last news of the last
-unfinished request, so that whoever has its answer finds it in the figures."""
+"""Seconds between two `Status` messages, and the longest sleep. One more `Status` is sent before the last row of the
+last unfinished request, so that a client that has its answer finds it in the metrics."""
 
 MESSAGES = 32
 """Messages of gateways that are read in one turn: about a millisecond's work."""
 
-CUT = 0.05
-"""Seconds between two looks for peers that send more than is read, at least."""
+FLOOD_CHECK = 0.05
+"""Seconds between two checks for peers that send faster than the loop reads, at least."""
 
 
 class Service:
-    """One engine. `run` returns when it was told to stop and everything has been said."""
+    """An engine behind two sockets. `run` returns once it was told to stop and every message has left."""
 
     def __init__(self, config: SchedulerConfig, gateways: Listener, workers: Listener) -> None:
-        self.engine = Engine(config)
+        self.engine: Engine | None = None  # made when the first worker has registered
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
+        self.last_turn = time.monotonic()  # other threads may read it
         self._config = config
         self._loop = Loop()
         self._reporter = Reporter(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
         self._gateways = Gateways(gateways, self._reporter.short_of_cpu)
         self._workers = Workers(workers, config.worker_timeout, self._reporter.short_of_cpu)
         self._listeners = (gateways, workers)
-        self._cut = 0.0  # when floods were last looked for
         self._poller = zmq.Poller()
         for listener in (workers, gateways):
             self._poller.register(listener.socket, zmq.POLLIN)
             self._poller.register(listener.monitor.socket, zmq.POLLIN)
-        self._stops = 0  # how often `stop` was called
-        self._drained_at: float | None = None  # when waiting for running requests ends
-        self.turned = self._ticked = time.monotonic()  # when the loop did so last; other threads may read it
-        self._throughput = Throughput(self.turned)
-        self._rests = True  # no request was unfinished at the last turn
+        self._stop_calls = 0
+        self._drain_deadline: float | None = None  # None until the loop has seen that it is to stop
+        self._last_tick = self.last_turn
+        self._last_flood_check = 0.0
+        self._throughput = Throughput(self.last_turn)
+        self._was_idle = True  # at the last turn
+
+    @property
+    def model(self) -> str:
+        """The folder or name of the model; empty before the first worker has registered."""
+        return "" if self.engine is None else self.engine.model.name
 
     def stop(self) -> None:
-        """Begin to drain; the second time, abort what is left. Meant for signal handlers: `run` does the work."""
-        self._stops += 1
+        """Begin to drain; the second time, abort what is left. A signal handler may call it: `run` does the work."""
+        self._stop_calls += 1
 
     def run(self) -> None:
-        """Serve until stopped. Raises `ConfigError` if the first worker's memory is too small for what was asked."""
+        """Serve until stopped. Raise `ConfigError` if the first worker's memory is too small for the settings."""
         with self._reporter:
-            while not self._over(time.monotonic()):
+            while not self._should_end(time.monotonic()):
                 self._loop.waiting()
                 self._poller.poll(int(TICK * 1000))
                 self._loop.turned()
                 self._turn(time.monotonic())
-            self._finish(time.monotonic())
+            self._shut_down(time.monotonic())
 
     def _turn(self, now: float) -> None:
-        self._forgive(now - self.turned)
-        self.turned = now
-        for news in self._workers.receive(now):
-            self._settle(news, now)
-        self._plan(now)
+        self._make_up_for_standstill(now - self.last_turn)
+        self.last_turn = now
+        events = self._workers.receive(now)
+        if self.engine is not None:
+            self._advance(self.engine, events, now)
         for request in self._gateways.receive(MESSAGES, now):
-            self._serve(request, now)
+            self._handle_request(request, now)
         self._cut_floods(now)
-        self._configure(now)
-        self._plan(now)
-        rested, self._rests = self._rests, self.engine.idle
-        if now - self._ticked >= TICK or (self._rests and not rested):
+        self._configure_worker(now)
+        if self.engine is not None:
+            self._send_plans(self.engine, now)
+        was_idle, self._was_idle = self._was_idle, not self._unfinished
+        if now - self._last_tick >= TICK or (self._was_idle and not was_idle):
             self._tick(now)
         self._gateways.flush(now)
-        for abort in self._gateways.orphans():
-            self._serve(abort, now)
+        for abort in self._gateways.take_orphans():
+            self._handle_request(abort, now)
+
+    @property
+    def _unfinished(self) -> Collection[int]:
+        return () if self.engine is None else self.engine.unfinished
 
     def _cut_floods(self, now: float) -> None:
-        if now - self._cut >= CUT:
-            self._cut = now
+        if now - self._last_flood_check >= FLOOD_CHECK:
+            self._last_flood_check = now
             for listener in self._listeners:
                 listener.cut_floods()
 
-    def _settle(self, news: StepResult | Ready | Lost, now: float) -> None:
-        match news:
-            case StepResult():
-                try:
-                    self._gateways.deliver(self.engine.commit(news))
-                except ProtocolError as error:
-                    self._workers.give_up(str(error))
-            case Ready():
-                self._announce(now)
-            case Lost():
-                self._gateways.deliver(self.engine.lose_worker(now))
-                self._tick(now)
+    def _advance(self, engine: Engine, events: Sequence[WorkerEvent], now: float) -> None:
+        """Apply what came from the worker, and send the steps that this makes possible."""
+        for event in events:
+            match event:
+                case StepResult():
+                    self._commit(engine, event)
+                case WorkerReady():
+                    self._welcome(engine, now)
+                case WorkerLost():
+                    self._gateways.deliver(engine.lose_worker(now), engine.unfinished)
+                    self._tick(now)
+        self._send_plans(engine, now)
 
-    def _serve(self, request: Submit | Abort, now: float) -> None:
-        if isinstance(request, Abort):
-            self._gateways.deliver(self.engine.abort(request.id, request.sample))
-        elif (refused := self.engine.submit(request, now)) is not None:
+    def _commit(self, engine: Engine, result: StepResult) -> None:
+        try:
+            rows = engine.commit(result)
+        except ProtocolError as error:
+            self._workers.give_up(str(error))
+        else:
+            self._gateways.deliver(rows, engine.unfinished)
+
+    def _welcome(self, engine: Engine, now: float) -> None:
+        name, num_blocks, max_model_len = self._config.engine, engine.snapshot.blocks, engine.limits.max_model_len
+        log.info("engine %s is ready: %d blocks, max_model_len %d", name, num_blocks, max_model_len)
+        self._gateways.welcome(engine.welcome)
+        self._tick(now)
+
+    def _send_plans(self, engine: Engine, now: float) -> None:
+        while self._workers.ready and (plan := engine.plan(now)) is not None:
+            self._workers.send(plan, now)
+
+    def _handle_request(self, request: Submit | Abort, now: float) -> None:
+        engine = self.engine
+        if engine is None:
+            if isinstance(request, Submit):
+                reason = "the engine has not started yet"
+                self._gateways.refuse(Refused(request.id, Refusal.NOT_READY, reason))
+        elif isinstance(request, Abort):
+            self._gateways.deliver(engine.abort(request.id, request.sample), engine.unfinished)
+        elif (refused := engine.submit(request, now)) is not None:
             self._gateways.refuse(refused)
         else:
             self._gateways.accept(request.id)
 
-    def _plan(self, now: float) -> None:
-        while self._workers.ready and (plan := self.engine.plan(now)) is not None:
-            self._workers.send(plan, now)
-
-    def _configure(self, now: float) -> None:
-        """Begin an epoch if the engine has no worker and one waits."""
+    def _configure_worker(self, now: float) -> None:
+        """Begin an epoch if there is no active worker and one waits."""
         while (candidate := self._workers.candidate) is not None:
-            if reason := self.engine.unsuitable(candidate):
+            engine = self.engine or self._start_engine(candidate)
+            if reason := engine.mismatch(candidate):
                 self._workers.dismiss(reason)
             else:
-                self._workers.configure(self.engine.configure(candidate), now)
+                self._workers.configure(engine.configure(candidate), now)
 
-    def _announce(self, now: float) -> None:
-        welcome = self.engine.welcome()
-        if welcome is not None:
-            name, blocks, length = self._config.engine, self.engine.snapshot.blocks, welcome.max_model_len
-            log.info("engine %s is ready: %d blocks, max_model_len %d", name, blocks, length)
-            self._gateways.welcome(welcome)
-        self._tick(now)
+    def _start_engine(self, worker: Register) -> Engine:
+        self.engine = Engine(self._config, worker)
+        if self._drain_deadline is not None:
+            self.engine.drain()
+        return self.engine
 
     def _tick(self, now: float) -> None:
-        self._ticked = now
+        self._last_tick = now
         self._gateways.expire(now)
-        found = self.engine.snapshot
-        rate = self._throughput.rate(found.generation_tokens, now)
-        self.snapshot = msgspec.structs.replace(found, tokens_per_second=rate)
+        snapshot = Snapshot() if self.engine is None else self.engine.snapshot
+        rate = self._throughput.rate(snapshot.generation_tokens, now)
+        self.snapshot = replace(snapshot, tokens_per_second=rate)
         ready = self._workers.progressing(now)
-        self._gateways.status(Status(ready, self._stops > 0, self.snapshot, self._reporter.vitals))
+        self._gateways.status(Status(ready, self._stop_calls > 0, self.snapshot, self._reporter.vitals))
 
-    def _forgive(self, seconds: float) -> None:
+    def _make_up_for_standstill(self, seconds: float) -> None:
+        """Give peers more time if this loop itself stood still: it could not hear them."""
         if seconds > TICK + STANDSTILL:
             log.warning("the scheduler stood still for %.1f s", seconds)
-            self._workers.forgive(seconds)
-            self._gateways.forgive(seconds)
+            self._workers.postpone(seconds)
+            self._gateways.postpone(seconds)
 
-    def _over(self, now: float) -> bool:
-        """Whether to end: told to stop, and all is done, or time or patience are up."""
-        if not self._stops:
+    def _should_end(self, now: float) -> bool:
+        """Begin to drain once `stop` was called; return whether that is done, out of time, or cut short."""
+        if not self._stop_calls:
             return False
-        if self._drained_at is None:
-            log.info("draining: %d requests are unfinished", len(self._gateways.unfinished))
-            self.engine.drain()
-            self._drained_at = now + self._config.drain_timeout
-            self._tick(now)
-        done = self.engine.idle and self._gateways.flushed
-        return done or self._stops > 1 or now >= self._drained_at
+        if self._drain_deadline is None:
+            self._drain_deadline = now + self._config.drain_timeout
+            self._begin_drain(now)
+        drained = not self._unfinished and self._gateways.flushed
+        return drained or self._stop_calls > 1 or now >= self._drain_deadline
 
-    def _finish(self, now: float) -> None:
-        unfinished = self._gateways.unfinished
-        if unfinished:
-            log.warning("aborting %d unfinished requests", len(unfinished))
-        for id in unfinished:
-            self._gateways.deliver(self.engine.abort(id, -1))
+    def _begin_drain(self, now: float) -> None:
+        log.info("draining: %d requests are unfinished", len(self._unfinished))
+        if self.engine is not None:
+            self.engine.drain()
+        self._tick(now)
+
+    def _shut_down(self, now: float) -> None:
+        if self.engine is not None and self.engine.unfinished:
+            log.warning("aborting %d unfinished requests", len(self.engine.unfinished))
+            for id in list(self.engine.unfinished):
+                self._gateways.deliver(self.engine.abort(id), self.engine.unfinished)
         self._gateways.flush(now)
         self._workers.stop()

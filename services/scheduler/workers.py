@@ -1,19 +1,21 @@
-"""Workers: who registered, which one computes, and whether it is alive. Sockets and processes; no queue of requests.
+"""Workers: which are registered, which one computes, and whether it is alive. No queue of requests.
 
 One worker computes; others that registered wait in line to replace it. A worker is configured at most once on a
-connection: after a loss it comes back as a newcomer, so that nothing it had in flight can be taken for something else.
-It is seen to be lost by its connection (milliseconds), by a `Fault` that it sends, or by being dead by its own signs
-(`shared.liveness`) or sending nonsense; in the last cases its process lives but is of no use: it is killed if it runs
-on this host, else told to stop.
+connection: after a loss it registers anew, so that nothing it had in flight can be taken for something else.
+
+The active worker is lost when its connection ends (which is seen within milliseconds), when it sends a `Fault`, when it
+is dead by its own signs (`shared.liveness`), or when it sends nonsense. In the last two cases its process still runs
+but is of no use: it is killed if it is on this host, and told to stop otherwise.
 """
 
 import logging
 from collections.abc import Callable
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from services.scheduler.deadlines import Deadlines
-from services.scheduler.registration import Registration, unfit
+from services.scheduler.registration import Registration, incompatibility
 from shared.errors import ProtocolError
 from shared.protocol import (
     Configure,
@@ -32,40 +34,45 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, show
 
 log = logging.getLogger(__name__)
 
-
 CHECK = 0.1
-"""Seconds between two looks at whether the active worker is late."""
+"""Seconds between two checks of whether the active worker is overdue."""
 
 MESSAGES = 1_000
-"""Messages of workers that are read in one turn: far more than honest ones ever have waiting."""
+"""Messages of workers that are read in one turn: far more than honest workers ever have waiting."""
 
 
-class Lost(Struct, frozen=True):
+class WorkerLost(Struct, frozen=True):
     """The active worker computes no more; what it had in flight is lost."""
 
 
-class Ready(Struct, frozen=True):
+class WorkerReady(Struct, frozen=True):
     """The active worker has answered `Configure`."""
 
 
-class Active(Struct):
+WorkerEvent: TypeAlias = StepResult | WorkerReady | WorkerLost
+
+
+class ActiveWorker(Struct):
     """The worker that computes."""
 
     worker: Registration
     epoch: Epoch
     deadlines: Deadlines
 
-    def fault(self, now: float, short_of_cpu: bool) -> str:
-        """Return why it is dead; empty while it is not. Call it often. `short_of_cpu`: the scheduler is."""
-        due = self.deadlines.due()
-        self.worker.look(now, due)
-        return self.worker.liveness.fault(now, due=due, what=self.deadlines.what(now), short_of_cpu=short_of_cpu)
+    def overdue(self, now: float, short_of_cpu: bool) -> str:
+        """Return why it is taken for dead; empty while it is not. Call it often.
+
+        `short_of_cpu` tells whether the scheduler is short of CPU.
+        """
+        due, what = self.deadlines.due(), self.deadlines.describe_overdue(now)
+        self.worker.observe_process(now, due)
+        return self.worker.liveness.fault(now, due=due, what=what, short_of_cpu=short_of_cpu)
 
 
 class Workers:
     """The workers' side of the scheduler.
 
-    `timeout`: seconds of silence that end a worker's service. `short_of_cpu`: whether the scheduler is short of CPU.
+    A worker is given up after `timeout` seconds of silence. `short_of_cpu` tells whether the scheduler is short of CPU.
     """
 
     def __init__(self, listener: Listener, timeout: float, short_of_cpu: Callable[[float], bool]) -> None:
@@ -73,13 +80,13 @@ class Workers:
         self._timeout = timeout
         self._short_of_cpu = short_of_cpu
         self._registered: dict[bytes, Registration] = {}  # in order of arrival, the active one included
-        self._active: Active | None = None
-        self._news: list[StepResult | Ready | Lost] = []
+        self._active: ActiveWorker | None = None
+        self._events: list[WorkerEvent] = []
         self._next_check = 0.0
 
     @property
     def ready(self) -> bool:
-        """Plans can be sent."""
+        """True if plans can be sent."""
         return self._active is not None and self._active.deadlines.ready
 
     def progressing(self, now: float) -> bool:
@@ -89,67 +96,67 @@ class Workers:
 
     @property
     def candidate(self) -> Register | None:
-        """The worker to be configured next, if one is needed and there."""
+        """The worker to configure next, if one is needed and has registered."""
         if self._active is not None or not self._registered:
             return None
         return next(iter(self._registered.values())).register
 
-    def receive(self, now: float) -> list[StepResult | Ready | Lost]:
-        """What has come since the last call, in order: results of the active worker, and its loss."""
-        leaving = self._leaving()
+    def receive(self, now: float) -> list[WorkerEvent]:
+        """Return what has happened to the active worker since the last call, in order."""
+        disconnected = self._take_disconnected()
         for _ in range(MESSAGES):
             message = self._listener.receive()
             if message is None:
                 break
             self._handle(message, now)
-        self._see_off(leaving)  # after their last words
+        self._remove_disconnected(disconnected)  # after the messages that they sent last
         if now >= self._next_check:
             self._next_check = now + CHECK
             self._check(now)
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
     def configure(self, message: Configure, now: float) -> None:
-        """Make the candidate the active worker. If it cannot be reached, `receive` will tell that it is lost."""
+        """Make the candidate the active worker. If it cannot be reached, `receive` will return that it is lost."""
         worker = next(iter(self._registered.values()))
-        worker.liveness.hear(now)  # it may have waited in line for long, unwatched
-        self._active = Active(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
-        self._send(worker, message)
+        worker.liveness.hear(now)  # nobody watched it while it waited in line
+        self._active = ActiveWorker(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
+        self._send(worker.identity, message)
 
     def send(self, plan: StepPlan, now: float) -> None:
-        """Hand a plan to the active worker. If it cannot be reached, `receive` will tell that it is lost."""
+        """Hand a plan to the active worker. If it cannot be reached, `receive` will return that it is lost."""
         if self._active is not None:
-            self._active.deadlines.sent(plan.step, sum(row.count for row in plan.rows), now)
-            self._send(self._active.worker, plan)
+            self._active.deadlines.note_sent(plan.step, sum(row.count for row in plan.rows), now)
+            self._send(self._active.worker.identity, plan)
 
-    def give_up(self, fault: str) -> None:
-        """The active worker is of no use: end its process. `receive` will tell that it is lost."""
+    def give_up(self, reason: str) -> None:
+        """End the process of the active worker, which is of no use. `receive` will return that it is lost."""
         if self._active is not None:
-            self._end(self._active.worker, fault)
+            self._terminate(self._active.worker, reason)
 
     def dismiss(self, reason: str) -> None:
-        """Send the candidate away."""
+        """Tell the candidate to stop, and forget it."""
         worker = next(iter(self._registered.values()))
-        self._lose(worker, reason)
-        self._send(worker, Stop())
+        self._remove(worker, reason)
+        self._send(worker.identity, Stop())
 
-    def forgive(self, seconds: float) -> None:
-        """The scheduler itself stood still for so long."""
+    def postpone(self, seconds: float) -> None:
+        """Move all deadlines by so many seconds, for which the scheduler itself stood still."""
         if self._active is not None:
             self._active.worker.liveness.forgive(seconds)
-            self._active.deadlines.forgive(seconds)
+            self._active.deadlines.postpone(seconds)
 
     def stop(self) -> None:
         """Tell all workers to end their processes."""
         for worker in self._registered.values():
-            self._send(worker, Stop())
+            self._send(worker.identity, Stop())
             worker.close()
         self._registered.clear()
         self._active = None
 
     def _check(self, now: float) -> None:
-        if self._active is not None and (fault := self._active.fault(now, self._short_of_cpu(now))):
-            self._end(self._active.worker, fault)
+        if self._active is not None and (reason := self._active.overdue(now, self._short_of_cpu(now))):
+            self._terminate(self._active.worker, reason)
 
     def _handle(self, message: Message, now: float) -> None:
         worker = self._registered.get(message.peer)
@@ -158,12 +165,12 @@ class Workers:
         except ProtocolError as error:
             log.error("worker %s: %s", show(message.peer), error)
             if worker is not None:
-                self._end(worker, "it sent something that is not a message")
-            else:
-                self._tell(message.peer, Stop())  # a `Register` whose figures cannot be, perhaps: it must not wait
+                self._terminate(worker, "it sent something that is not a message")
+            else:  # perhaps a `Register` with an impossible number: its sender must not wait for an answer
+                self._send(message.peer, Stop())
             return
         if isinstance(content, Register):
-            self._admit(message, content, now)
+            self._register(message, content, now)
         elif isinstance(content, Heartbeat):
             if (sender := self._registered.get(content.identity.encode())) is not None:
                 sender.liveness.beat(content.process, now)
@@ -171,65 +178,63 @@ class Workers:
             log.debug("a message of %s came too late", show(message.peer))
         elif isinstance(content, Fault):
             log.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
-            self._lose(worker, "it failed")  # and ends by itself
+            self._remove(worker, "it failed")  # its process ends by itself
         else:
-            self._hear(self._active, content, now)
+            self._handle_answer(self._active, content, now)
 
-    def _hear(self, active: Active, content: Configured | StepResult, now: float) -> None:
+    def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, now: float) -> None:
         active.worker.liveness.hear(now)
         deadlines = active.deadlines
-        match content:
+        match answer:
             case Configured(epoch=active.epoch) if not deadlines.ready:
-                deadlines.configured(now)
-                self._news.append(Ready())
-            case StepResult(epoch=active.epoch, step=deadlines.awaited):
-                deadlines.returned(content.seconds, now)
-                self._news.append(content)
+                deadlines.note_configured(now)
+                self._events.append(WorkerReady())
+            case StepResult(epoch=active.epoch, step=deadlines.awaited_step):
+                deadlines.note_result(answer.seconds, now)
+                self._events.append(answer)
             case _:
-                log.warning("dropped a %s of epoch %s, which was not awaited", type(content).__name__, content.epoch)
+                log.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
 
-    def _admit(self, message: Message, register: Register, now: float) -> None:
-        self._see_off(self._leaving())  # from here on, a descriptor that is used again means the newcomer
+    def _register(self, message: Message, register: Register, now: float) -> None:
+        self._remove_disconnected(self._take_disconnected())  # first: the newcomer may have the descriptor of one
         if message.fd not in self._listener.monitor.connected:
-            return  # gone already
+            return  # it has ended meanwhile
         newcomer = Registration(message, register, self._timeout, now)
         for former in [one for one in self._registered.values() if one.replaced_by(newcomer)]:
-            self._lose(former, "it came again")
-        self._registered[newcomer.name] = newcomer
-        if fault := unfit(register):
-            self._send(newcomer, Stop())
-            self._lose(newcomer, fault)
+            self._remove(former, "it came again")
+        self._registered[newcomer.identity] = newcomer
+        if reason := incompatibility(register):
+            self._send(newcomer.identity, Stop())
+            self._remove(newcomer, reason)
         else:
             log.info("worker %r registered", newcomer)
 
-    def _leaving(self) -> list[Registration]:
-        """Those whose connections ended since the last call."""
-        gone = set(self._listener.monitor.drain())
-        return [worker for worker in self._registered.values() if worker.fd in gone]
+    def _take_disconnected(self) -> list[Registration]:
+        """Return the workers whose connections ended since the last call."""
+        disconnected = set(self._listener.monitor.drain())
+        return [worker for worker in self._registered.values() if worker.fd in disconnected]
 
-    def _see_off(self, leaving: list[Registration]) -> None:
-        for worker in leaving:
-            if self._registered.get(worker.name) is worker:
-                self._lose(worker, "its connection ended")
+    def _remove_disconnected(self, workers: list[Registration]) -> None:
+        for worker in workers:
+            if self._registered.get(worker.identity) is worker:
+                self._remove(worker, "its connection ended")
 
-    def _end(self, worker: Registration, fault: str) -> None:
+    def _terminate(self, worker: Registration, reason: str) -> None:
+        """Kill the worker's process, or tell it to stop if it is on another host."""
         if not worker.kill():
-            self._send(worker, Stop())
-        self._lose(worker, fault)
+            self._send(worker.identity, Stop())
+        self._remove(worker, reason)
 
-    def _lose(self, worker: Registration, reason: str) -> None:
+    def _remove(self, worker: Registration, reason: str) -> None:
         log.warning("worker %r is given up: %s", worker, reason)
-        del self._registered[worker.name]
+        del self._registered[worker.identity]
         worker.close()
         if self._active is not None and worker is self._active.worker:
             self._active = None
-            self._news.append(Lost())
+            self._events.append(WorkerLost())
 
-    def _send(self, worker: Registration, content: Configure | StepPlan | Stop) -> None:
-        self._tell(worker.name, content)
-
-    def _tell(self, peer: bytes, content: Configure | StepPlan | Stop) -> None:
+    def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
         try:
-            self._listener.send(peer, encode(content))
-        except (PeerGone, PeerSlow):  # seen by the monitor, or by being late
-            log.debug("worker %s cannot be reached", show(peer))
+            self._listener.send(identity, encode(content))
+        except (PeerGone, PeerSlow):  # the monitor will report the one, and a deadline the other
+            log.debug("worker %s cannot be reached", show(identity))

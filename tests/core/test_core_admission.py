@@ -26,7 +26,7 @@ def _submit(
     [
         (_submit(raw=b"abc"), Refusal.INVALID, "fours"),
         (_submit(tokens=7), Refusal.INVALID, "there are 7 tokens"),
-        (_submit(raw=pack_tokens([-1] * 8)), Refusal.INVALID, "negative"),
+        (_submit(raw=pack_tokens([-1] * 8)), Refusal.INVALID, "the model has no token -1"),
         (_submit(n=0), Refusal.INVALID, "n must be at least 1"),
         (_submit(tokens=9, n=2), Refusal.INVALID, "output already"),
         (_submit(tokens=12), Refusal.INVALID, "leave none"),

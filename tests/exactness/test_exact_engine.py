@@ -1,7 +1,7 @@
-"""The embedded model: what a request gets does not hang on its neighbours, on chunks, on preemption or on the cache.
+"""The embedded model: what a request gets does not depend on its neighbours, on chunks, on preemption or on the cache.
 
-Undisturbed is each request alone, in a pool where nothing is shared. Held to the last bit in what the model is served
-in by default, its own blocks of few bits, and, with fewer requests, in float32.
+Each request runs alone first, in a pool where nothing is shared; everything else must give the same to the last bit.
+The weights are those that the model is served with by default, quantised, and, with fewer requests, float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from quire.engine import Engine
+from quire.engine import InProcessEngine
 from services.worker.runner import Runner
 from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
@@ -35,18 +35,18 @@ def requests(dtype: str) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def plain(dtype: str) -> Engine:
-    """An engine with room for all, that shares nothing."""
+def plain(dtype: str) -> InProcessEngine:
+    """An engine that has room for all requests and shares nothing."""
     return engine(dtype, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module")
-def caching(dtype: str) -> Engine:
+def caching(dtype: str) -> InProcessEngine:
     return engine(dtype)
 
 
 @pytest.fixture(scope="module")
-def alone(requests: list[Request], plain: Engine) -> list[Run]:
+def alone(requests: list[Request], plain: InProcessEngine) -> list[Run]:
     return [serve(plain, [request])[0].run for request in requests]
 
 
@@ -55,27 +55,27 @@ def runs(outputs: Sequence[Output]) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def together(requests: list[Request], caching: Engine) -> list[Output]:
-    """All requests in one batch, none of their prompts known before."""
+def together(requests: list[Request], caching: InProcessEngine) -> list[Output]:
+    """The outputs of all requests in one batch, with an empty prefix cache."""
     return serve(caching, requests)
 
 
 def test_a_batch_gives_each_request_what_it_gets_alone(
-    alone: list[Run], together: list[Output], caching: Engine
+    alone: list[Run], together: list[Output], caching: InProcessEngine
 ) -> None:
     assert_alike(alone, runs(together), caching.model.vocab_size)
 
 
-def test_alone_each_token_is_the_one_that_its_seed_stands_for(alone: list[Run], plain: Engine) -> None:
+def test_alone_each_token_is_the_one_that_its_seed_stands_for(alone: list[Run], plain: InProcessEngine) -> None:
     assert_same(alone, alone, plain.model.vocab_size)
 
 
-def test_by_default_it_is_served_in_its_own_bits(plain: Engine, dtype: str) -> None:
+def test_by_default_it_is_served_in_its_own_bits(plain: InProcessEngine, dtype: str) -> None:
     assert plain.model.dtype == ("gguf" if dtype == "auto" and EXACT else "float32")
 
 
 def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
-    requests: list[Request], alone: list[Run], together: list[Output], caching: Engine
+    requests: list[Request], alone: list[Run], together: list[Output], caching: InProcessEngine
 ) -> None:
     again = serve(caching, requests)
     assert_alike(alone, runs(again), caching.model.vocab_size)
@@ -91,13 +91,13 @@ def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH
     pool = 39 if dtype == "auto" else 11  # the longest request, and little more
     small = engine(dtype, num_gpu_blocks_override=pool, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
     outputs = serve(small, requests)
-    found = small.core.snapshot()
-    print(f"{found.preemptions} preemptions in {found.steps} steps")
-    assert found.preemptions > 0
+    snapshot = small.engine.snapshot
+    print(f"{snapshot.preemptions} preemptions in {snapshot.steps} steps")
+    assert snapshot.preemptions > 0
     assert_alike(alone, runs(outputs), small.model.vocab_size)
 
 
-def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None:  # SMP-01
+def test_a_seeded_request_does_not_see_who_is_beside_it(plain: InProcessEngine) -> None:  # SMP-01
     one = ask(plain, "The sea was calm, and the keeper", SamplingParams(seed=42, temperature=0.8, top_k=19))
     unseeded, seeded = (
         ask(plain, "Once upon a time", SamplingParams(seed=seed, temperature=0.8)) for seed in (None, 7)
@@ -107,8 +107,8 @@ def test_a_seeded_request_does_not_see_who_is_beside_it(plain: Engine) -> None: 
     assert_alike([undisturbed.run] * 2, runs(beside), plain.model.vocab_size)
 
 
-def ask(engine: Engine, text: str, params: SamplingParams) -> Request:
-    """A request as the front doors make it of `params`, except that nothing ends it early."""
+def ask(engine: InProcessEngine, text: str, params: SamplingParams) -> Request:
+    """Return the request that `LLM` and the server make of `params`, except that nothing ends it early."""
     prompt = Tokenizer.load(locate("")).encode(text)
     params = msgspec.structs.replace(params, logprobs=MAX_LOGPROBS, ignore_eos=True)
     model, length = engine.model, engine.limits.max_model_len
@@ -126,7 +126,7 @@ class Confused:
         self.spoil = spoil
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(msgspec.structs.replace(plan, new=self.spoil(plan.new_sequences)))
+        return self.runner.execute(msgspec.structs.replace(plan, new_sequences=self.spoil(plan.new_sequences)))
 
 
 def with_other_noise(new: list[NewSequence]) -> list[NewSequence]:
@@ -139,10 +139,10 @@ def with_one_block_in_two_tables(new: list[NewSequence]) -> list[NewSequence]:
 
 
 @pytest.mark.parametrize("spoil", [with_other_noise, with_one_block_in_two_tables])
-def test_a_fault_is_found(
+def test_a_spoiled_plan_is_found(
     requests: list[Request],
     alone: list[Run],
-    plain: Engine,
+    plain: InProcessEngine,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[list[NewSequence]], list[NewSequence]],
 ) -> None:
@@ -155,6 +155,6 @@ def test_a_fault_is_found(
     if spoil is with_other_noise:
         sampled = [requests[index].sampling.temperature > 0 for index in some]
         assert sum(faulty) > sum(sampled) / 2
-        assert not any(found and not noisy for found, noisy in zip(faulty, sampled, strict=True))
+        assert not any(is_faulty and not noisy for is_faulty, noisy in zip(faulty, sampled, strict=True))
     else:
         assert sum(faulty) > len(some) / 2

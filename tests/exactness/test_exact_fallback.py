@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from quire.engine import Engine
+from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.protocol import Sampling
@@ -55,9 +55,9 @@ def test_prefix_hits_chunks_and_preemption(name: str, tmp_path: Path) -> None:
     asked = requests(model.config.vocab_size)
     worker = WorkerConfig(model=str(save(model, tmp_path)), device="cpu", dtype="float32", num_threads=1)
     scheduler = SchedulerConfig(num_gpu_blocks_override=20, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=24)
-    engine = Engine(scheduler, worker)
+    engine = InProcessEngine(scheduler, worker)
     crowded = serve(engine, asked)
-    assert engine.core.snapshot().preemptions > 0
+    assert engine.engine.snapshot.preemptions > 0
     assert max(len(request.prompt) for request in asked) > 2 * 24  # so that some come in pieces
     assert_likeliest(model, asked, crowded)
     one_by_one = [serve(engine, [request])[0] for request in asked]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quire.engine import Engine
+from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.params import MAX_LOGPROBS
@@ -35,11 +35,11 @@ class Subject(NamedTuple):
     model: PreTrainedModel
     folder: Path
 
-    def engine(self, **settings: Any) -> Engine:
+    def engine(self, **settings: Any) -> InProcessEngine:
         worker = WorkerConfig(
             model=str(self.folder), device="cpu", dtype="float32", num_threads=1, kv_cache_memory=0.05
         )
-        return Engine(SchedulerConfig(block_size=BLOCK, max_model_len=64, **settings), worker)
+        return InProcessEngine(SchedulerConfig(block_size=BLOCK, max_model_len=64, **settings), worker)
 
 
 @pytest.fixture(params=SERVED)
@@ -80,7 +80,7 @@ def test_the_engine_gives_what_transformers_gives(subject: Subject) -> None:
 
     crowded = subject.engine(num_gpu_blocks_override=13, max_num_seqs=8, max_num_batched_tokens=20)
     together = serve(crowded, asked)
-    assert crowded.core.snapshot().preemptions > 0
+    assert crowded.engine.snapshot.preemptions > 0
     assert_alike(runs(alone), runs(together), 131)
     assert sum(output.cached_tokens > 0 for output in together) > 0  # found in the cache though the pool is crowded
 

@@ -1,4 +1,4 @@
-"""Mixed requests for the embedded model, and an engine's way through them, row by row.
+"""Mixed requests for the embedded model, and a loop that checks each row of an engine that serves them.
 
 Everything is drawn from a seed. Prompts are half text and half arbitrary ids; half of the requests are greedy. All
 report the 20 likeliest tokens, which the margin rule wants to see, and none ends before its max_tokens.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from quire.engine import Engine
+from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.hub.checkpoint import locate
@@ -69,20 +69,20 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
         else:
             prompt = rng.sample(ordinary, length)
         if index % 2:
-            ways = SAMPLED if of_text else SAMPLED_FROM_FEW
-            sampling = replace(sampling, **ways[index // 4 % len(ways)])
+            params = SAMPLED if of_text else SAMPLED_FROM_FEW
+            sampling = replace(sampling, **params[index // 4 % len(params)])
         requests.append(Request(prompt, sampling))
     return requests
 
 
-def engine(dtype: Any = "auto", **settings: Any) -> Engine:
-    """The embedded model on one CPU thread, with these settings of the scheduler's; `auto` is in its own few bits."""
+def engine(dtype: Any = "auto", **settings: Any) -> InProcessEngine:
+    """Return an engine of the embedded model on one CPU thread. With dtype `auto` its weights stay quantised."""
     worker = WorkerConfig(model="", device="cpu", dtype=dtype, num_threads=1, kv_cache_memory=0.25)
-    return Engine(SchedulerConfig(**settings), worker)
+    return InProcessEngine(SchedulerConfig(**settings), worker)
 
 
 class Output(Struct):
-    """What was told of one request."""
+    """The rows of one request, put together."""
 
     run: Run
     cached_tokens: int = 0
@@ -92,26 +92,26 @@ class Output(Struct):
 _ids = itertools.count()  # no engine may see one twice
 
 
-def serve(engine: Engine, requests: Sequence[Request]) -> list[Output]:
-    """All requests at once, to their ends. Each row must continue its request where the last one left it."""
+def serve(engine: InProcessEngine, requests: Sequence[Request]) -> list[Output]:
+    """Run all requests at once, to their ends. Each row must continue its request where the last one left it."""
     outputs = {next(_ids): Output(Run(request.sampling, [], [])) for request in requests}
     for (id, output), request in zip(outputs.items(), requests, strict=True):
         tokens = pack_tokens(request.prompt)
         engine.submit(Submit(id=id, tokens=tokens, prompt_len=len(request.prompt), sampling=output.run.sampling))
-    while not engine.core.idle:
+    while engine.engine.unfinished:
         for row in engine.step():
             _apply(row, outputs[row.id])
     assert all(output.finish is FinishReason.LENGTH for output in outputs.values())
-    found = engine.core.snapshot()
-    assert found.running == found.waiting == 0
-    assert found.blocks_free == found.blocks
+    snapshot = engine.engine.snapshot
+    assert snapshot.running == snapshot.waiting == 0
+    assert snapshot.blocks_free == snapshot.blocks
     return list(outputs.values())
 
 
 def _apply(row: ProgressRow, output: Output) -> None:
     tokens, entries = output.run.tokens, output.run.entries
     assert output.finish is None
-    assert row.position == len(tokens)  # nothing is told twice, and nothing left out
+    assert row.position == len(tokens)  # no token is sent twice or left out
     assert row.logprobs is not None
     assert len(row.logprobs) == len(row.tokens) > 0
     tokens += row.tokens

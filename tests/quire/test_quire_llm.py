@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_it_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch
         patch.setattr(llm._engine, "runner", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert llm._engine.core.idle
+    assert not llm._engine.engine.unfinished
     assert texts(llm, PROMPTS, GREEDY) == expected
 
 
@@ -275,7 +275,7 @@ def test_a_pool_too_small_for_all_gives_the_same(llm: LLM, folder: Path) -> None
     with LLM(folder, num_gpu_blocks_override=12, block_size=8, max_num_seqs=8, num_threads=1) as small:
         assert texts(small, PROMPTS, params) == alone(llm, params)
         assert small._engine is not None
-        assert small._engine.core.snapshot().preemptions > 0
+        assert small._engine.engine.snapshot.preemptions > 0
 
 
 def test_a_repeated_prompt_is_found_in_the_cache_unless_that_is_off(folder: Path) -> None:

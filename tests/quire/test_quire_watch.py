@@ -14,7 +14,7 @@ import pytest
 from quire.children import Child, Log
 from quire.watch import SilenceLimit, Watch
 from shared.protocol import Heartbeat, ProcessStats
-from tests.scheduler.peers import FakeListener, as_listener
+from tests.scheduler.fake_listener import FakeListener, as_listener
 
 SILENCE, TURN = 4.0, 3.0
 

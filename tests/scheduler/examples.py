@@ -4,8 +4,8 @@ from array import array
 
 from shared.protocol import VERSION, Epoch, ModelInfo, Register, Sampling, Submit, pack_tokens
 
-FACTS = ModelInfo("m", "Llama", "float32", 1000, 100, "f")
-REGISTER = Register(VERSION, "worker", 0, 1, 77, "cpu", FACTS, 10, 160 * 50, 0.01, 0.001)
+MODEL = ModelInfo("m", "Llama", "float32", 1000, 100, "f")
+REGISTER = Register(VERSION, "worker", 0, 1, 77, "cpu", MODEL, 10, 160 * 50, 0.01, 0.001)
 EPOCH = Epoch("boot", 1)
 
 

@@ -1,17 +1,23 @@
-"""What becomes of the settings once a worker has said what it is."""
+"""The limits and the engine that follow from the settings and the first worker."""
 
 import re
 
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.config import MAX_BLOCKS, SchedulerConfig, count_blocks, limits
+from services.scheduler.config import MAX_BLOCKS, SchedulerConfig, count_blocks, make_limits
 from services.scheduler.engine import Engine
-from services.scheduler.validity import fault
 from shared.config import load
 from shared.errors import ConfigError
-from shared.protocol import Refusal, Sampling
-from tests.scheduler.examples import FACTS, REGISTER, submit
+from shared.protocol import Refusal, Refused, Sampling
+from tests.scheduler.examples import MODEL, REGISTER, submit
+
+
+def engine() -> Engine:
+    """Return an engine with one worker."""
+    engine = Engine(SchedulerConfig(), REGISTER)
+    engine.configure(REGISTER)
+    return engine
 
 
 def test_blocks_are_what_the_memory_holds() -> None:
@@ -27,23 +33,23 @@ def test_no_memory_is_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "blocks", "length"),
+    ("requested", "blocks", "length"),
     [(None, 100, 1000), (None, 50, 800), (500, 50, 500), (2000, 100, 1000), (900, 2, 32)],
 )
-def test_the_context_is_the_least_of_wish_model_and_memory(wanted: int | None, blocks: int, length: int) -> None:
-    config = SchedulerConfig(max_model_len=wanted, num_gpu_blocks_override=blocks)
-    assert limits(config, REGISTER).max_model_len == length
+def test_the_context_is_the_least_of_setting_model_and_memory(requested: int | None, blocks: int, length: int) -> None:
+    config = SchedulerConfig(max_model_len=requested, num_gpu_blocks_override=blocks)
+    assert make_limits(config, REGISTER).max_model_len == length
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "tokens"), [("cpu", None, 128 + 128), ("cuda:0", None, 128 + 8192), ("cuda", 200, 200)]
+    ("device", "requested", "tokens"), [("cpu", None, 128 + 128), ("cuda:0", None, 128 + 8192), ("cuda", 200, 200)]
 )
-def test_the_size_of_a_step_goes_by_device(device: str, given: int | None, tokens: int) -> None:
-    found = limits(SchedulerConfig(max_num_batched_tokens=given), replace(REGISTER, device=device))
-    assert found.max_num_batched_tokens == tokens
+def test_the_size_of_a_step_goes_by_device(device: str, requested: int | None, tokens: int) -> None:
+    limits = make_limits(SchedulerConfig(max_num_batched_tokens=requested), replace(REGISTER, device=device))
+    assert limits.max_num_batched_tokens == tokens
 
 
-def test_every_wish_reaches_the_core() -> None:
+def test_every_setting_reaches_the_core() -> None:
     config = SchedulerConfig(
         block_size=8,
         max_num_seqs=5,
@@ -54,16 +60,16 @@ def test_every_wish_reaches_the_core() -> None:
         scheduling_policy="priority",
         priority_ageing=1.5,
     )
-    found = limits(config, REGISTER)
-    assert (found.block_size, found.num_blocks, found.max_num_seqs) == (8, 100, 5)
-    assert (found.max_queued_requests, found.max_queued_tokens) == (6, 7)
-    assert (found.prefix_caching, found.depth) == (False, 1)
-    assert (found.policy, found.priority_ageing) == ("priority", 1.5)
-    assert limits(SchedulerConfig(), REGISTER).depth == 2
+    limits = make_limits(config, REGISTER)
+    assert (limits.block_size, limits.num_blocks, limits.max_num_seqs) == (8, 100, 5)
+    assert (limits.max_queued_requests, limits.max_queued_tokens) == (6, 7)
+    assert (limits.prefix_caching, limits.depth) == (False, 1)
+    assert (limits.policy, limits.priority_ageing) == ("priority", 1.5)
+    assert make_limits(SchedulerConfig(), REGISTER).depth == 2
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sampling", "found"),
+    ("tokens", "sampling", "violation"),
     [
         ([0, 99], Sampling(5, 0), ""),
         ([5], Sampling(5, 2**64 - 1, logit_bias=[(99, 1.0)], stop_token_ids=[0, 99], logprobs=20), ""),
@@ -75,37 +81,33 @@ def test_every_wish_reaches_the_core() -> None:
         ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],
 )
-def test_what_no_worker_may_be_handed(tokens: list[int], sampling: Sampling, found: str) -> None:
-    assert fault(replace(submit(1, tokens), sampling=sampling), 100) == found
+def test_what_no_worker_may_be_handed(tokens: list[int], sampling: Sampling, violation: str) -> None:
+    refused = engine().submit(replace(submit(1, tokens), sampling=sampling), 0.0)
+    assert refused == (Refused(1, Refusal.INVALID, violation) if violation else None)
 
 
 @pytest.mark.parametrize("changes", [{"n": 1 << 60}, {"n": 129}, {"sample": 128}])
 def test_samples_are_bounded(changes: dict[str, int]) -> None:
-    engine = Engine(SchedulerConfig())
-    engine.configure(REGISTER)
-    refused = engine.submit(replace(submit(1), **changes), 0.0)
+    subject = engine()
+    refused = subject.submit(replace(submit(1), **changes), 0.0)
     assert refused is not None
     assert (refused.reason, refused.detail) == (Refusal.INVALID, "a request has at most 128 samples")
-    assert engine.submit(replace(submit(2), n=128), 0.0) is None
+    assert subject.submit(replace(submit(2), n=128), 0.0) is None
 
 
 def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(SchedulerConfig())
-    refused = engine.submit(submit(1), 0.0)
-    assert refused is not None
-    assert refused.reason is Refusal.DRAINING
-    assert engine.welcome() is None
+    engine = Engine(SchedulerConfig(), REGISTER)
     first = engine.configure(REGISTER)
     assert engine.submit(submit(1), 0.0) is None
     assert engine.plan(0.0) is not None
     engine.lose_worker(1.0)
-    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, vocab_size=99)))
-    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, name="other")))
-    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, weights_digest="of files that were replaced")))
-    assert engine.unsuitable(replace(REGISTER, model=replace(FACTS, text_digest="of another tokenizer")))
-    assert not engine.unsuitable(REGISTER)
+    assert engine.mismatch(replace(REGISTER, model=replace(MODEL, vocab_size=99)))
+    assert engine.mismatch(replace(REGISTER, model=replace(MODEL, name="other")))
+    assert engine.mismatch(replace(REGISTER, model=replace(MODEL, weights_digest="of files that were replaced")))
+    assert engine.mismatch(replace(REGISTER, model=replace(MODEL, text_digest="of another tokenizer")))
+    assert not engine.mismatch(REGISTER)
     assert "continued outputs may differ" not in caplog.text
-    assert not engine.unsuitable(replace(REGISTER, model=replace(FACTS, fingerprint="g")))
+    assert not engine.mismatch(replace(REGISTER, model=replace(MODEL, fingerprint="g")))
     assert "continued outputs may differ" in caplog.text
     second = engine.configure(replace(REGISTER, kv_memory=160 * 80))
     assert (second.num_blocks, second.max_model_len) == (80, first.max_model_len)
@@ -113,25 +115,15 @@ def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: py
     assert engine.plan(2.0) is not None
 
 
-def test_an_engine_that_drains_before_its_first_worker_takes_nothing_later_either() -> None:
-    engine = Engine(SchedulerConfig())
-    engine.drain()
-    engine.configure(REGISTER)
-    refused = engine.submit(submit(1), 0.0)
-    assert refused is not None
-    assert refused.reason is Refusal.DRAINING
-    assert engine.idle
-
-
 @pytest.mark.parametrize("kv_memory", [160 * 49, 1, 0])
 def test_a_later_worker_must_hold_the_context_that_was_promised(kv_memory: int) -> None:
-    """PRC-27: a smaller one is unsuitable, and no error of the settings. More or less memory than that is no matter."""
-    engine = Engine(SchedulerConfig(max_model_len=800))
+    """PRC-27: a smaller one does not match, which is no error of the settings. A larger one does."""
+    engine = Engine(SchedulerConfig(max_model_len=800), REGISTER)
     engine.configure(REGISTER)
     small = replace(REGISTER, kv_memory=kv_memory)
-    assert re.fullmatch(r"its memory holds \d+ tokens, but requests of 800 .*", engine.unsuitable(small))
-    assert not engine.unsuitable(replace(REGISTER, kv_memory=160 * 50))
-    assert not engine.unsuitable(replace(REGISTER, kv_memory=160 * 500))
+    assert re.fullmatch(r"its memory holds \d+ tokens, but requests of 800 .*", engine.mismatch(small))
+    assert not engine.mismatch(replace(REGISTER, kv_memory=160 * 50))
+    assert not engine.mismatch(replace(REGISTER, kv_memory=160 * 500))
 
 
 def test_a_pool_is_bounded_whatever_memory_there_is() -> None:

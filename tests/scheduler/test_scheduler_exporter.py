@@ -23,13 +23,13 @@ def ask(url: str) -> tuple[int, str]:
 def test_it_is_healthy_while_the_loop_turns() -> None:
     registry = CollectorRegistry()
     Gauge("quire:loops", "For the test.", registry=registry).set(3)
-    turned = time.monotonic()
+    last_turn = time.monotonic()
     (port,) = free_ports(1)
-    with export(port, registry, lambda: turned):
+    with export(port, registry, lambda: last_turn):
         assert ask(f"http://127.0.0.1:{port}/health") == (200, "")
         assert "\nquire:loops 3.0\n" in ask(f"http://127.0.0.1:{port}/metrics")[1]
-        turned -= STALLED + 1
-        status, said = ask(f"http://127.0.0.1:{port}/health")
+        last_turn -= STALLED + 1
+        status, text = ask(f"http://127.0.0.1:{port}/health")
         assert status == 503
-        assert "has stood still for 6 s" in said
+        assert "has stood still for 6 s" in text
         assert ask(f"http://127.0.0.1:{port}/metrics")[0] == 200

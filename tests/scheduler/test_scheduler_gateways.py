@@ -1,4 +1,4 @@
-"""Gateways: whose requests are whose, what is left when one goes, and what waits for one that is slow."""
+"""Gateways: which request is whose, what is left when a gateway goes, and what waits for a slow one."""
 
 import math
 import time
@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from services.scheduler.gateways import ROWS, SKEW, TURN_BYTES, Gateways
+from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_ROWS, MAX_TURN_BYTES, Gateways
 from shared.liveness import GATEWAY_PATIENCE, INDULGENCE
 from shared.protocol import (
     VERSION,
@@ -29,10 +29,10 @@ from shared.protocol import (
     Welcome,
     decode_to_gateway,
 )
-from tests.scheduler.examples import FACTS, submit
-from tests.scheduler.peers import FakeListener, as_listener
+from tests.scheduler.examples import MODEL, submit
+from tests.scheduler.fake_listener import FakeListener, as_listener
 
-WELCOME = Welcome(VERSION, "0", "boot", FACTS, 100, 8)
+WELCOME = Welcome(VERSION, "0", "boot", MODEL, 100, 8)
 STATUS = Status(True, False, Snapshot())
 A, B = b"gateway-a", b"gateway-b"
 
@@ -45,31 +45,47 @@ class World:
         self.gateways = Gateways(as_listener(self.net), lambda now: False)
         self.net.hear(A, Hello(VERSION, "a"), 1)
         self.net.hear(B, Hello(VERSION, "b"), 2)
+        self.unfinished: dict[int, int] = {}  # samples of each request, as an engine would count them
         assert self.receive() == []
 
-    def receive(self, now: float = 0.0, most: int = 100) -> list[Submit | Abort]:
-        return self.gateways.receive(most, now)
+    @property
+    def remembered(self) -> list[int]:
+        """The engine's ids of the requests whose gateways are known."""
+        return list(self.gateways._origins)
+
+    def receive(self, now: float = 0.0, max_messages: int = 100) -> list[Submit | Abort]:
+        return self.gateways.receive(max_messages, now)
 
     def submit(self, peer: bytes, id: int, n: int = 1) -> int:
-        """Returns the core's id."""
+        """Return the engine's id."""
         self.net.hear(peer, submit(id, n=n), 1 if peer == A else 2)
         (request,) = self.receive()
         assert isinstance(request, Submit)
+        self.unfinished[request.id] = n
         return request.id
 
-    def beat(self, peer: bytes, vitals: ProcessStats | None = None) -> None:
-        """Send a beat as its reporter does, over a connection of its own."""
-        self.net.hear(b"reporter", Heartbeat(peer.decode(), vitals or ProcessStats()), 99)
+    def deliver(self, rows: list[ProgressRow]) -> None:
+        """Deliver rows as an engine gives them: after the last row of a request it is unfinished no more."""
+        for row in rows:
+            if row.finish_reason is not None:
+                self.unfinished[row.id] -= 1
+                if not self.unfinished[row.id]:
+                    del self.unfinished[row.id]
+        self.gateways.deliver(rows, self.unfinished)
+
+    def beat(self, peer: bytes, process: ProcessStats | None = None) -> None:
+        """Send a heartbeat as the peer's reporter does, over a connection of its own."""
+        self.net.hear(b"reporter", Heartbeat(peer.decode(), process or ProcessStats()), 99)
 
     def flush(self, peer: bytes, now: float = 0.0) -> list[object]:
         self.gateways.flush(now)
-        found: list[object] = self.net.take(peer, decode_to_gateway)
-        return found
+        messages: list[object] = self.net.take(peer, decode_to_gateway)
+        return messages
 
     @property
     def empty(self) -> bool:
         """Nothing is remembered of any request."""
-        return not self.gateways.unfinished and all(not peer.ids for peer in self.gateways._peers.values())
+        return not self.remembered and all(not peer.ids for peer in self.gateways._gateways.values())
 
 
 @pytest.fixture
@@ -84,26 +100,26 @@ def row(id: int, *, sample: int = 0, position: int = 0, finish: FinishReason | N
 def test_requests_of_two_gateways_under_the_same_id_are_two(world: World) -> None:
     first, second = world.submit(A, 5), world.submit(B, 5)
     assert first != second
-    world.gateways.deliver([row(first), row(second, position=3)])
+    world.deliver([row(first), row(second, position=3)])
     assert world.flush(A) == [Progress([row(5)])]
     assert world.flush(B) == [Progress([row(5, position=3)])]
 
 
 def test_a_step_is_one_message_a_gateway(world: World) -> None:
     ids = [world.submit(A, id) for id in range(3)]
-    world.gateways.deliver([row(id) for id in ids])
-    world.gateways.deliver([row(ids[0], position=1)])
+    world.deliver([row(id) for id in ids])
+    world.deliver([row(ids[0], position=1)])
     assert world.flush(A) == [Progress([row(0), row(1), row(2), row(0, position=1)])]
     assert world.flush(A) == []
 
 
 def test_a_request_is_forgotten_with_its_last_sample(world: World) -> None:
     id = world.submit(A, 5, n=2)
-    world.gateways.deliver([row(id, sample=1, finish=FinishReason.STOP)])
-    assert world.gateways.unfinished == [id]
-    world.gateways.deliver([row(id, sample=0, finish=FinishReason.LENGTH)])
+    world.deliver([row(id, sample=1, finish=FinishReason.STOP)])
+    assert world.remembered == [id]
+    world.deliver([row(id, sample=0, finish=FinishReason.LENGTH)])
     assert world.empty
-    world.gateways.deliver([row(id)])  # nobody's
+    world.deliver([row(id)])  # nobody's
     assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [2]
     assert world.submit(A, 5) != id
 
@@ -122,11 +138,11 @@ def test_an_id_in_use_is_refused_and_the_first_request_lives(world: World) -> No
     (refused,) = world.flush(A)
     assert isinstance(refused, Refused)
     assert (refused.id, refused.reason) == (5, Refusal.INVALID)
-    world.gateways.deliver([row(id)])
+    world.deliver([row(id)])
     assert world.flush(A) == [Progress([row(5)])]
 
 
-def test_aborts_go_to_the_core_under_its_id_and_strangers_nowhere(world: World) -> None:
+def test_aborts_go_to_the_engine_under_its_id_and_those_of_others_nowhere(world: World) -> None:
     id = world.submit(A, 5)
     for peer, fd, abort in ((A, 1, Abort(5, 2)), (A, 1, Abort(6)), (B, 2, Abort(5)), (b"stranger", 3, Abort(5))):
         world.net.hear(peer, abort, fd)
@@ -136,30 +152,30 @@ def test_aborts_go_to_the_core_under_its_id_and_strangers_nowhere(world: World) 
 def test_only_so_many_messages_are_read_in_a_turn(world: World) -> None:
     for id in range(10):
         world.net.hear(A, submit(id), 1)
-    assert [len(world.receive(most=4)) for _ in range(4)] == [4, 4, 2, 0]
+    assert [len(world.receive(max_messages=4)) for _ in range(4)] == [4, 4, 2, 0]
 
 
 @pytest.mark.parametrize(
-    ("said", "at_least", "at_most"),
+    ("claimed", "at_least", "at_most"),
     [
         (0.0, 0, 0),
         (-0.0, 0, 0),
-        (7.0, -SKEW, -SKEW),
+        (7.0, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
         (1e11, 0, 0),
-        (5e-324, -SKEW, -SKEW),
+        (5e-324, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
     ],
 )
-def test_an_arrival_is_believed_as_far_as_it_can_be(world: World, said: float, at_least: float, at_most: float) -> None:
+def test_a_claimed_arrival_is_kept_within_bounds(world: World, claimed: float, at_least: float, at_most: float) -> None:
     """PRC-26: no gateway's clock puts its requests before or behind all others'."""
     before = time.time()
-    world.net.hear(A, submit(1, arrival=said), 1)
+    world.net.hear(A, submit(1, arrival=claimed), 1)
     (request,) = world.receive()
     assert isinstance(request, Submit)
     assert before + at_least <= request.arrival <= time.time() + at_most
 
 
 def test_an_arrival_just_now_is_kept(world: World) -> None:
-    arrival = time.time() - SKEW / 2
+    arrival = time.time() - MAX_CLOCK_SKEW / 2
     world.net.hear(A, submit(1, arrival=arrival), 1)
     (request,) = world.receive()
     assert isinstance(request, Submit)
@@ -169,7 +185,7 @@ def test_an_arrival_just_now_is_kept(world: World) -> None:
 def test_what_was_accepted_is_said_once_and_before_its_news(world: World) -> None:
     """HTTP-05: all of a turn in one message, under the gateway's own ids."""
     ids = [world.submit(A, id) for id in (5, 6)]
-    world.gateways.deliver([row(ids[0])])
+    world.deliver([row(ids[0])])
     for id in ids:
         world.gateways.accept(id)
     assert not world.gateways.flushed
@@ -199,7 +215,7 @@ def test_a_submit_out_of_range_is_refused_alone(world: World) -> None:
     id = world.submit(A, 5)
     world.net.hear(A, msgspec.structs.replace(submit(6), arrival=math.nan), 1)
     assert world.receive() == []
-    world.gateways.deliver([row(id)])
+    world.deliver([row(id)])
     refused, progress = world.flush(A)
     assert isinstance(refused, Refused)
     assert (refused.id, refused.reason) == (6, Refusal.INVALID)
@@ -255,18 +271,18 @@ def descriptor_reused(world: World) -> None:
 def test_who_goes_has_its_requests_aborted_and_nobody_else_s(world: World, go: object) -> None:
     assert callable(go)
     mine, other = [world.submit(A, 1), world.submit(A, 2)], world.submit(B, 1)
-    world.gateways.deliver([row(mine[0])])
+    world.deliver([row(mine[0])])
     go(world)
-    assert world.gateways.orphans() == [Abort(id) for id in mine]
-    assert world.gateways.orphans() == []
-    assert other in world.gateways.unfinished
-    assert not set(mine) & set(world.gateways.unfinished)
-    world.gateways.deliver([row(mine[1], finish=FinishReason.ABORT)])  # what the core says of them now is nobody's
+    assert world.gateways.take_orphans() == [Abort(id) for id in mine]
+    assert world.gateways.take_orphans() == []
+    assert other in world.remembered
+    assert not set(mine) & set(world.remembered)
+    world.deliver([row(mine[1], finish=FinishReason.ABORT)])  # their rows are nobody's now
     world.net.slow.clear()
     if go is not comes_again:
         world.net.hear(A, submit(9), 1)
         assert world.receive() == []  # it has to say Hello first
-    world.gateways.deliver([row(other)])
+    world.deliver([row(other)])
     assert world.flush(B)[-1] == Progress([row(1)])
 
 
@@ -280,9 +296,9 @@ def test_one_that_is_heard_is_not_given_up(world: World) -> None:
     world.net.slow.add(A)
     world.gateways.status(STATUS)
     world.gateways.flush(23.0)
-    world.gateways.forgive(100.0)
+    world.gateways.postpone(100.0)
     world.gateways.expire(123.0)
-    assert world.gateways.orphans() == []
+    assert world.gateways.take_orphans() == []
 
 
 @pytest.mark.parametrize(
@@ -308,9 +324,9 @@ def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World
         world.beat(B)
         world.receive(quarter / 4)
         world.gateways.expire(quarter / 4)
-        given_up += [(quarter / 4, orphan) for orphan in world.gateways.orphans()]
+        given_up += [(quarter / 4, orphan) for orphan in world.gateways.take_orphans()]
     assert given_up == [(GATEWAY_PATIENCE + 0.25, Abort(mine))]
-    assert world.gateways.unfinished == [other]
+    assert world.remembered == [other]
 
 
 def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: World) -> None:
@@ -319,15 +335,15 @@ def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: Worl
         world.beat(A, ProcessStats(cpu_wait_seconds=quarter / 4))
         world.receive(quarter / 4)
     world.gateways.expire(1.0 + GATEWAY_PATIENCE + INDULGENCE)
-    assert id in world.gateways.unfinished
+    assert id in world.remembered
     world.gateways.expire(1.1 + GATEWAY_PATIENCE + INDULGENCE)
-    assert world.gateways.orphans() == [Abort(id)]
+    assert world.gateways.take_orphans() == [Abort(id)]
 
 
 def test_long_messages_end_a_turn(world: World) -> None:
     """PRC-28."""
     for id in range(4):
-        world.net.hear(A, submit(id, [5] * (TURN_BYTES // 8 + 1)), 1)  # half of a turn's bytes each
+        world.net.hear(A, submit(id, [5] * (MAX_TURN_BYTES // 8 + 1)), 1)  # half of a turn's bytes each
     assert [len(world.receive()) for _ in range(3)] == [2, 2, 0]
 
 
@@ -343,7 +359,7 @@ def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(world: World) -> No
     id = world.submit(A, 5)
     world.net.slow.add(A)
     for position in range(100):
-        world.gateways.deliver([row(id, position=position)])
+        world.deliver([row(id, position=position)])
         world.gateways.status(STATUS)
         assert world.flush(A) == []
     assert not world.gateways.flushed
@@ -354,13 +370,13 @@ def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(world: World) -> No
     assert len(messages) <= 3  # what was stuck first (news and a status), and all the rest
     assert world.gateways.flushed
     world.gateways.expire(2.0 + GATEWAY_PATIENCE / 2)
-    assert world.gateways.unfinished == [id]
+    assert world.remembered == [id]
 
 
 def test_messages_stay_far_below_the_limit_of_a_frame(world: World) -> None:
     id = world.submit(A, 5)
-    world.gateways.deliver([row(id, position=position) for position in range(ROWS + 1)])
-    assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [ROWS, 1]
+    world.deliver([row(id, position=position) for position in range(MAX_ROWS + 1)])
+    assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [MAX_ROWS, 1]
 
 
 def test_hello_is_answered_when_there_is_something_to_say(world: World) -> None:

@@ -1,6 +1,6 @@
-"""A whole scheduler, without sockets, against peers that put something odd into one field of a message.
+"""A whole scheduler, without sockets, against peers that put an odd value into one field of a message.
 
-Whatever it is, the scheduler's loop goes on, and another gateway is served by another worker afterwards.
+Whatever the value is, the scheduler's loop goes on, and another gateway is served by another worker afterwards.
 """
 
 import itertools
@@ -12,18 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.scheduler.config import MAX_BLOCKS, SchedulerConfig
+from services.scheduler.config import MAX_BLOCKS
 from services.scheduler.registration import MAX_MEMORY
-from services.scheduler.service import Service
 from shared.errors import ConfigError
 from shared.protocol import (
     VERSION,
     Abort,
-    Accepted,
     Configure,
     Configured,
     Fault,
-    FinishReason,
     Heartbeat,
     Hello,
     ProcessStats,
@@ -40,81 +37,16 @@ from shared.protocol import (
     decode_from_gateway,
     decode_from_worker,
     decode_to_gateway,
-    decode_to_worker,
     encode,
     pack_tokens,
 )
-from tests.scheduler.examples import FACTS, REGISTER
-from tests.scheduler.peers import FakeListener, as_listener
+from tests.scheduler.examples import MODEL, REGISTER
+from tests.scheduler.world import BAD, SPARE, WORKER, World
 from tests.shared.hostile import FLOATS, INTEGERS, ODD, STRINGS, changed, leaves
 
 HOSTILE: tuple[Any, ...] = (*FLOATS, *INTEGERS, *STRINGS, *ODD)
-GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 SAMPLING = Sampling(4, 7, 0.5, 0.9, 4, 0.1, 0.1, 0.1, 1.1, [(7, 1.0)], 1, [9], 1, 0)
 SCORES = [TokenLogprobs(-0.5, 2, [4], [-0.25])]
-
-
-class World:
-    """A scheduler with a gateway and a worker, and what it has sent to them."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.gateways, self.workers = FakeListener(), FakeListener()
-        self.service = Service(SchedulerConfig(**settings), as_listener(self.gateways), as_listener(self.workers))
-        self.now = time.monotonic()
-        self._ids = itertools.count(100)
-        self._fds = itertools.count(10)
-
-    def turn(self, times: int = 2) -> None:
-        for _ in range(times):
-            self.now += 0.3  # more than a tick
-            for name in (WORKER, SPARE):
-                self.workers.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
-            for name in (GOOD, BAD):
-                self.gateways.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
-            self.service._turn(self.now)
-
-    def connect(self, name: bytes) -> int:
-        """Another gateway says Hello; the descriptor of its connection."""
-        fd = next(self._fds)
-        self.gateways.hear(name, Hello(VERSION, name.decode()), fd)
-        return fd
-
-    def register(self, name: bytes, register: Register = REGISTER) -> int:
-        """Another worker comes; the descriptor of its connection."""
-        fd = next(self._fds)
-        self.workers.hear(name, msgspec.structs.replace(register, identity=name.decode()), fd)
-        self.turn()
-        return fd
-
-    def configured(self, name: bytes, fd: int) -> None:
-        """The worker answers what configured it, if anything did."""
-        for message in self.told(name):
-            if isinstance(message, Configure):
-                self.workers.hear(name, Configured(message.epoch), fd)
-
-    def told(self, name: bytes) -> list[Any]:
-        return self.workers.take(name, decode_to_worker)
-
-    def serves(self) -> bool:
-        """Return whether a gateway and a worker that come now get a request done."""
-        for worker in self.service._workers._registered.copy().values():
-            self.workers.leave(worker.fd)  # whoever is left makes room
-        self.turn()
-        gateway, worker = self.connect(GOOD), self.register(SPARE)
-        self.configured(SPARE, worker)
-        id = next(self._ids)
-        self.gateways.hear(GOOD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0)), gateway)
-        self.turn()
-        for _ in range(20):
-            for plan in [plan for plan in self.told(SPARE) if isinstance(plan, StepPlan)]:
-                slots = [row.slot for row in plan.rows if row.samples]
-                result = StepResult(plan.epoch, plan.step, [SampledRow(slot, [5]) for slot in slots], 0.01)
-                self.workers.hear(SPARE, result, worker)
-            self.turn()
-        said = self.gateways.take(GOOD, decode_to_gateway)
-        rows = [row for message in said if isinstance(message, Progress) for row in message.rows]
-        accepted = [one for message in said if isinstance(message, Accepted) for one in message.ids]
-        return accepted == [id] and [(row.id, row.finish_reason) for row in rows] == [(id, FinishReason.LENGTH)]
 
 
 def running() -> tuple[World, int, int, list[StepPlan]]:
@@ -124,7 +56,7 @@ def running() -> tuple[World, int, int, list[StepPlan]]:
     world.configured(WORKER, worker)
     world.gateways.hear(BAD, Submit(1, pack_tokens([1, 2, 3]), 3, SAMPLING), gateway)
     world.turn()
-    return world, gateway, worker, [plan for plan in world.told(WORKER) if isinstance(plan, StepPlan)]
+    return world, gateway, worker, [plan for plan in world.sent_to(WORKER) if isinstance(plan, StepPlan)]
 
 
 SUBMIT = Submit(2, pack_tokens([1, 2, 70]), 3, SAMPLING, 2, 0, 0, 1.5)
@@ -133,7 +65,7 @@ FROM_GATEWAY = (Hello(VERSION, "bad"), SUBMIT, Abort(1, 0), Heartbeat("bad", Pro
 
 @pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda message: type(message).__name__)
 def test_no_value_of_a_gateway_ends_the_scheduler(message: Any) -> None:
-    """PRC-26: what is a message is served or refused, what is none costs its sender at most its connection."""
+    """PRC-26: a message is served or refused, and anything else costs its sender at most its connection."""
     whole = encode(message)
     world, *_ = running()
     for path, _ in leaves(msgspec.msgpack.decode(whole)):
@@ -159,7 +91,7 @@ def results(plan: StepPlan) -> list[msgspec.Struct]:
 
 @pytest.mark.parametrize("kind", range(4), ids=["StepResult", "Fault", "Heartbeat", "Configured"])
 def test_no_value_of_a_worker_ends_the_scheduler(kind: int) -> None:
-    """PRC-26: a worker that says what cannot be is given up, and its requests go on elsewhere."""
+    """PRC-26: a worker that sends an impossible value is given up, and its requests go on elsewhere."""
     *_, plans = running()
     paths = [path for path, _ in leaves(msgspec.msgpack.decode(encode(results(plans[0])[kind])))]
     for path, value in itertools.product(paths, HOSTILE):
@@ -181,12 +113,12 @@ def test_no_figure_of_a_worker_ends_the_scheduler() -> None:
             try:
                 first.turn()
             except ConfigError:
-                said = decode_from_worker(body)
-                assert isinstance(said, Register)
-                assert said.kv_memory < said.kv_bytes_per_token * 16, "not one block"
+                register = decode_from_worker(body)
+                assert isinstance(register, Register)
+                assert register.kv_memory < register.kv_bytes_per_token * 16, "not one block"
                 continue
-            for told in first.told(WORKER):
-                assert isinstance(told, Stop) or told.num_blocks <= MAX_BLOCKS
+            for message in first.sent_to(WORKER):
+                assert isinstance(message, Stop) or message.num_blocks <= MAX_BLOCKS
             later.workers.hear(SPARE, body, fd)
             later.turn(1)
             later.workers.leave(fd)
@@ -205,7 +137,7 @@ def test_a_spare_worker_with_less_memory_is_dismissed_and_the_next_one_is_taken(
     world.register(b"small", TOO_SMALL)
     world.workers.leave(first)
     world.turn()
-    assert [type(message) for message in world.told(b"small")] == [Stop]
+    assert [type(message) for message in world.sent_to(b"small")] == [Stop]
     assert "its memory holds 784 tokens, but requests of 800" in caplog.text
     assert world.serves()
 
@@ -220,8 +152,8 @@ ABSURD: list[dict[str, Any]] = [
     {"step_seconds": float("nan")},
     {"step_seconds": -1.0},
     {"token_seconds": float("inf")},
-    {"model": msgspec.structs.replace(FACTS, max_positions=0)},
-    {"model": msgspec.structs.replace(FACTS, vocab_size=2**40)},
+    {"model": msgspec.structs.replace(MODEL, max_positions=0)},
+    {"model": msgspec.structs.replace(MODEL, vocab_size=2**40)},
 ]
 
 
@@ -236,7 +168,7 @@ def test_figures_beyond_reason_are_refused_at_once(
         world.register(WORKER)
     with caplog.at_level(logging.WARNING):
         world.register(b"absurd", msgspec.structs.replace(REGISTER, **figures))
-    assert [type(message) for message in world.told(b"absurd")] == [Stop]
+    assert [type(message) for message in world.sent_to(b"absurd")] == [Stop]
     assert "absurd" in caplog.text
     assert world.serves()
 
@@ -245,9 +177,9 @@ def test_a_token_of_one_byte_makes_no_table_of_gigabytes() -> None:
     """PRC-27: a pool has no more blocks than can be of use."""
     world = World()
     world.register(WORKER, msgspec.structs.replace(REGISTER, kv_memory=2**40, kv_bytes_per_token=1))
-    (told,) = world.told(WORKER)
-    assert isinstance(told, Configure)
-    assert told.num_blocks == MAX_BLOCKS
+    (configure,) = world.sent_to(WORKER)
+    assert isinstance(configure, Configure)
+    assert configure.num_blocks == MAX_BLOCKS
 
 
 def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
@@ -263,8 +195,8 @@ def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
         world.gateways.hear(BAD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0), arrival=arrival), gateway)
     before = time.time()
     world.turn(1)
+    assert world.service.engine is not None
     core = world.service.engine._core
-    assert core is not None
     waiting = [sequence.request.rank[1] for sequence in core._roster.waiting.items]
     assert len(waiting) == len(arrivals) - 1
     assert all(before - 11 < arrival <= time.time() for arrival in waiting)
@@ -280,6 +212,6 @@ def test_a_submit_out_of_range_does_not_cost_its_gateway_the_others() -> None:
     world.turn()
     world.workers.hear(WORKER, results(plan)[0], worker)
     world.turn()
-    said = world.gateways.take(BAD, decode_to_gateway)
-    assert [message.id for message in said if isinstance(message, Refused)] == [2]
-    assert [row.tokens for message in said if isinstance(message, Progress) for row in message.rows] == [[5]]
+    messages = world.gateways.take(BAD, decode_to_gateway)
+    assert [message.id for message in messages if isinstance(message, Refused)] == [2]
+    assert [row.tokens for message in messages if isinstance(message, Progress) for row in message.rows] == [[5]]

@@ -1,4 +1,4 @@
-"""The rate of a counter, by a clock that is given."""
+"""The rate of a counter. Time is a parameter."""
 
 import pytest
 
@@ -11,8 +11,7 @@ def test_it_is_the_growth_over_the_window_and_not_longer() -> None:
     assert throughput.rate(0, 100.0) == 0.0
     for tick in range(1, 200):
         tokens += 5
-        found = throughput.rate(tokens, 100 + tick / 4)
-        assert found == pytest.approx(20.0)
+        assert throughput.rate(tokens, 100 + tick / 4) == pytest.approx(20.0)
     assert throughput.rate(tokens, 150 + WINDOW / 2) == pytest.approx(10.0, rel=0.1)
     assert throughput.rate(tokens, 150 + 3 * WINDOW) == 0.0
     assert throughput.rate(tokens, 151 + 3 * WINDOW) == 0.0

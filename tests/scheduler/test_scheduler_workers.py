@@ -1,4 +1,4 @@
-"""Workers: which one computes, what of it counts, and how it is seen to be lost."""
+"""Workers: which one computes, which of its messages count, and how its loss is seen."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.scheduler.deadlines import FIRST_STEP
-from services.scheduler.workers import MESSAGES, Lost, Ready, Workers
+from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
+from services.scheduler.workers import MESSAGES, WorkerLost, WorkerReady, Workers
 from shared.liveness import INDULGENCE, Usage
 from shared.protocol import (
     VERSION,
@@ -30,20 +30,20 @@ from shared.protocol import (
 )
 from shared.usage import Process
 from tests.scheduler.examples import EPOCH, REGISTER
-from tests.scheduler.peers import FakeListener, as_listener
+from tests.scheduler.fake_listener import FakeListener, as_listener
 
 CONFIGURE = Configure(EPOCH, 16, 50, 8, 100, 64)
 A, B = b"worker-a", b"worker-b"
 TIMEOUT = 2.0
 
 
-def fed(now: float) -> bool:
+def has_cpu(now: float) -> bool:
     """The scheduler is not short of CPU."""
     return False
 
 
-def beat(vitals: ProcessStats | None = None, name: bytes = A) -> Heartbeat:
-    return Heartbeat(name.decode(), vitals or ProcessStats())
+def beat(process: ProcessStats | None = None, name: bytes = A) -> Heartbeat:
+    return Heartbeat(name.decode(), process or ProcessStats())
 
 
 class World:
@@ -51,7 +51,7 @@ class World:
 
     def __init__(self) -> None:
         self.net = FakeListener()
-        self.workers = Workers(as_listener(self.net), TIMEOUT, fed)
+        self.workers = Workers(as_listener(self.net), TIMEOUT, has_cpu)
         self.net.hear(A, REGISTER, 1)
         assert self.receive() == []
 
@@ -65,11 +65,11 @@ class World:
     def activate(self) -> None:
         self.workers.configure(CONFIGURE, 0.0)
         assert self.sent(A) == [CONFIGURE]
-        assert self.hear(Configured(EPOCH)) == [Ready()]
+        assert self.hear(Configured(EPOCH)) == [WorkerReady()]
 
     def sent(self, peer: bytes) -> list[object]:
-        found: list[object] = self.net.take(peer, decode_to_worker)
-        return found
+        messages: list[object] = self.net.take(peer, decode_to_worker)
+        return messages
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_the_end_of_the_connection_is_a_loss_and_last_words_count(world: World) 
     world.activate()
     world.workers.send(plan(0), 0.0)
     world.net.leave(1)
-    assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), Lost()]
+    assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), WorkerLost()]
     assert world.hear(beat()) == []
     assert world.hear(Configured(EPOCH)) == []
     assert world.workers.candidate is None
@@ -135,7 +135,7 @@ def test_the_end_of_the_connection_is_a_loss_and_last_words_count(world: World) 
 
 def test_a_fault_is_a_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.activate()
-    assert world.hear(Fault(EPOCH, 3, "Traceback: why")) == [Lost()]
+    assert world.hear(Fault(EPOCH, 3, "Traceback: why")) == [WorkerLost()]
     assert "failed in step 3:\nTraceback: why" in caplog.text
     assert world.hear(StepResult(EPOCH, 0, [])) == []
 
@@ -148,20 +148,20 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
     """Killed, if the kernel says that its process is here; told to stop otherwise."""
     world = World.__new__(World)
     world.net = FakeListener()
-    world.workers = Workers(as_listener(world.net), TIMEOUT, fed)
+    world.workers = Workers(as_listener(world.net), TIMEOUT, has_cpu)
     world.net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=process.pid if local else None)
     world.receive()
     world.activate()
     if how == "late":
         for tenth in range(10 * int(TIMEOUT)):
             assert world.receive(tenth / 10) == []
-        news = world.receive(TIMEOUT + 0.1)
+        events = world.receive(TIMEOUT + 0.1)
     elif how == "nonsense":
-        news = world.hear(b"nonsense")
+        events = world.hear(b"nonsense")
     else:
         world.workers.give_up("it lies")
-        news = world.receive()
-    assert news == [Lost()]
+        events = world.receive()
+    assert events == [WorkerLost()]
     assert world.sent(A) == ([] if local else [Stop()])
     if local:
         assert process.wait(10) == -signal.SIGKILL
@@ -169,29 +169,29 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
         assert process.poll() is None
 
 
-@pytest.mark.parametrize(("device", "found"), [("cpu", 3.0 + INDULGENCE), ("cuda:0", 3.0)])
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 3.0 + INDULGENCE), ("cuda:0", 3.0)])
 def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
-    device: str, found: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+    device: str, seconds: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a GPU a thread may spin while it waits, which says nothing."""
     clock = [0.0]
     monkeypatch.setattr(Process, "usage", lambda self: Usage(clock[0], 0.0, True))
     net = FakeListener()
-    workers = Workers(as_listener(net), TIMEOUT, fed)
+    workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     net.hear(A, replace(REGISTER, pid=process.pid, device=device), 1, pid=process.pid)
     workers.receive(0.0)
     workers.configure(CONFIGURE, 0.0)
     net.hear(A, Configured(EPOCH), 1)
     net.hear(A, StepResult(EPOCH, 0, []), 1)
     workers.send(plan(0), 0.0)
-    assert workers.receive(1.0) == [Ready(), StepResult(EPOCH, 0, [])]
+    assert workers.receive(1.0) == [WorkerReady(), StepResult(EPOCH, 0, [])]
     workers.send(plan(1), 1.0)
-    news = []
-    for tenth in range(10, 10 * int(found + 2.0)):
+    events = []
+    for tenth in range(10, 10 * int(seconds + 2.0)):
         clock[0] = tenth / 10
         net.hear(b"reporter", beat(), 2)
-        news += [(tenth / 10, one) for one in workers.receive(tenth / 10)]
-    assert news == [(pytest.approx(found + 0.1, abs=0.01), Lost())]
+        events += [(tenth / 10, event) for event in workers.receive(tenth / 10)]
+    assert events == [(pytest.approx(seconds + 0.1, abs=0.01), WorkerLost())]
     assert process.wait(10) == -signal.SIGKILL
 
 
@@ -208,7 +208,7 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
     workers.configure(CONFIGURE, 0.0)
     if phase != "configuring":
         net.hear(A, Configured(EPOCH), 1)
-        assert workers.receive(1.0) == [Ready()]
+        assert workers.receive(1.0) == [WorkerReady()]
     if phase == "first step":
         workers.send(plan(0), 1.0)
     for tenth in range(10, 30):
@@ -217,8 +217,8 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
     assert workers.progressing(2.9) == (phase != "configuring")
     process.send_signal(signal.SIGSTOP)
     until_state(process.pid, psutil.STATUS_STOPPED)
-    news = [(tenth / 10, news) for tenth in range(30, 60) for news in workers.receive(tenth / 10)]
-    assert news == [(5.0, Lost())]
+    events = [(tenth / 10, event) for tenth in range(30, 60) for event in workers.receive(tenth / 10)]
+    assert events == [(5.0, WorkerLost())]
     assert process.wait(10) == -signal.SIGKILL
 
 
@@ -231,19 +231,19 @@ def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: in
         world.workers.send(plan(number), 0.0)
         world.hear(StepResult(EPOCH, number, []))
     world.workers.send(plan(step), 0.0)
-    allowed = TIMEOUT if step else FIRST_STEP
-    news = []
+    allowed = TIMEOUT if step else FIRST_STEP_TIMEOUT
+    events = []
     for quarter in range(4 * 40):
         world.net.hear(b"reporter", beat(ProcessStats(busy_seconds=quarter / 4, cpu_seconds=5.0 + quarter / 1000)), 2)
-        news += [(quarter / 4, one) for one in world.receive(quarter / 4)]
-    assert news == [(allowed + 0.25, Lost())]
+        events += [(quarter / 4, event) for event in world.receive(quarter / 4)]
+    assert events == [(allowed + 0.25, WorkerLost())]
 
 
 def test_beats_of_another_name_are_no_sign_of_life(world: World) -> None:
     world.activate()
     world.net.hear(b"reporter", beat(name=B), 2)
     assert world.receive(1.9) == []
-    assert world.receive(2.1) == [Lost()]
+    assert world.receive(2.1) == [WorkerLost()]
 
 
 def test_no_more_than_so_many_messages_are_read_in_a_turn(world: World) -> None:
@@ -263,12 +263,12 @@ def until_state(pid: int, state: str) -> None:
 def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:
     """A worker says a number that is not what the kernel says of its connection."""
     net = FakeListener()
-    workers = Workers(as_listener(net), TIMEOUT, fed)
+    workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=os.getpid())
     workers.receive(0.0)
     workers.configure(CONFIGURE, 0.0)
     workers.give_up("it lies")
-    assert workers.receive(0.0) == [Lost()]
+    assert workers.receive(0.0) == [WorkerLost()]
     assert net.take(A, decode_to_worker) == [CONFIGURE, Stop()]
     assert process.poll() is None
 
@@ -280,7 +280,7 @@ def test_a_second_worker_waits_in_line(world: World) -> None:
     assert world.receive() == []
     assert world.workers.candidate is None
     world.net.leave(1)
-    assert world.receive() == [Lost()]
+    assert world.receive() == [WorkerLost()]
     assert world.workers.candidate == spare
     world.workers.configure(CONFIGURE, 0.0)
     assert world.sent(B) == [CONFIGURE]
@@ -296,20 +296,20 @@ def test_a_spare_that_leaves_is_no_loss(world: World) -> None:
     assert world.receive() == []
     assert world.workers.ready
     world.net.leave(1)
-    assert world.receive() == [Lost()]
+    assert world.receive() == [WorkerLost()]
     assert world.workers.candidate is None
 
 
 def test_a_process_that_registers_again_takes_its_own_place() -> None:
     """It has seen the connection end before the scheduler has."""
     net = FakeListener()
-    workers = Workers(as_listener(net), TIMEOUT, fed)
+    workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     me = replace(REGISTER, pid=os.getpid())
     net.hear(A, me, 1, pid=os.getpid())
     workers.receive(0.0)
     workers.configure(CONFIGURE, 0.0)
     net.hear(B, me, 2, pid=os.getpid())
-    assert workers.receive(0.0) == [Lost()]
+    assert workers.receive(0.0) == [WorkerLost()]
     assert workers.candidate == me
     workers.configure(CONFIGURE, 0.0)
     assert net.take(B, decode_to_worker) == [CONFIGURE]
@@ -320,7 +320,7 @@ def test_a_descriptor_that_is_used_again_means_the_newcomer(world: World) -> Non
     world.activate()
     world.net.leave(1)
     world.net.hear(B, replace(REGISTER, pid=88), 1)
-    assert world.receive() == [Lost()]
+    assert world.receive() == [WorkerLost()]
     assert world.workers.candidate == replace(REGISTER, pid=88)
 
 
@@ -344,11 +344,11 @@ def test_a_worker_that_does_not_fit_is_told_to_stop(world: World, changes: dict[
     assert world.workers.candidate is None
 
 
-def test_a_scheduler_that_slept_forgives(world: World) -> None:
+def test_a_scheduler_that_stood_still_postpones_its_deadlines(world: World) -> None:
     world.activate()
-    world.workers.forgive(100.0)
+    world.workers.postpone(100.0)
     assert world.receive(100.0 + TIMEOUT) == []
-    assert world.receive(100.1 + TIMEOUT) == [Lost()]
+    assert world.receive(100.1 + TIMEOUT) == [WorkerLost()]
 
 
 def test_stop_reaches_all(world: World) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from services.gateway.link import PATIENCE
-from services.scheduler.deadlines import FIRST_STEP
+from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from shared.errors import EngineFailure, QuireError
 from tests.scripted import CHAIN, Misdeed, Script
 from tests.scripted import expected_chain as expected
@@ -19,7 +19,7 @@ from tests.system.running import engine as running
 
 STUCK = 666
 SOON = 10.0  # seconds: far more than the two that are meant, and far less than the half minute of an excuse
-assert SOON < FIRST_STEP / 2
+assert SOON < FIRST_STEP_TIMEOUT / 2
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])

@@ -157,7 +157,7 @@ async def test_workers_that_do_not_fit_are_sent_away() -> None:
     async with engine() as system:
         await until(lambda: "is ready" in system.scheduler.log)
         for changes, said in (
-            ({"world": 2}, "rank 0 of 2"),
+            ({"world_size": 2}, "rank 0 of 2"),
             ({"kv_bytes_per_token": 0}, "cannot be"),
         ):
             async with stranger(workers(system)) as worker:

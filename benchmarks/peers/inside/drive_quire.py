@@ -9,7 +9,7 @@ from closed_loop import Run, closed_loop, serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from quire.engine import Engine as QuireEngine
+from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import resolve
@@ -21,7 +21,7 @@ class Engine:
     """The engine, with greedy requests."""
 
     def __init__(self, settings: dict[str, str]) -> None:
-        self.engine = QuireEngine(resolve(SchedulerConfig, settings, {}), resolve(WorkerConfig, settings, {}))
+        self.engine = InProcessEngine(resolve(SchedulerConfig, settings, {}), resolve(WorkerConfig, settings, {}))
 
     def add(self, id: int, tokens: list[int], output: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)

@@ -1,8 +1,12 @@
-"""Whether a `Submit` is accepted: at once, with a reason, and never for what could not be served.
+"""Accept or refuse a `Submit`, at once and for good: what is accepted can be served.
 
-Whether it fits is judged a sequence at a time, since the samples of one request need not run together; the queue's
-length counts them all. A resubmission (a request that comes with output) is never refused for load, since somebody is
-in the middle of reading it.
+This is the only check of a request on the engine's side. Gateways check what their clients ask for; this checks what
+gateways send, since a token id out of range would end a worker's process. Ranges that depend on nothing are in the
+messages' types.
+
+The length limit applies to one sequence, since the samples of a request need not run together; the limit of the queue
+counts them all. A resubmission (a request that comes with output) is never refused for load, since somebody is in the
+middle of reading it.
 """
 
 from array import array
@@ -11,16 +15,17 @@ from msgspec import Struct
 
 from services.scheduler.core.limits import Limits
 from shared.errors import ProtocolError
-from shared.protocol import Refusal, Refused, Submit, unpack_tokens
+from shared.params import MAX_LOGPROBS, MAX_N
+from shared.protocol import Refusal, Refused, Sampling, Submit, unpack_tokens
 
 
 class Load(Struct, frozen=True):
-    """How things stand when the request comes."""
+    """The state of the engine when a request comes."""
 
-    waiting: int  # samples, those included that are no sequences yet
+    waiting: int  # samples, those included that have not started
     waiting_tokens: int
     draining: bool
-    known: bool  # a request of this id is still there
+    id_in_use: bool
     retry_after: float  # seconds
 
     def has_too_many_requests(self, samples: int, limits: Limits) -> bool:
@@ -31,45 +36,63 @@ class Load(Struct, frozen=True):
         return self.waiting > 0 and self.waiting + samples > limits.max_queued_requests
 
 
-def judge(submit: Submit, limits: Limits, load: Load) -> "Refused | array[int]":
-    """The tokens of a request that is accepted, else the refusal."""
+def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused":
+    """Return the tokens of a request that is accepted, or the refusal."""
     try:
         tokens = unpack_tokens(submit.tokens)
     except ProtocolError as error:
         return Refused(submit.id, Refusal.INVALID, str(error))
-    if fault := _fault(submit, tokens, limits, load):
-        return Refused(submit.id, Refusal.INVALID, fault)
-    wanted = submit.prompt_len + submit.sampling.max_tokens
-    if wanted > limits.max_model_len:
-        detail = f"{submit.prompt_len} tokens of prompt and {submit.sampling.max_tokens} of output"
+    if violation := _violation(submit, tokens, limits, load):
+        return Refused(submit.id, Refusal.INVALID, violation)
+    max_tokens = submit.sampling.max_tokens
+    if submit.prompt_len + max_tokens > limits.max_model_len:
+        detail = f"{submit.prompt_len} tokens of prompt and {max_tokens} of output"
         detail += f" are more than the {limits.max_model_len} of the context"
         return Refused(submit.id, Refusal.TOO_LONG, detail)
     if len(tokens) > submit.prompt_len:
         return tokens
     if load.draining:
         return Refused(submit.id, Refusal.DRAINING, "the engine is shutting down")
-    if full := _overload(submit.n, tokens, limits, load):
-        return Refused(submit.id, Refusal.QUEUE_FULL, full, load.retry_after)
+    if overload := _overload(submit.n, tokens, limits, load):
+        return Refused(submit.id, Refusal.QUEUE_FULL, overload, load.retry_after)
     return tokens
 
 
-def _fault(submit: Submit, tokens: "array[int]", limits: Limits, load: Load) -> str:
-    output = len(tokens) - submit.prompt_len
-    faults = {
-        "the id is in use": load.known,
-        f"prompt_len is {submit.prompt_len}, but there are {len(tokens)} tokens": output < 0 or submit.prompt_len < 1,
-        "token ids must not be negative": min(tokens, default=0) < 0,
-        f"{output} tokens of output leave none of max_tokens={submit.sampling.max_tokens}": 0
-        < output
-        >= submit.sampling.max_tokens,
-        f"n must be at least 1, got {submit.n}": submit.n < 1,
-        "n must be 1 when there is output already": submit.n > 1 and output > 0,
-        "a priority needs --scheduling-policy priority": bool(submit.priority) and limits.policy == "fcfs",
-    }
-    return next((fault for fault, is_so in faults.items() if is_so), "")
+def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load) -> str:
+    """Return the rule that a request breaks; empty if it breaks none."""
+    sampling, output_len = submit.sampling, len(tokens) - submit.prompt_len
+    if submit.n > MAX_N or submit.sample >= MAX_N:
+        return f"a request has at most {MAX_N} samples"
+    if max(sampling.logprobs, sampling.prompt_logprobs) > MAX_LOGPROBS:
+        return f"at most {MAX_LOGPROBS} log-probabilities are reported for a token"
+    if (unknown := _unknown_token(tokens, sampling, limits.vocab_size)) is not None:
+        return f"the model has no token {unknown}"
+    if load.id_in_use:
+        return "the id is in use"
+    if output_len < 0 or submit.prompt_len < 1:
+        return f"prompt_len is {submit.prompt_len}, but there are {len(tokens)} tokens"
+    if 0 < output_len >= sampling.max_tokens:
+        return f"{output_len} tokens of output leave none of max_tokens={sampling.max_tokens}"
+    if submit.n < 1:
+        return f"n must be at least 1, got {submit.n}"
+    if submit.n > 1 and output_len > 0:
+        return "n must be 1 when there is output already"
+    if submit.priority and limits.policy == "fcfs":
+        return "a priority needs --scheduling-policy priority"
+    return ""
+
+
+def _unknown_token(tokens: "array[int]", sampling: Sampling, vocab_size: int) -> int | None:
+    """Return a token id that the model does not have, or None if it has all that the request names."""
+    for ids in (tokens, sampling.stop_token_ids, [token for token, _ in sampling.logit_bias]):
+        for extreme in (min(ids, default=0), max(ids, default=0)):  # far faster than a check of each id
+            if not 0 <= extreme < vocab_size:
+                return extreme
+    return None
 
 
 def _overload(samples: int, tokens: "array[int]", limits: Limits, load: Load) -> str:
+    """Return why the queue takes no request of so many samples and these tokens; empty if it does."""
     if load.has_too_many_requests(samples, limits):
         more = f", and {samples} more are too many" if samples > 1 else ""
         return f"{load.waiting} requests are waiting already" + more

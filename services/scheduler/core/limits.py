@@ -1,6 +1,6 @@
-"""`Limits`: the sizes that a core keeps to, checked where they are made, and how a context is fitted to a pool.
+"""`Limits`: the sizes that a core keeps to, checked where they are made, and the fit of a context to a pool.
 
-It knows nothing of flags or files; its errors name the flags, since that is where a user can put a wrong size right.
+The module knows nothing of flags or files, but its errors name the flags, since a user corrects a wrong size there.
 """
 
 from typing import Literal
@@ -10,18 +10,19 @@ from msgspec import Struct
 from shared.errors import ConfigError
 
 MAX_DEPTH = 2
-"""More steps in flight would hide nothing more: the device has always one to run while another is settled."""
+"""More steps in flight would hide nothing more: the device always has one to run while another is committed."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Sizes of one engine. Raises `ConfigError`, naming the flag, for those that cannot work together."""
+    """Sizes of one engine. Raise `ConfigError`, naming the flag, for sizes that cannot work together."""
 
     num_blocks: int  # of the pool
     max_num_seqs: int  # slots
     max_num_batched_tokens: int  # positions in one plan
     max_model_len: int  # prompt and output of one sequence together, in tokens
+    vocab_size: int = 2**31  # token ids are below it
     block_size: int = 16  # tokens
-    max_queued_requests: int = 1024  # waiting ones, before new ones are refused
+    max_queued_requests: int = 1024  # requests that may wait; more are refused
     max_queued_tokens: int = 0  # the same in tokens; 0: no such bound
     prefix_caching: bool = True
     depth: int = MAX_DEPTH  # plans in flight at once
@@ -34,36 +35,39 @@ class Limits(Struct, frozen=True, kw_only=True):
         _check(1 <= self.depth <= MAX_DEPTH, "depth", f"must be from 1 to {MAX_DEPTH}", self.depth)
         _check(self.max_queued_tokens >= 0, "max_queued_tokens", "must be at least 0", self.max_queued_tokens)
         _check(self.priority_ageing >= 0, "priority_ageing", "must be at least 0", self.priority_ageing)
-        check_wishes(self.max_num_batched_tokens, self.max_num_seqs, self.policy, self.priority_ageing)
+        check_settings(self.max_num_batched_tokens, self.max_num_seqs, self.policy, self.priority_ageing)
         check_pool(self.max_model_len, self.num_blocks, self.block_size)
 
 
-def check_wishes(max_num_batched_tokens: int | None, max_num_seqs: int, policy: str, priority_ageing: float) -> None:
-    """Raises `ConfigError` for what cannot work together on any device; None stands for a size that is chosen to."""
-    if policy == "fcfs":  # it would do nothing
+def check_settings(max_num_batched_tokens: int | None, max_num_seqs: int, policy: str, priority_ageing: float) -> None:
+    """Raise `ConfigError` for settings that cannot work together on any device.
+
+    `max_num_batched_tokens` is None if it follows from the others.
+    """
+    if policy == "fcfs":  # ageing would do nothing
         _check(not priority_ageing, "priority_ageing", "needs --scheduling-policy priority", priority_ageing)
-    if max_num_batched_tokens is not None:  # all sequences may take a step, and still some prompt is read
-        enough = max_num_batched_tokens > max_num_seqs
+    if max_num_batched_tokens is not None:  # a step of all sequences still has room for some prompt
         rule = f"must be more than --max-num-seqs, which is {max_num_seqs}"
-        _check(enough, "max_num_batched_tokens", rule, max_num_batched_tokens)
+        _check(max_num_batched_tokens > max_num_seqs, "max_num_batched_tokens", rule, max_num_batched_tokens)
 
 
 def check_pool(max_model_len: int, num_blocks: int, block_size: int) -> None:
-    """Raises `ConfigError` unless one sequence of `max_model_len` tokens fits the pool when it is alone."""
-    fits = num_blocks * block_size
-    _check(max_model_len <= fits, "max_model_len", f"must be at most the {fits} tokens of the pool", max_model_len)
+    """Raise `ConfigError` unless one sequence of `max_model_len` tokens fits the pool when it is alone."""
+    capacity = num_blocks * block_size
+    rule = f"must be at most the {capacity} tokens of the pool"
+    _check(max_model_len <= capacity, "max_model_len", rule, max_model_len)
 
 
-def fit_model_len(wanted: int, num_blocks: int, block_size: int) -> int:
-    """`wanted` tokens of context, or as many as the pool holds if that is less; ConfigError if that is no context."""
-    fitting = min(wanted, num_blocks * block_size)
-    if fitting < 2:  # one token of prompt and one of output
+def fit_model_len(requested: int, num_blocks: int, block_size: int) -> int:
+    """Return `requested` tokens of context, or as many as the pool holds. Raise `ConfigError` if those are below 2."""
+    max_model_len = min(requested, num_blocks * block_size)
+    if max_model_len < 2:  # one token of prompt and one of output
         raise ConfigError(
             f"{num_blocks} blocks of {block_size} tokens are too small for any request: give KV more memory"
         )
-    return fitting
+    return max_model_len
 
 
-def _check(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
+def _check(ok: bool, name: str, rule: str, value: object) -> None:
+    if not ok:
         raise ConfigError(f"--{name.replace('_', '-')} {rule}, got {value!r}")

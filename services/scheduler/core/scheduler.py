@@ -31,10 +31,11 @@ planner.py (a step is planned), settlement.py (a step takes effect), admission.p
 """
 
 from collections import deque
+from collections.abc import KeysView
 
 import msgspec
 
-from services.scheduler.core.admission import Load, judge
+from services.scheduler.core.admission import Load, accept
 from services.scheduler.core.draft import Flight
 from services.scheduler.core.limits import Limits, check_pool
 from services.scheduler.core.memory import Memory
@@ -72,6 +73,11 @@ class Scheduler:
     def idle(self) -> bool:
         """No request is unfinished."""
         return not self._roster.requests
+
+    @property
+    def unfinished(self) -> KeysView[int]:
+        """The ids of all requests that have not ended: a view, which changes with them."""
+        return self._roster.requests.keys()
 
     @property
     def in_flight(self) -> int:
@@ -114,10 +120,10 @@ class Scheduler:
             waiting=len(roster.waiting) + roster.unborn,
             waiting_tokens=roster.waiting_tokens,
             draining=self._draining,
-            known=request.id in roster.requests,
+            id_in_use=request.id in roster.requests,
             retry_after=self._retry_after(),
         )
-        verdict = judge(request, self.limits, load)
+        verdict = accept(request, self.limits, load)
         if isinstance(verdict, Refused):
             self._counters.refused += 1
             if verdict.reason is Refusal.QUEUE_FULL:

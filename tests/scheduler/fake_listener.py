@@ -22,19 +22,19 @@ class FakeMonitor:
     def __init__(self) -> None:
         self.socket = object()
         self.connected: set[int] = set()
-        self.gone: list[int] = []
+        self.disconnected: list[int] = []
 
     def drain(self) -> list[int]:
-        gone, self.gone = self.gone, []
-        return gone
+        disconnected, self.disconnected = self.disconnected, []
+        return disconnected
 
 
 class FakeListener:
-    """Like `shared.transport.Listener`. `slow` and `unreachable` are the peers that sends to fail."""
+    """Like `shared.transport.Listener`. Sends to the peers in `slow` and `unreachable` fail."""
 
     def __init__(self) -> None:
         self.monitor = FakeMonitor()
-        self.socket = object()  # a poller looks at it, and nothing else
+        self.socket = object()  # a poller needs one
         self.inbox: deque[FakeMessage] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
         self.slow: set[bytes] = set()
@@ -51,7 +51,7 @@ class FakeListener:
         self.sent.append((peer, body))
 
     def hear(self, peer: bytes, content: Struct | bytes, fd: int, pid: int | None = None) -> None:
-        """A message comes from a peer, over a connection that is there."""
+        """Put a message of a peer, over connection `fd`, into the inbox."""
         self.monitor.connected.add(fd)
         body = content if isinstance(content, bytes) else encode(content)
         self.inbox.append(FakeMessage(peer, body, fd, pid))
@@ -60,15 +60,15 @@ class FakeListener:
         """Nobody floods it."""
 
     def leave(self, fd: int) -> None:
-        """A connection ends."""
+        """End a connection."""
         self.monitor.connected.discard(fd)
-        self.monitor.gone.append(fd)
+        self.monitor.disconnected.append(fd)
 
     def take(self, peer: bytes, decode: Any) -> list[Any]:
-        """What was sent to a peer since the last call."""
-        found = [decode(body) for to, body in self.sent if to == peer]
+        """Return what was sent to a peer since the last call."""
+        messages = [decode(body) for to, body in self.sent if to == peer]
         self.sent = [(to, body) for to, body in self.sent if to != peer]
-        return found
+        return messages
 
 
 def as_listener(fake: FakeListener) -> Listener:
