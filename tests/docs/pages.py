@@ -154,8 +154,8 @@ def make_targets() -> set[str]:
 def files() -> list[str]:
     """Return files and folders of the repository, relative to its root, without what is hidden or built."""
     tops = [path for path in ROOT.iterdir() if path.name == ".ci" or not path.name.startswith(".")]
-    paths = [path for top in tops for path in (top, *top.rglob("*"))]
-    return [str(path.relative_to(ROOT)) for path in paths if not SKIPPED_FOLDERS.intersection(path.parts)]
+    found = [path.relative_to(ROOT) for top in tops for path in (top, *top.rglob("*"))]
+    return [str(path) for path in found if not SKIPPED_FOLDERS.intersection(path.parts)]
 
 
 @cache
