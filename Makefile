@@ -10,13 +10,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-.PHONY: help install serve test lint compose-test bench-peers
+# What needs neither a service nor a model: under a minute on two cores.
+FAST := tests/core tests/simulation tests/scheduler tests/shared tests/text tests/docs
+
+.PHONY: help install serve test test-fast lint docs compose-test bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
 	@echo "              MODEL=folder, .gguf file or name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
-	@echo "make lint     the same without the tests"
+	@echo "make test-fast  the tests that need neither a service nor a model: under a minute on two cores"
+	@echo "make lint     linters, types and import rules, without tests"
+	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load; takes all down"
 	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
 	@echo "make install  only make $(VENV)"
@@ -55,6 +60,12 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: install
+	$(BIN)/python -m pytest -q -n 2 $(FAST) $(ARGS)
+
+docs: install
+	$(BIN)/python docs/generate.py
 
 compose-test: install
 	$(BIN)/python deploy/compose_test.py

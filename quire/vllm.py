@@ -182,9 +182,9 @@ _PAGE = """\
 
 `quire serve` treats the flags of `vllm serve` (0.32, and some of older versions) as listed here, in a file of
 `--config` too. So does `quire.LLM` with arguments of these names, but it refuses a server's (`shutdown_timeout`, ...).
-Flags that are not here are Quire's own under the same name (README, 'Settings'). Names may be written with underscores,
-counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. This page is made by
-`quire knobs --vllm`.
+Flags that are not here are Quire's own under the same name ([settings](settings.md)). Names may be written with
+underscores, counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. `make docs` writes this
+page from the code; `quire knobs --vllm` prints it.
 
 """
 

@@ -1,4 +1,4 @@
-"""The README says what is so: its table of settings is current, and the files that it names exist."""
+"""The documentation says what is so: the table of settings is current, and files and flags that it names exist."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,20 @@ from quire.vllm import SETTINGS
 from shared.config import knobs
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+SETTINGS_PAGE = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+TEXT = "".join(
+    (ROOT / page).read_text(encoding="utf-8")
+    for page in (
+        "README.md",
+        *(f"docs/{name}.md" for name in ("api", "benchmarks", "deploy", "models", "quantization", "settings")),
+    )
+)
+"""The README and the pages for users that continue it."""
 
 
 def test_the_table_of_settings_is_current() -> None:
-    shown = README.partition("<!-- knobs: made by `quire knobs` -->\n")[2].partition("<!-- end of knobs -->")[0]
+    """Made by `make docs`."""
+    shown = SETTINGS_PAGE.partition("<!-- knobs: made by `make docs` -->\n")[2].partition("<!-- end of knobs -->")[0]
     assert shown == markdown_table()
 
 
@@ -22,10 +31,12 @@ def test_every_setting_says_what_it_means() -> None:
 
 
 def test_files_and_flags_that_it_names_exist() -> None:
-    named = re.findall(r"`((?:services|shared|kernels|docs|quire)/[\w/.]*)`", README)
+    named = re.findall(r"`((?:services|shared|kernels|docs|quire|deploy|benchmarks)/[\w/.]*)`", TEXT)
     assert len(named) > 5
     assert [path for path in named if not (ROOT / path).exists()] == []
     others = {"--config", "--port", "--scale", "--profile"}  # the last two are compose's
-    flags = set(re.findall(r"--[a-z][a-z-]+", README)) - others
+    others |= {"--engines", "--gateways", "--workers", "--scheduler", "--insecure"}  # the services' own
+    others |= {"--vllm", "--help", "--quick"}  # of `quire knobs`, of every command, and of `make bench-peers`
+    flags = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - others
     measuring = [knob for options in (ServeOptions, ThroughputOptions, LatencyOptions) for knob in knobs(options)]
     assert flags <= {knob.flag for knob in [*public_knobs(), *measuring]} | {one.flag for one in SETTINGS.values()}
