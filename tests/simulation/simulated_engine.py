@@ -262,7 +262,7 @@ class SimulatedEngine:
         if self._checked:
             check(self.core, self.worker)
 
-    def finished(self) -> None:
+    def check_finished(self) -> None:
         """Check, when all is done, that each sample has had its end and that nothing is held."""
         state = self.core.snapshot()
         assert all(client.finish_reason is not None for client in self.clients.values()), "every sample ends"

@@ -1,7 +1,7 @@
-"""Situations from fault reports of other servers, at the level of the core; names hold the ids of the cases.
+"""Situations from fault reports of other servers, at the level of the core; docstrings hold the ids of the cases.
 
-All run with the page-memory oracle and the invariants of the simulation, so no test here
-repeats that a request gives what it gives alone.
+All run with the page-memory oracle and the invariants of the simulation, so no test here repeats that a request gives
+what it gives alone.
 """
 
 from random import Random
@@ -33,7 +33,8 @@ def _first_step(engine: SimulatedEngine, id: int) -> int:
     return step
 
 
-def test_sch_01_what_never_fits_is_refused_and_the_rest_is_served() -> None:
+def test_what_never_fits_is_refused_and_the_rest_is_served() -> None:
+    """SCH-01."""
     engine = SimulatedEngine(_limits())
     refused = engine.submit(_prompt(900), 16)
     assert isinstance(refused, Refused)
@@ -44,24 +45,26 @@ def test_sch_01_what_never_fits_is_refused_and_the_rest_is_served() -> None:
     assert too_much.reason is Refusal.TOO_LONG
     engine.accept(_prompt(500), 140)  # as much as the pool holds
     engine.run(200)
-    engine.finished()
+    engine.check_finished()
     assert engine.clients[small, 0].finish_reason is FinishReason.LENGTH
     assert engine.core.snapshot().preemptions <= 1
 
 
-def test_sch_02_sch_03_a_small_pool_preempts_and_changes_nothing() -> None:
+def test_a_small_pool_preempts_and_changes_nothing() -> None:
+    """SCH-02, SCH-03."""
     engine = SimulatedEngine(_limits(num_blocks=50, max_model_len=330))
     for index in range(8):
         engine.accept(_prompt(20, index), 300, prompt_logprobs=0)
     engine.run(4000)
-    engine.finished()
+    engine.check_finished()
     state = engine.core.snapshot()
     assert state.preemptions > 0
     assert state.generation_tokens == 8 * 300, "nothing was sampled twice"
     assert state.prompt_tokens == 8 * 20
 
 
-def test_sch_05_samples_that_do_not_fit_together_take_turns() -> None:
+def test_samples_that_do_not_fit_together_take_turns() -> None:
+    """SCH-05."""
     engine = SimulatedEngine(_limits(num_blocks=42, max_model_len=224))  # a sample needs 14, of which 1 is shared
     first = engine.accept(_prompt(24), 200, n=5)
     engine.accept(_prompt(24, 3), 200, n=5)
@@ -70,12 +73,13 @@ def test_sch_05_samples_that_do_not_fit_together_take_turns() -> None:
     shared = engine.core.snapshot()
     assert shared.tokens_held < 2 * 5 * 24, "blocks of the prompt are counted once"
     engine.run(4000)
-    engine.finished()
+    engine.check_finished()
     assert all(len(engine.clients[first, sample].output) == 200 for sample in range(5))
     assert len({tuple(engine.clients[first, sample].output) for sample in range(5)}) == 5, "each sample has its noise"
 
 
-def test_sch_07_an_urgent_request_starts_at_once() -> None:
+def test_an_urgent_request_starts_at_once() -> None:
+    """SCH-07."""
     for ageing in (0.0, 1.0):
         limits = _limits(
             max_num_seqs=4, num_blocks=400, policy="priority", priority_ageing=ageing, max_num_batched_tokens=64
@@ -99,10 +103,11 @@ def test_sch_07_an_urgent_request_starts_at_once() -> None:
         for id in low:
             engine.abort(id)
         engine.run(3)
-        engine.finished()
+        engine.check_finished()
 
 
-def test_sch_07_ageing_bounds_the_wait_of_the_least_urgent() -> None:
+def test_ageing_bounds_the_wait_of_the_least_urgent() -> None:
+    """SCH-07."""
     engine = SimulatedEngine(_limits(max_num_seqs=1, policy="priority", priority_ageing=0.1))
     patient = engine.accept(_prompt(8), 4, priority=5)
     for _ in range(300):
@@ -112,7 +117,8 @@ def test_sch_07_ageing_bounds_the_wait_of_the_least_urgent() -> None:
     assert engine.clients[patient, 0].finish_reason is FinishReason.LENGTH
 
 
-def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
+def test_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
+    """SCH-09."""
     limits = _limits(num_blocks=45, max_model_len=640, max_num_batched_tokens=64)
     engine = SimulatedEngine(limits)
     running = engine.accept(_prompt(200), 200)  # 25 blocks in the end; 20 remain, room for some 300 tokens
@@ -121,7 +127,7 @@ def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
     start = engine.core.snapshot()
     long = engine.accept(_prompt(600, 3), 20)
     engine.run(1000)
-    engine.finished()
+    engine.check_finished()
     state = engine.core.snapshot()
     assert state.preemptions == 0
     assert _first_step(engine, long) > start.steps + 150, "it was admitted when the other had ended"
@@ -129,7 +135,8 @@ def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
     assert engine.clients[running, 0].finish_reason is FinishReason.LENGTH
 
 
-def test_sch_10_short_prompts_do_not_wait_for_a_long_one() -> None:
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """SCH-10."""
     limits = _limits(num_blocks=1400, max_model_len=21_000, max_num_seqs=16)
     engine = SimulatedEngine(limits, checked=False)
     stream = engine.accept(_prompt(20, 5), 120)
@@ -149,7 +156,8 @@ def test_sch_10_short_prompts_do_not_wait_for_a_long_one() -> None:
     assert _first_step(engine, long) - came < 90, "and hardly more in company"
 
 
-def test_sch_12_a_burst_is_served_or_refused_at_once() -> None:
+def test_a_burst_is_served_or_refused_at_once() -> None:
+    """SCH-12."""
     chance = Random(12)
     engine = SimulatedEngine(_limits(max_num_seqs=16, num_blocks=60, max_queued_requests=100), checked=False)
     outcomes = [engine.submit(_prompt(chance.randint(1, 60)), chance.randint(1, 20)) for _ in range(500)]
@@ -158,11 +166,12 @@ def test_sch_12_a_burst_is_served_or_refused_at_once() -> None:
     assert all(one.reason is Refusal.QUEUE_FULL and one.retry_after >= 1.0 for one in refused)
     engine.accept(_prompt(9), 20, output=[1, 2, 3])  # what comes with output is never refused for load
     engine.run(1000)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().accepted == 101
 
 
-def test_pfx_01_repeats_at_and_around_block_boundaries() -> None:
+def test_repeats_at_and_around_block_boundaries() -> None:
+    """PFX-01."""
     for caching in (True, False):
         engine = SimulatedEngine(_limits(prefix_caching=caching))
         for length in (15, 16, 17, 31, 32, 33, 48, 33):
@@ -173,10 +182,11 @@ def test_pfx_01_repeats_at_and_around_block_boundaries() -> None:
                 assert client.finish_reason is FinishReason.LENGTH
                 assert client.cached_tokens <= length - 1
         assert (engine.core.snapshot().prefix_hits > 0) == caching
-        engine.finished()
+        engine.check_finished()
 
 
-def test_pfx_06_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
+def test_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
+    """PFX-06."""
     chance = Random(6)
     prefixes = [[chance.randrange(VOCABULARY) for _ in range(chance.randint(10, 120))] for _ in range(30)]
     engine = SimulatedEngine(_limits(max_model_len=200))
@@ -187,11 +197,12 @@ def test_pfx_06_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
             engine.accept(chance.choice(prefixes) + tail, chance.randint(1, 12))
             sent += 1
         engine.step()
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().prefix_hits > 1000
 
 
-def test_pfx_08_equal_hashes_do_not_make_equal_blocks() -> None:
+def test_equal_hashes_do_not_make_equal_blocks() -> None:
+    """PFX-08."""
     # -1 and -2 have one hash in Python, and so have these keys; the index compares what was hashed
     from array import array
 
@@ -203,7 +214,8 @@ def test_pfx_08_equal_hashes_do_not_make_equal_blocks() -> None:
     assert [index.match_prefix(array("i", [token]))[0].block for token in range(300)] == list(range(300))
 
 
-def test_pfx_09_hits_are_counted_in_tokens_of_whole_blocks() -> None:
+def test_hits_are_counted_in_tokens_of_whole_blocks() -> None:
+    """PFX-09."""
     for prefix in (15, 16, 17, 31, 32, 33):
         engine = SimulatedEngine(_limits())
         engine.accept(_prompt(prefix), 1)
@@ -217,7 +229,8 @@ def test_pfx_09_hits_are_counted_in_tokens_of_whole_blocks() -> None:
         assert after.prefix_queries - before.prefix_queries == prefix + 20
 
 
-def test_pfx_10_at_idle_nothing_is_held() -> None:
+def test_at_idle_nothing_is_held() -> None:
+    """PFX-10."""
     chance = Random(10)
     engine = SimulatedEngine(_limits(max_num_batched_tokens=20))
     system = _prompt(50)
@@ -227,16 +240,17 @@ def test_pfx_10_at_idle_nothing_is_held() -> None:
         engine.accept(system + _prompt(5, turn + 2), 9)
         engine.run(200)
         history += _prompt(7, turn) + engine.clients[id, 0].output
-        engine.finished()
+        engine.check_finished()
     state = engine.core.snapshot()
     assert 0 < state.blocks_cached <= state.blocks_free == state.blocks
     engine.lose()
     engine.begin()
     assert engine.core.snapshot().blocks_cached == 0
-    engine.finished()
+    engine.check_finished()
 
 
-def test_abt_04_what_is_aborted_in_the_queue_is_never_computed() -> None:
+def test_what_is_aborted_in_the_queue_is_never_computed() -> None:
+    """ABT-04."""
     engine = SimulatedEngine(_limits(max_num_seqs=1))
     engine.accept(_prompt(8), 50)
     queued = [engine.accept(_prompt(30, index), 5) for index in range(10)]
@@ -250,7 +264,8 @@ def test_abt_04_what_is_aborted_in_the_queue_is_never_computed() -> None:
     assert engine.core.snapshot().prompt_tokens == 8 + 9
 
 
-def test_abt_08_aborts_of_shared_prefixes_leave_no_reference() -> None:
+def test_aborts_of_shared_prefixes_leave_no_reference() -> None:
+    """ABT-08."""
     chance = Random(8)
     engine = SimulatedEngine(_limits(num_blocks=120, max_model_len=400, max_num_seqs=20))
     prefix = _prompt(20 * 16)
@@ -262,14 +277,15 @@ def test_abt_08_aborts_of_shared_prefixes_leave_no_reference() -> None:
                 engine.step()
             engine.abort(id)
         engine.run(5)
-        engine.finished()
+        engine.check_finished()
     for index in range(8):
         engine.accept([index % VOCABULARY] * 390, 5)  # evicts everything
     engine.run(200)
-    engine.finished()
+    engine.check_finished()
 
 
-def test_abt_11_late_results_and_repeated_aborts_do_no_harm() -> None:
+def test_late_results_and_repeated_aborts_do_no_harm() -> None:
+    """ABT-11."""
     for depth in (1, 2):
         engine = SimulatedEngine(_limits(depth=depth))
         aborted, kept = engine.accept(_prompt(20), 30), engine.accept(_prompt(21), 30)
@@ -283,7 +299,7 @@ def test_abt_11_late_results_and_repeated_aborts_do_no_harm() -> None:
         engine.run(100)
         assert engine.core.snapshot().blocks_free > held
         engine.abort(kept)
-        engine.finished()
+        engine.check_finished()
         state = engine.core.snapshot()
         assert (state.finished_abort, state.finished_length) == (1, 1)
 
@@ -313,7 +329,7 @@ def test_a_worker_that_dies_again_and_again_loses_no_token() -> None:
         engine.lose()
         engine.begin()
     engine.run(400)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().finished_length == 12
     assert engine.core.snapshot().generation_tokens == 12 * 60
 
@@ -324,7 +340,7 @@ def test_only_a_poison_request_is_ended_with_an_error() -> None:
         ids = [engine.accept(_prompt(26, index), 20) for index in range(8)]
         engine.poison[ids[5]] = deadly
         engine.run(400)
-        engine.finished()
+        engine.check_finished()
         ends = {id: engine.clients[id, 0].finish_reason for id in ids}
         assert [id for id, finish in ends.items() if finish is FinishReason.ERROR] == [ids[5]]
         assert list(ends.values()).count(FinishReason.LENGTH) == 7
@@ -347,6 +363,6 @@ def test_scoring_a_prompt_samples_nothing() -> None:
     engine = SimulatedEngine(_limits())
     id = engine.accept(_prompt(640), 0, prompt_logprobs=0, n=2)  # as long as the context
     engine.run(20)
-    engine.finished()
+    engine.check_finished()
     assert len(engine.clients[id, 0].scores) == 639
     assert engine.core.snapshot().generation_tokens == 0

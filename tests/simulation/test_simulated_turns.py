@@ -52,7 +52,7 @@ def test_a_neighbour_is_served_while_a_large_request_has_all_slots(prompts: int,
         _steps(engine, 12, 0.05)
         assert engine.clients[neighbour, 0].finish_reason is FinishReason.LENGTH, "it was served between"
     engine.run(40_000)
-    engine.finished()
+    engine.check_finished()
     assert all(engine.clients[id, sample].finish_reason is FinishReason.LENGTH for id in large for sample in range(n))
 
 
@@ -63,11 +63,11 @@ def test_requests_within_their_share_are_never_preempted() -> None:
         engine.accept(_prompt(at), 30, n=SLOTS // 2)
         _steps(engine, 3, 0.05)
     engine.run(2000)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().preemptions == 0
     _large(engine, 5, 5, 30)
     engine.run(2000)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().preemptions <= SLOTS // 2, "its own first samples may come late, once"
 
 
@@ -82,7 +82,7 @@ def test_later_samples_wait_no_longer_than_their_turn() -> None:
         _steps(engine, 1, 10.0)
     assert all(engine.clients[large, sample].finish_reason is FinishReason.LENGTH for sample in range(3 * SLOTS))
     engine.run(2000)
-    engine.finished()
+    engine.check_finished()
 
 
 def test_the_queue_counts_samples() -> None:
@@ -98,4 +98,4 @@ def test_the_queue_counts_samples() -> None:
     engine.run(500)
     engine.accept(_prompt(4), 5, n=100)  # alone, it may be more than the queue is long
     engine.run(500)
-    engine.finished()
+    engine.check_finished()

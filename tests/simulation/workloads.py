@@ -16,8 +16,8 @@ def run(seed: int) -> SimulatedEngine:
     script = _Script(chance, engine)
     for _ in range(chance.randint(4, 40)):
         script.act()
-    script.settle()
-    engine.finished()
+    script.finish()
+    engine.check_finished()
     script.judge()
     return engine
 
@@ -78,7 +78,7 @@ class _Script:
         else:
             engine.plan()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Run to the end within a bound on steps."""
         engine = self.engine
         if engine.worker is None:

@@ -1,8 +1,8 @@
 """`commit`: a step's result takes effect.
 
 A plan that is back no longer holds the sequences it named, whether or not they are still wanted. The tokens of a
-sequence that has finished meanwhile are dropped. Those of a sequence that was preempted meanwhile count: sampling them
-again would give the same tokens, at the cost of the same work.
+sequence that has finished meanwhile are dropped. Those of a sequence that was preempted meanwhile count: to sample
+them again would give the same tokens, but cost the work twice.
 """
 
 from services.scheduler.core.counters import Counters

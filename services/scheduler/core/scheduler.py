@@ -33,6 +33,7 @@ quarantine.py, counters.py.
 """
 
 from collections import deque
+from collections.abc import KeysView
 
 import msgspec
 
@@ -74,16 +75,17 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True if no request is unfinished."""
-        return not self._queues.requests
+        return not self.unfinished
+
+    @property
+    def unfinished(self) -> KeysView[int]:
+        """The ids of all requests that have not ended: a view, which changes with them."""
+        return self._queues.requests.keys()
 
     @property
     def in_flight(self) -> int:
         """The number of plans whose result is not back."""
         return len(self._in_flight)
-
-    def is_unfinished(self, id: int) -> bool:
-        """Return whether a request was accepted and some of its samples have not ended."""
-        return id in self._queues.requests
 
     def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
         """Begin with a worker group that was just configured: its memory is empty, and steps count from 0.
@@ -120,7 +122,7 @@ class Scheduler:
             waiting=self._queues.num_waiting,
             waiting_tokens=self._queues.waiting_tokens,
             draining=self._draining,
-            known=self.is_unfinished(request.id),
+            known=request.id in self.unfinished,
             retry_after=self._retry_after(),
         )
         verdict = judge(request, self.limits, load)

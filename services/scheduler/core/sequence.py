@@ -49,7 +49,7 @@ MOVES: dict[State, frozenset[State]] = {
 
 
 class Progress:
-    """How far a sequence has come, in positions."""
+    """The progress of a sequence, in positions."""
 
     __slots__ = (
         "in_flight",
@@ -121,7 +121,7 @@ class BlockTable:
 
 
 class Suspicion:
-    """What the deaths of workers say about a sequence."""
+    """The evidence against a sequence, from workers that died while they ran it."""
 
     __slots__ = ("cleared_at", "deaths_alone")
 
@@ -131,7 +131,7 @@ class Suspicion:
 
 
 class SequenceStats:
-    """What progress rows and metrics say about a sequence, apart from its tokens."""
+    """The numbers that progress rows and metrics report of a sequence, apart from its tokens."""
 
     __slots__ = (
         "num_cached_tokens",
@@ -193,7 +193,7 @@ class SequenceStats:
 
 
 class Sequence:
-    """One sample of a request. Compared and hashed by identity."""
+    """A sample of a request, compared and hashed by identity."""
 
     __slots__ = (
         "checked_at_version",
