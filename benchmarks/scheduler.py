@@ -1,7 +1,7 @@
-"""What a step costs the scheduler's core, and how much of the KV memory held is waste.
+"""Measure the time that a step costs the scheduler's core, and the part of the held KV memory that is wasted.
 
-Run with `python benchmarks/scheduler.py`; it prints two tables in Markdown. No worker runs: each result is made up
-from its plan, outside the time measured.
+Run it with `python benchmarks/scheduler.py`. It prints two tables in Markdown. No worker runs: the benchmark makes each
+result from its plan, outside the time that it measures.
 
 - Time: median microseconds of `plan` and of `commit` in steady decode. Sequences stand at different offsets within
   their blocks, so that each step takes and publishes blocks as it does in service.
@@ -69,15 +69,14 @@ def _measure(running: int, blocks: int) -> tuple[list[float], list[float], list[
             core.commit(_result(plan))
     plans, commits, sizes = [], [], []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         plan = core.plan(1.0)
-        planned = time.perf_counter()
+        plans.append(time.perf_counter() - start)
         assert plan is not None
         result = _result(plan)
-        settling = time.perf_counter()
+        start = time.perf_counter()
         core.commit(result)
-        commits.append(time.perf_counter() - settling)
-        plans.append(planned - began)
+        commits.append(time.perf_counter() - start)
         sizes.append(len(encode(plan)))
     return plans, commits, sizes
 

@@ -1,4 +1,4 @@
-"""What is refused, and with which reason; all else is accepted."""
+"""Refusals and their reasons. All else is accepted."""
 
 import pytest
 from msgspec.structs import replace
@@ -101,8 +101,8 @@ def test_rejections_are_counted_by_the_limit_that_was_met() -> None:
     assert core.submit(_submit(4, tokens=1, prompt_len=1), 1.0) is not None
     assert core.submit(_submit(5, tokens=1, prompt_len=1), 1.0) is not None
     assert core.submit(_submit(3), 1.0) is not None, "the id is in use"
-    found = core.snapshot()
-    assert (found.rejected_by_requests, found.rejected_by_tokens, found.refused) == (2, 1, 4)
+    state = core.snapshot()
+    assert (state.rejected_by_requests, state.rejected_by_tokens, state.refused) == (2, 1, 4)
 
 
 def test_retry_after_is_the_time_between_recent_ends() -> None:

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.scheduler.core import Limits
-from services.scheduler.core.policy import Ordered, may_displace, rank, share
+from services.scheduler.core.policy import SortedSequences, may_preempt, rank, split_budget
 from services.scheduler.core.sequence import Request, Sequence
 from shared.protocol import Sampling
 
@@ -24,7 +24,7 @@ def _limits(policy: str, ageing: float = 0.0) -> Limits:
 
 def _sequence(limits: Limits, priority: int, arrival: float, serial: int) -> Sequence:
     request = Request(serial, 1, Sampling(max_tokens=1, seed=0), rank(limits, priority, arrival, serial), priority)
-    return request.spawn(0, array("i", [1]))
+    return request.start(0, array("i", [1]))
 
 
 def test_without_priorities_the_arrival_decides_then_the_order_of_submission() -> None:
@@ -44,19 +44,19 @@ def test_ageing_is_worth_seconds_of_waiting() -> None:
     assert rank(limits, 1, 100.0, 1) > rank(limits, 0, 109.5, 2)
 
 
-def test_only_the_more_urgent_displaces() -> None:
+def test_only_the_more_urgent_preempts() -> None:
     limits = _limits("priority", 10.0)
     running, equal, urgent, late = (
         _sequence(limits, priority, arrival, serial)
         for serial, (priority, arrival) in enumerate([(1, 100.0), (1, 50.0), (0, 105.0), (0, 120.0)])
     )
-    assert not may_displace(limits, equal, running)
-    assert may_displace(limits, urgent, running)
-    assert not may_displace(limits, late, running), "it is behind, urgent or not"
+    assert not may_preempt(limits, equal, running)
+    assert may_preempt(limits, urgent, running)
+    assert not may_preempt(limits, late, running), "it is behind, urgent or not"
 
 
-def test_ordered_keeps_the_order() -> None:
-    limits, chance, ordered = _limits("priority"), Random(1), Ordered()
+def test_sorted_sequences_keep_the_order() -> None:
+    limits, chance, ordered = _limits("priority"), Random(1), SortedSequences()
     all_of_them = [_sequence(limits, chance.randint(0, 3), chance.random(), serial) for serial in range(50)]
     for sequence in all_of_them:
         ordered.add(sequence)
@@ -69,7 +69,7 @@ def test_ordered_keeps_the_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "wants", "grants"),
+    ("budget", "demands", "grants"),
     [
         (256, [20_000], [256]),
         (256, [20_000, 40], [216, 40]),
@@ -81,17 +81,17 @@ def test_ordered_keeps_the_order() -> None:
         (5, [], []),
     ],
 )
-def test_share(budget: int, wants: list[int], grants: list[int]) -> None:
-    assert share(budget, wants, 16) == grants
+def test_split_budget(budget: int, demands: list[int], grants: list[int]) -> None:
+    assert split_budget(budget, demands, 16) == grants
 
 
-def test_share_wastes_nothing_and_leaves_nobody_out_without_need() -> None:
+def test_splitting_a_budget_wastes_nothing_and_leaves_nobody_out_without_need() -> None:
     chance = Random(2)
     for _ in range(500):
-        wants = [chance.randint(1, 200) for _ in range(chance.randint(1, 20))]
+        demands = [chance.randint(1, 200) for _ in range(chance.randint(1, 20))]
         budget = chance.randint(1, 400)
-        grants = share(budget, wants, 16)
-        assert sum(grants) == min(budget, sum(wants))
-        assert all(0 <= grant <= want for grant, want in zip(grants, wants, strict=True))
-        if sum(min(want, 16) for want in wants) <= budget:
-            assert all(grant >= min(want, 16) for grant, want in zip(grants, wants, strict=True))
+        grants = split_budget(budget, demands, 16)
+        assert sum(grants) == min(budget, sum(demands))
+        assert all(0 <= grant <= demand for grant, demand in zip(grants, demands, strict=True))
+        if sum(min(demand, 16) for demand in demands) <= budget:
+            assert all(grant >= min(demand, 16) for grant, demand in zip(grants, demands, strict=True))

@@ -10,7 +10,7 @@ def _tokens(*ids: int) -> "array[int]":
 
 
 def _blocks(index: PrefixIndex, *ids: int) -> list[int]:
-    return [entry.block for entry in index.walk(_tokens(*ids))]
+    return [entry.block for entry in index.match_prefix(_tokens(*ids))]
 
 
 def test_a_block_is_found_behind_its_own_prefix_only() -> None:

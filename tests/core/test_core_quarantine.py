@@ -1,4 +1,4 @@
-"""Suspects of a worker's death: who is tried with whom, and who is condemned."""
+"""Suspects of a worker's death: which of them run again together, and which is the culprit."""
 
 from array import array
 
@@ -8,60 +8,60 @@ from shared.protocol import FinishReason, Sampling
 
 
 def _suspects(count: int) -> list[Sequence]:
-    made = []
+    suspects = []
     for id in range(count):
         request = Request(id, 4, Sampling(max_tokens=9, seed=0), (0.0, 0.0, id), 0)
-        sequence = request.spawn(0, array("i", [1, 2, 3, 4]))
-        sequence.planned = 4
-        made.append(sequence)
-    return made
+        sequence = request.start(0, array("i", [1, 2, 3, 4]))
+        sequence.progress.num_scheduled = 4
+        suspects.append(sequence)
+    return suspects
 
 
-def _pass(*sequences: Sequence) -> None:
+def _clear(*sequences: Sequence) -> None:
     for sequence in sequences:
-        sequence.computed = sequence.proof
+        sequence.progress.num_computed = sequence.suspicion.cleared_at
 
 
 def test_suspects_run_in_halves_one_after_the_other() -> None:
     quarantine, suspects = Quarantine(), _suspects(5)
-    assert quarantine.accuse(suspects) is None
-    assert quarantine.begin() == suspects[:3]
-    assert not quarantine.due
-    _pass(*suspects[:2])
-    quarantine.settle()
-    assert not quarantine.due, "the third has not passed"
-    _pass(suspects[2])
-    quarantine.settle()
-    assert quarantine.begin() == suspects[3:]
+    assert quarantine.lose_worker(suspects) is None
+    assert quarantine.start_group() == suspects[:3]
+    assert not quarantine.group_due
+    _clear(*suspects[:2])
+    quarantine.update()
+    assert not quarantine.group_due, "the third is not cleared"
+    _clear(suspects[2])
+    quarantine.update()
+    assert quarantine.start_group() == suspects[3:]
     suspects[3].finish_reason = FinishReason.ABORT
-    _pass(suspects[4])
-    quarantine.settle()
+    _clear(suspects[4])
+    quarantine.update()
     assert not quarantine.active
 
 
-def test_a_death_in_a_trial_halves_the_group_and_keeps_the_others_for_later() -> None:
+def test_a_death_in_quarantine_halves_the_group_and_keeps_the_others_for_later() -> None:
     quarantine, suspects = Quarantine(), _suspects(8)
-    quarantine.accuse(suspects)
-    assert quarantine.begin() == suspects[:4]
-    assert quarantine.accuse(suspects[1:4]) is None  # the first one of the group had no row yet
+    quarantine.lose_worker(suspects)
+    assert quarantine.start_group() == suspects[:4]
+    assert quarantine.lose_worker(suspects[1:4]) is None  # the first one of the group had no row yet
     groups = []
     while quarantine.active:
-        groups.append(quarantine.begin())
-        _pass(*groups[-1])
-        quarantine.settle()
+        groups.append(quarantine.start_group())
+        _clear(*groups[-1])
+        quarantine.update()
     assert groups == [suspects[1:3], suspects[3:4], suspects[:1], suspects[4:]]
 
 
-def test_twice_alone_condemns_and_passing_in_between_acquits() -> None:
+def test_two_deaths_alone_in_a_row_show_the_culprit() -> None:
     quarantine, (suspect,) = Quarantine(), _suspects(1)
-    assert quarantine.accuse([suspect]) is None
-    quarantine.begin()
-    _pass(suspect)
-    quarantine.settle()
-    assert quarantine.accuse([suspect]) is None
-    suspect.computed = 0
-    quarantine.begin()
-    assert quarantine.accuse([suspect]) is suspect
+    assert quarantine.lose_worker([suspect]) is None
+    quarantine.start_group()
+    _clear(suspect)
+    quarantine.update()
+    assert quarantine.lose_worker([suspect]) is None
+    suspect.progress.num_computed = 0
+    quarantine.start_group()
+    assert quarantine.lose_worker([suspect]) is suspect
     assert not quarantine.active
 
 
@@ -69,29 +69,29 @@ def test_who_ran_beside_an_aborted_one_was_not_alone() -> None:
     quarantine, (aborted, other) = Quarantine(), _suspects(2)
     aborted.finish_reason = FinishReason.ABORT
     for _ in range(3):
-        assert quarantine.accuse([aborted, other]) is None
-    assert other.strikes == 0
+        assert quarantine.lose_worker([aborted, other]) is None
+    assert other.suspicion.deaths_alone == 0
 
 
-def test_an_idle_worker_that_dies_accuses_nobody() -> None:
+def test_an_idle_worker_that_dies_makes_nobody_a_suspect() -> None:
     quarantine, suspects = Quarantine(), _suspects(2)
-    assert quarantine.accuse([]) is None
+    assert quarantine.lose_worker([]) is None
     assert not quarantine.active
-    quarantine.accuse(suspects)
-    quarantine.begin()
-    assert quarantine.accuse([]) is None
-    assert quarantine.begin() == suspects[:1], "a trial that had not begun is tried again"
+    quarantine.lose_worker(suspects)
+    quarantine.start_group()
+    assert quarantine.lose_worker([]) is None
+    assert quarantine.start_group() == suspects[:1], "a group that had not run is run again"
 
 
 def test_a_suspect_must_get_past_where_it_once_stood() -> None:
     quarantine, (suspect, other) = Quarantine(), _suspects(2)
-    suspect.planned = 100
-    quarantine.accuse([suspect, other])
-    quarantine.begin()
-    suspect.planned = 10  # it is computed again, and the worker dies of something else
-    quarantine.accuse([suspect])
-    quarantine.begin()
-    suspect.computed = 99
-    quarantine.settle()
+    suspect.progress.num_scheduled = 100
+    quarantine.lose_worker([suspect, other])
+    quarantine.start_group()
+    suspect.progress.num_scheduled = 10  # it is computed again, and the worker dies of something else
+    quarantine.lose_worker([suspect])
+    quarantine.start_group()
+    suspect.progress.num_computed = 99
+    quarantine.update()
     assert quarantine.active
-    assert quarantine.trial == [suspect]
+    assert quarantine.group == [suspect]

@@ -1,4 +1,4 @@
-"""The verbs of the core, told by the messages that they make."""
+"""The verbs of the core, seen in the messages that they make."""
 
 import pytest
 
@@ -43,8 +43,8 @@ AT_ONCE = SchedulingInfo(0.0, 0)
 
 
 def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:
-    given = Submit(id, pack_tokens(prompt), fields.pop("prompt_len", len(prompt)), sampling, **fields)
-    assert core.submit(given, 1.0) is None
+    request = Submit(id, pack_tokens(prompt), fields.pop("prompt_len", len(prompt)), sampling, **fields)
+    assert core.submit(request, 1.0) is None
 
 
 def _plan(core: Scheduler) -> StepPlan:
@@ -54,7 +54,7 @@ def _plan(core: Scheduler) -> StepPlan:
 
 
 def _commit(core: Scheduler, plan: StepPlan, *tokens: int, **fields: object) -> list[ProgressRow]:
-    """Each sampling slot, children included, gets the next of the tokens."""
+    """Commit a result in which each sampling slot, children included, gets the next of the tokens."""
     slots = [row.slot for row in plan.rows if row.samples] + [slot for fork in plan.forks for slot, _ in fork.children]
     rows = [SampledRow(slot, [token]) for slot, token in zip(slots, tokens, strict=True)]
     return core.commit(StepResult(plan.epoch, plan.step, rows))
@@ -176,7 +176,7 @@ def test_a_result_without_its_token_is_the_workers_fault_and_changes_nothing() -
     assert _commit(core, plan, 4)
 
 
-def test_a_displaced_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
+def test_a_preempted_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
     core = _core(depth=1, policy="priority", num_blocks=9)
     common, sampling = [1, 2, 3, 4, 5, 6, 7, 8], Sampling(max_tokens=1, seed=5)
     _submit(core, 1, [*common, *[1] * 8], sampling, priority=1)
@@ -229,11 +229,11 @@ def test_steps_are_counted_by_their_tokens_and_prompts_by_their_source() -> None
         _submit(core, id, prompt, Sampling(max_tokens=2, seed=5))
         while not core.idle:
             _commit(core, _plan(core), 50)
-    found = core.snapshot()
-    assert found.step_tokens[:4] == [3, 0, 1, 0], "three of 1, one of 12"
-    assert (sum(found.step_tokens), found.step_tokens_sum) == (found.steps, 12 + 1 + 1 + 1)
-    assert (found.prompt_tokens, found.prompt_tokens_cached) == (21, 8)
-    assert found.prefix_caching
+    state = core.snapshot()
+    assert state.step_tokens[:4] == [3, 0, 1, 0], "three of 1, one of 12"
+    assert (sum(state.step_tokens), state.step_tokens_sum) == (state.steps, 12 + 1 + 1 + 1)
+    assert (state.prompt_tokens, state.prompt_tokens_cached) == (21, 8)
+    assert state.prefix_caching
     core.lose_worker(2.0)
     _submit(core, 3, [1], Sampling(max_tokens=2, seed=5))
     assert core.snapshot().waiting_deferred == 1, "it waits for a worker, not for room"
@@ -287,6 +287,6 @@ def test_repr_is_the_state_in_one_line() -> None:
     _submit(core, 1, [1, 2, 3, 4, 5], Sampling(max_tokens=9, seed=5))
     _plan(core)
     assert repr(core) == (
-        "<Scheduler step=1 in_flight=1 <Roster 1 running, 0 draining, 0 waiting> "
-        "<Memory <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 stored>>"
+        "<Scheduler step=1 in_flight=1 <Queues 1 running, 0 stopping, 0 waiting> "
+        "<Memory <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 tokens held>>"
     )

@@ -4,13 +4,15 @@ from array import array
 
 import pytest
 
+from services.scheduler.core.memory import Memory
+from services.scheduler.core.plan_builder import PlanBuilder
 from services.scheduler.core.sequence import MOVES, Request, Sequence, State
 from shared.protocol import Sampling
 
 
 def _sequence(max_tokens: int = 5, sample: int = 0, prompt_logprobs: int = -1) -> Sequence:
     sampling = Sampling(max_tokens=max_tokens, seed=0, prompt_logprobs=prompt_logprobs)
-    return Request(7, 3, sampling, (0.0, 1.0, 2), 0).spawn(sample, array("i", [1, 2, 3]))
+    return Request(7, 3, sampling, (0.0, 1.0, 2), 0).start(sample, array("i", [1, 2, 3]))
 
 
 @pytest.mark.parametrize("start", State)
@@ -27,21 +29,29 @@ def test_only_moves_of_the_table_are_legal(start: State, goal: State) -> None:
 
 
 def test_the_last_token_of_an_output_needs_no_computing_but_that_of_a_scored_prompt_does() -> None:
-    sequence = _sequence(max_tokens=2)
-    assert (sequence.left, sequence.limit, sequence.end) == (3, 5, 4)
-    sequence.planned, sequence.known = 4, 5
-    assert sequence.left == 0
-    scored = _sequence(max_tokens=0)
-    assert (scored.left, scored.limit, scored.end, scored.samples) == (3, 3, 3, 0)
+    progress = _sequence(max_tokens=2).progress
+    assert (progress.num_unscheduled, progress.max_num_tokens, progress.max_num_computed) == (3, 5, 4)
+    assert [progress.schedule(3), progress.schedule(1)] == [1, 1]
+    assert (progress.num_scheduled, progress.num_tokens) == (4, 5)
+    assert progress.num_unscheduled == 0
+    scored = _sequence(max_tokens=0).progress
+    assert (scored.num_unscheduled, scored.max_num_tokens, scored.max_num_computed) == (3, 3, 3)
+    assert scored.schedule(3) == scored.row_samples == 0
 
 
 def test_rewinding_keeps_tokens_and_nothing_that_a_worker_knew() -> None:
-    sequence = _sequence()
-    sequence.tokens.append(9)
-    sequence.slot, sequence.blocks, sequence.planned, sequence.known, sequence.in_flight = 3, [1], 4, 6, 2
+    sequence, memory = _sequence(), Memory(2, 4, prefix_caching=False)
+    memory.allocate(sequence, memory.match_prefix(sequence, spare=0), PlanBuilder())
+    sequence.slot = 3
+    sequence.progress.schedule(3)
+    sequence.progress.schedule(1)
+    sequence.append_token(9)
+    memory.release(sequence)
     sequence.rewind()
+    progress = sequence.progress
     assert sequence.tokens.tolist() == [1, 2, 3, 9]
-    assert (sequence.slot, sequence.blocks, sequence.planned, sequence.known, sequence.in_flight) == (-1, [], 0, 4, 0)
+    assert (sequence.slot, sequence.table.blocks) == (-1, [])
+    assert (progress.num_scheduled, progress.num_tokens, progress.in_flight) == (0, 4, 0)
     assert repr(sequence) == "<Sequence 7.0 waiting 0/0/4/8 slot=-1>"
 
 

@@ -31,28 +31,28 @@ UNWRITTEN = -1
 
 
 def cell(previous: int, token: int) -> int:
-    """The digest of all tokens up to here. (Hashes of numbers are the same in every process.)"""
+    """Return the digest of all tokens up to here. (Hashes of numbers are the same in every process.)"""
     return hash((previous, token))
 
 
 def sample_token(cells: Iterable[int], output: list[int], sampling: Sampling, sample: int) -> int:
-    """The next token, given all cells of the context."""
+    """Return the next token behind the cells of the context."""
     key = hash((tuple(cells), tuple(output), sampling.seed, sample))
-    draw = 0
+    attempt = 0
     while True:
-        token = hash((key, draw)) % VOCABULARY
+        token = hash((key, attempt)) % VOCABULARY
         if len(output) >= sampling.min_tokens or token not in sampling.stop_token_ids:
             return token
-        draw += 1
+        attempt += 1
 
 
 def score(previous: int, token: int) -> TokenLogprobs:
-    """The log-probability of a token behind a context, which the cell before it stands for."""
+    """Return the log-probability of a token behind a context, which the cell before it stands for."""
     return TokenLogprobs(-float(hash((previous, token, 1)) % 1000), token, [], [])
 
 
 class Stream(NamedTuple):
-    """What a sequence gives when nothing disturbs it."""
+    """The output of a sequence that nothing disturbs."""
 
     tokens: list[int]
     finish: FinishReason
@@ -60,7 +60,7 @@ class Stream(NamedTuple):
 
 
 def alone(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -> Stream:
-    """The oracle: one sequence on its own, by the definition."""
+    """Return the oracle: the output of one sequence on its own, by the definition."""
     cells: list[int] = []
     for token in tokens:
         cells.append(cell(cells[-1] if cells else EMPTY, token))
@@ -86,7 +86,7 @@ class Slot:
 
 
 class SimulatedWorker:
-    """Executes plans over `configure`d memory; AssertionError for a plan that breaks the rules."""
+    """Executes plans over memory of the configured sizes. Raises AssertionError for one that breaks the rules."""
 
     def __init__(self, configure: Configure) -> None:
         self.configure = configure
@@ -95,7 +95,7 @@ class SimulatedWorker:
         self._step = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One step, in the documented order."""
+        """Execute one step, in the documented order."""
         assert (plan.epoch, plan.step) == (self.configure.epoch, self._step), "plans come in order"
         self._step += 1
         for slot in plan.released_slots:
@@ -177,7 +177,7 @@ class SimulatedWorker:
         return cells[:end]
 
     def _scores(self, slot: Slot, row: Row) -> list[TokenLogprobs]:
-        """Of positions start + 1 to min(start + count, prompt_len - 1)."""
+        """Return the scores of positions start + 1 to min(start + count, prompt_len - 1)."""
         cells = self._read(slot, row.start + row.count)
         last = min(row.start + row.count, slot.prompt_len - 1)
         return [score(cells[i - 1], slot.tokens[i]) for i in range(row.start + 1, last + 1)]

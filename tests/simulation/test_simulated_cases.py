@@ -1,7 +1,7 @@
-"""Situations from fault reports of other servers, at the level of the core; names hold the ids of the cases.
+"""Situations from fault reports of other servers, at the level of the core; docstrings hold the ids of the cases.
 
-All run with the page-memory oracle and the invariants of the simulation, so "gives what it gives alone" needs no
-words here.
+All run with the page-memory oracle and the invariants of the simulation, so no test here repeats that a request gives
+what it gives alone.
 """
 
 from random import Random
@@ -28,12 +28,13 @@ def _prompt(length: int, start: int = 0) -> list[int]:
 
 
 def _first_step(engine: SimulatedEngine, id: int) -> int:
-    step = engine.told[id, 0].first_step
+    step = engine.clients[id, 0].first_step
     assert step is not None
     return step
 
 
-def test_sch_01_what_never_fits_is_refused_and_the_rest_is_served() -> None:
+def test_what_never_fits_is_refused_and_the_rest_is_served() -> None:
+    """SCH-01."""
     engine = SimulatedEngine(_limits())
     refused = engine.submit(_prompt(900), 16)
     assert isinstance(refused, Refused)
@@ -44,24 +45,26 @@ def test_sch_01_what_never_fits_is_refused_and_the_rest_is_served() -> None:
     assert too_much.reason is Refusal.TOO_LONG
     engine.accept(_prompt(500), 140)  # as much as the pool holds
     engine.run(200)
-    engine.finished()
-    assert engine.told[small, 0].finish_reason is FinishReason.LENGTH
+    engine.check_finished()
+    assert engine.clients[small, 0].finish_reason is FinishReason.LENGTH
     assert engine.core.snapshot().preemptions <= 1
 
 
-def test_sch_02_sch_03_a_small_pool_preempts_and_changes_nothing() -> None:
+def test_a_small_pool_preempts_and_changes_nothing() -> None:
+    """SCH-02, SCH-03."""
     engine = SimulatedEngine(_limits(num_blocks=50, max_model_len=330))
     for index in range(8):
         engine.accept(_prompt(20, index), 300, prompt_logprobs=0)
     engine.run(4000)
-    engine.finished()
+    engine.check_finished()
     state = engine.core.snapshot()
     assert state.preemptions > 0
     assert state.generation_tokens == 8 * 300, "nothing was sampled twice"
     assert state.prompt_tokens == 8 * 20
 
 
-def test_sch_05_samples_that_do_not_fit_together_take_turns() -> None:
+def test_samples_that_do_not_fit_together_take_turns() -> None:
+    """SCH-05."""
     engine = SimulatedEngine(_limits(num_blocks=42, max_model_len=224))  # a sample needs 14, of which 1 is shared
     first = engine.accept(_prompt(24), 200, n=5)
     engine.accept(_prompt(24, 3), 200, n=5)
@@ -70,12 +73,13 @@ def test_sch_05_samples_that_do_not_fit_together_take_turns() -> None:
     shared = engine.core.snapshot()
     assert shared.tokens_held < 2 * 5 * 24, "blocks of the prompt are counted once"
     engine.run(4000)
-    engine.finished()
-    assert all(len(engine.told[first, sample].output) == 200 for sample in range(5))
-    assert len({tuple(engine.told[first, sample].output) for sample in range(5)}) == 5, "each sample has its noise"
+    engine.check_finished()
+    assert all(len(engine.clients[first, sample].output) == 200 for sample in range(5))
+    assert len({tuple(engine.clients[first, sample].output) for sample in range(5)}) == 5, "each sample has its noise"
 
 
-def test_sch_07_an_urgent_request_starts_at_once() -> None:
+def test_an_urgent_request_starts_at_once() -> None:
+    """SCH-07."""
     for ageing in (0.0, 1.0):
         limits = _limits(
             max_num_seqs=4, num_blocks=400, policy="priority", priority_ageing=ageing, max_num_batched_tokens=64
@@ -87,32 +91,34 @@ def test_sch_07_an_urgent_request_starts_at_once() -> None:
         before = engine.core.snapshot()
         assert (before.running, before.preemptions) == (4, 0)
         urgent = engine.accept(_prompt(30), 10, priority=0)
-        while engine.told[urgent, 0].finish_reason is None:
+        while engine.clients[urgent, 0].finish_reason is None:
             engine.step()
         assert _first_step(engine, urgent) <= before.steps + 6, "it waits for the plans in flight, not for the others"
         for _ in range(20):
             engine.step()
-        assert engine.core.snapshot().preemptions == 1, "one was pushed out, and pushed out nobody in its turn"
+        assert engine.core.snapshot().preemptions == 1, "one was preempted, and preempted nobody in its turn"
         assert engine.core.snapshot().running == 4, "it is back"
-        assert all(engine.told[id, 0].output for id in low[:4])
-        assert not any(engine.told[id, 0].output for id in low[4:])
+        assert all(engine.clients[id, 0].output for id in low[:4])
+        assert not any(engine.clients[id, 0].output for id in low[4:])
         for id in low:
             engine.abort(id)
         engine.run(3)
-        engine.finished()
+        engine.check_finished()
 
 
-def test_sch_07_ageing_bounds_the_wait_of_the_least_urgent() -> None:
+def test_ageing_bounds_the_wait_of_the_least_urgent() -> None:
+    """SCH-07."""
     engine = SimulatedEngine(_limits(max_num_seqs=1, policy="priority", priority_ageing=0.1))
     patient = engine.accept(_prompt(8), 4, priority=5)
     for _ in range(300):
         if engine.core.snapshot().waiting < 3:
             engine.accept(_prompt(8), 4, priority=0)
         engine.step()
-    assert engine.told[patient, 0].finish_reason is FinishReason.LENGTH
+    assert engine.clients[patient, 0].finish_reason is FinishReason.LENGTH
 
 
-def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
+def test_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
+    """SCH-09."""
     limits = _limits(num_blocks=45, max_model_len=640, max_num_batched_tokens=64)
     engine = SimulatedEngine(limits)
     running = engine.accept(_prompt(200), 200)  # 25 blocks in the end; 20 remain, room for some 300 tokens
@@ -121,15 +127,16 @@ def test_sch_09_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
     start = engine.core.snapshot()
     long = engine.accept(_prompt(600, 3), 20)
     engine.run(1000)
-    engine.finished()
+    engine.check_finished()
     state = engine.core.snapshot()
     assert state.preemptions == 0
     assert _first_step(engine, long) > start.steps + 150, "it was admitted when the other had ended"
     assert state.steps <= 230 + 600 // 64 + 20, "a token of the running one in every step"
-    assert engine.told[running, 0].finish_reason is FinishReason.LENGTH
+    assert engine.clients[running, 0].finish_reason is FinishReason.LENGTH
 
 
-def test_sch_10_short_prompts_do_not_wait_for_a_long_one() -> None:
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """SCH-10."""
     limits = _limits(num_blocks=1400, max_model_len=21_000, max_num_seqs=16)
     engine = SimulatedEngine(limits, checked=False)
     stream = engine.accept(_prompt(20, 5), 120)
@@ -140,58 +147,62 @@ def test_sch_10_short_prompts_do_not_wait_for_a_long_one() -> None:
     came = engine.core.snapshot().steps
     short = [engine.accept(_prompt(40, index), 8) for index in range(10)]
     while not engine.core.idle:
-        told = len(engine.told[stream, 0].output)
+        length = len(engine.clients[stream, 0].output)
         engine.step()
-        assert told == 120 or len(engine.told[stream, 0].output) == told + 1, "a stream never stalls"
+        assert length == 120 or len(engine.clients[stream, 0].output) == length + 1, "a stream never stalls"
     firsts = [_first_step(engine, id) - came for id in short]
     assert max(firsts) <= 8
     assert _first_step(engine, long) - came > 70, "a prompt of 20,000 takes 79 steps alone"
     assert _first_step(engine, long) - came < 90, "and hardly more in company"
 
 
-def test_sch_12_a_burst_is_served_or_refused_at_once() -> None:
+def test_a_burst_is_served_or_refused_at_once() -> None:
+    """SCH-12."""
     chance = Random(12)
     engine = SimulatedEngine(_limits(max_num_seqs=16, num_blocks=60, max_queued_requests=100), checked=False)
-    given = [engine.submit(_prompt(chance.randint(1, 60)), chance.randint(1, 20)) for _ in range(500)]
-    refused = [answer for answer in given if isinstance(answer, Refused)]
+    outcomes = [engine.submit(_prompt(chance.randint(1, 60)), chance.randint(1, 20)) for _ in range(500)]
+    refused = [answer for answer in outcomes if isinstance(answer, Refused)]
     assert len(refused) == 400
     assert all(one.reason is Refusal.QUEUE_FULL and one.retry_after >= 1.0 for one in refused)
     engine.accept(_prompt(9), 20, output=[1, 2, 3])  # what comes with output is never refused for load
     engine.run(1000)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().accepted == 101
 
 
-def test_pfx_01_repeats_at_and_around_block_boundaries() -> None:
+def test_repeats_at_and_around_block_boundaries() -> None:
+    """PFX-01."""
     for caching in (True, False):
         engine = SimulatedEngine(_limits(prefix_caching=caching))
         for length in (15, 16, 17, 31, 32, 33, 48, 33):
             for _ in range(3):
                 id = engine.accept(_prompt(length), 20, seed=length)
                 engine.run(100)
-                told = engine.told[id, 0]
-                assert told.finish_reason is FinishReason.LENGTH
-                assert told.cached_tokens <= length - 1
+                client = engine.clients[id, 0]
+                assert client.finish_reason is FinishReason.LENGTH
+                assert client.cached_tokens <= length - 1
         assert (engine.core.snapshot().prefix_hits > 0) == caching
-        engine.finished()
+        engine.check_finished()
 
 
-def test_pfx_06_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
+def test_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
+    """PFX-06."""
     chance = Random(6)
     prefixes = [[chance.randrange(VOCABULARY) for _ in range(chance.randint(10, 120))] for _ in range(30)]
     engine = SimulatedEngine(_limits(max_model_len=200))
     sent = 0
     while sent < 200 or not engine.core.idle:
-        while sent < 200 and len(engine.core._roster.requests) < 8:
+        while sent < 200 and len(engine.core._queues.requests) < 8:
             tail = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
             engine.accept(chance.choice(prefixes) + tail, chance.randint(1, 12))
             sent += 1
         engine.step()
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().prefix_hits > 1000
 
 
-def test_pfx_08_equal_hashes_do_not_make_equal_blocks() -> None:
+def test_equal_hashes_do_not_make_equal_blocks() -> None:
+    """PFX-08."""
     # -1 and -2 have one hash in Python, and so have these keys; the index compares what was hashed
     from array import array
 
@@ -200,10 +211,11 @@ def test_pfx_08_equal_hashes_do_not_make_equal_blocks() -> None:
     index = PrefixIndex(1)
     for token in range(300):  # more than any hash of 8 bits could tell apart
         index.publish(ROOT, array("i", [token]), token)
-    assert [index.walk(array("i", [token]))[0].block for token in range(300)] == list(range(300))
+    assert [index.match_prefix(array("i", [token]))[0].block for token in range(300)] == list(range(300))
 
 
-def test_pfx_09_hits_are_counted_in_tokens_of_whole_blocks() -> None:
+def test_hits_are_counted_in_tokens_of_whole_blocks() -> None:
+    """PFX-09."""
     for prefix in (15, 16, 17, 31, 32, 33):
         engine = SimulatedEngine(_limits())
         engine.accept(_prompt(prefix), 1)
@@ -212,12 +224,13 @@ def test_pfx_09_hits_are_counted_in_tokens_of_whole_blocks() -> None:
         id = engine.accept(_prompt(prefix) + [VOCABULARY - 1] * 20, 1)
         engine.run(20)
         after = engine.core.snapshot()
-        assert engine.told[id, 0].cached_tokens == prefix // 16 * 16
+        assert engine.clients[id, 0].cached_tokens == prefix // 16 * 16
         assert after.prefix_hits - before.prefix_hits == prefix // 16 * 16
         assert after.prefix_queries - before.prefix_queries == prefix + 20
 
 
-def test_pfx_10_at_idle_nothing_is_held() -> None:
+def test_at_idle_nothing_is_held() -> None:
+    """PFX-10."""
     chance = Random(10)
     engine = SimulatedEngine(_limits(max_num_batched_tokens=20))
     system = _prompt(50)
@@ -226,17 +239,18 @@ def test_pfx_10_at_idle_nothing_is_held() -> None:
         id = engine.accept(history + _prompt(7, turn), 12, n=chance.choice([1, 3]))
         engine.accept(system + _prompt(5, turn + 2), 9)
         engine.run(200)
-        history += _prompt(7, turn) + engine.told[id, 0].output
-        engine.finished()
+        history += _prompt(7, turn) + engine.clients[id, 0].output
+        engine.check_finished()
     state = engine.core.snapshot()
     assert 0 < state.blocks_cached <= state.blocks_free == state.blocks
     engine.lose()
     engine.begin()
     assert engine.core.snapshot().blocks_cached == 0
-    engine.finished()
+    engine.check_finished()
 
 
-def test_abt_04_what_is_aborted_in_the_queue_is_never_computed() -> None:
+def test_what_is_aborted_in_the_queue_is_never_computed() -> None:
+    """ABT-04."""
     engine = SimulatedEngine(_limits(max_num_seqs=1))
     engine.accept(_prompt(8), 50)
     queued = [engine.accept(_prompt(30, index), 5) for index in range(10)]
@@ -246,11 +260,12 @@ def test_abt_04_what_is_aborted_in_the_queue_is_never_computed() -> None:
         engine.abort(id)
     live = engine.accept(_prompt(9), 5)
     engine.run(100)
-    assert engine.told[live, 0].finish_reason is FinishReason.LENGTH
+    assert engine.clients[live, 0].finish_reason is FinishReason.LENGTH
     assert engine.core.snapshot().prompt_tokens == 8 + 9
 
 
-def test_abt_08_aborts_of_shared_prefixes_leave_no_reference() -> None:
+def test_aborts_of_shared_prefixes_leave_no_reference() -> None:
+    """ABT-08."""
     chance = Random(8)
     engine = SimulatedEngine(_limits(num_blocks=120, max_model_len=400, max_num_seqs=20))
     prefix = _prompt(20 * 16)
@@ -262,14 +277,15 @@ def test_abt_08_aborts_of_shared_prefixes_leave_no_reference() -> None:
                 engine.step()
             engine.abort(id)
         engine.run(5)
-        engine.finished()
+        engine.check_finished()
     for index in range(8):
         engine.accept([index % VOCABULARY] * 390, 5)  # evicts everything
     engine.run(200)
-    engine.finished()
+    engine.check_finished()
 
 
-def test_abt_11_late_results_and_repeated_aborts_do_no_harm() -> None:
+def test_late_results_and_repeated_aborts_do_no_harm() -> None:
+    """ABT-11."""
     for depth in (1, 2):
         engine = SimulatedEngine(_limits(depth=depth))
         aborted, kept = engine.accept(_prompt(20), 30), engine.accept(_prompt(21), 30)
@@ -283,7 +299,7 @@ def test_abt_11_late_results_and_repeated_aborts_do_no_harm() -> None:
         engine.run(100)
         assert engine.core.snapshot().blocks_free > held
         engine.abort(kept)
-        engine.finished()
+        engine.check_finished()
         state = engine.core.snapshot()
         assert (state.finished_abort, state.finished_length) == (1, 1)
 
@@ -313,25 +329,25 @@ def test_a_worker_that_dies_again_and_again_loses_no_token() -> None:
         engine.lose()
         engine.begin()
     engine.run(400)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().finished_length == 12
     assert engine.core.snapshot().generation_tokens == 12 * 60
 
 
-def test_a_poison_request_alone_is_condemned() -> None:
+def test_only_a_poison_request_is_ended_with_an_error() -> None:
     for deadly in (0, 25, 32):  # in the first chunk, at the end of the prompt, in the output
         engine = SimulatedEngine(_limits(prefix_caching=False))
         ids = [engine.accept(_prompt(26, index), 20) for index in range(8)]
         engine.poison[ids[5]] = deadly
         engine.run(400)
-        engine.finished()
-        ends = {id: engine.told[id, 0].finish_reason for id in ids}
+        engine.check_finished()
+        ends = {id: engine.clients[id, 0].finish_reason for id in ids}
         assert [id for id, finish in ends.items() if finish is FinishReason.ERROR] == [ids[5]]
         assert list(ends.values()).count(FinishReason.LENGTH) == 7
         assert engine.core.snapshot().worker_losses <= 6, "1 at first, 3 to single it out of 8, and 2 alone at most"
 
 
-def test_two_deaths_in_a_long_life_condemn_nobody() -> None:
+def test_two_deaths_in_a_long_life_make_no_culprit() -> None:
     engine = SimulatedEngine(_limits())
     id = engine.accept(_prompt(10), 200)
     for _ in range(4):
@@ -340,13 +356,13 @@ def test_two_deaths_in_a_long_life_condemn_nobody() -> None:
         engine.lose()
         engine.begin()
     engine.run(300)
-    assert engine.told[id, 0].finish_reason is FinishReason.LENGTH
+    assert engine.clients[id, 0].finish_reason is FinishReason.LENGTH
 
 
 def test_scoring_a_prompt_samples_nothing() -> None:
     engine = SimulatedEngine(_limits())
     id = engine.accept(_prompt(640), 0, prompt_logprobs=0, n=2)  # as long as the context
     engine.run(20)
-    engine.finished()
-    assert len(engine.told[id, 0].scores) == 639
+    engine.check_finished()
+    assert len(engine.clients[id, 0].scores) == 639
     assert engine.core.snapshot().generation_tokens == 0

@@ -25,7 +25,7 @@ def _prompt(start: int) -> list[int]:
 
 
 def _large(engine: SimulatedEngine, prompts: int, n: int, max_tokens: int) -> list[int]:
-    """One user's request of so many prompts, as a gateway submits it."""
+    """Submit one user's request of so many prompts, as a gateway does."""
     return [engine.accept(_prompt(at), max_tokens, n=n, samples_before=at * n) for at in range(prompts)]
 
 
@@ -50,24 +50,24 @@ def test_a_neighbour_is_served_while_a_large_request_has_all_slots(prompts: int,
     for at in range(5):
         neighbour = engine.accept(_prompt(100 + at), 1)
         _steps(engine, 12, 0.05)
-        assert engine.told[neighbour, 0].finish_reason is FinishReason.LENGTH, "it was served between"
+        assert engine.clients[neighbour, 0].finish_reason is FinishReason.LENGTH, "it was served between"
     engine.run(40_000)
-    engine.finished()
-    assert all(engine.told[id, sample].finish_reason is FinishReason.LENGTH for id in large for sample in range(n))
+    engine.check_finished()
+    assert all(engine.clients[id, sample].finish_reason is FinishReason.LENGTH for id in large for sample in range(n))
 
 
-def test_requests_within_their_share_are_never_pushed_out() -> None:
+def test_requests_within_their_share_are_never_preempted() -> None:
     """Requests of equals, each of no more samples than half the slots, cost no work that was done."""
     engine = _engine()
     for at in range(10):
         engine.accept(_prompt(at), 30, n=SLOTS // 2)
         _steps(engine, 3, 0.05)
     engine.run(2000)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().preemptions == 0
     _large(engine, 5, 5, 30)
     engine.run(2000)
-    engine.finished()
+    engine.check_finished()
     assert engine.core.snapshot().preemptions <= SLOTS // 2, "its own first samples may come late, once"
 
 
@@ -80,9 +80,9 @@ def test_later_samples_wait_no_longer_than_their_turn() -> None:
             engine.accept(_prompt(at), 10)
             engine.accept(_prompt(at), 10)
         _steps(engine, 1, 10.0)
-    assert all(engine.told[large, sample].finish_reason is FinishReason.LENGTH for sample in range(3 * SLOTS))
+    assert all(engine.clients[large, sample].finish_reason is FinishReason.LENGTH for sample in range(3 * SLOTS))
     engine.run(2000)
-    engine.finished()
+    engine.check_finished()
 
 
 def test_the_queue_counts_samples() -> None:
@@ -98,4 +98,4 @@ def test_the_queue_counts_samples() -> None:
     engine.run(500)
     engine.accept(_prompt(4), 5, n=100)  # alone, it may be more than the queue is long
     engine.run(500)
-    engine.finished()
+    engine.check_finished()

@@ -41,7 +41,7 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
                 "condemned": state.finished_error,
                 "losses": state.worker_losses,
                 "refused": state.refused,
-                "scored": sum(bool(told.scores) for told in engine.told.values()),
+                "scored": sum(bool(client.scores) for client in engine.clients.values()),
             }
         )
     rare = {name: count for name, count in seen.items() if count < 20}

@@ -20,102 +20,124 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a share is not counted": [("blocks:BlockPool.share", "self.refs[block] += 1", "self.refs[block] = 1")],
     "a block has another key than its prefix": [
         ("prefix:PrefixIndex.publish", "(parent, tokens.tobytes())", "(0, tokens.tobytes())"),
-        ("prefix:PrefixIndex.walk", "self._entries.get((serial, ", "self._entries.get((0, "),
+        ("prefix:PrefixIndex.match_prefix", "self._entries.get((serial, ", "self._entries.get((0, "),
     ],
     "blocks are published when planned": [
-        ("memory:Memory.publish", "<= sequence.computed", "<= min(sequence.planned, len(sequence.tokens))"),
+        (
+            "memory:Memory.publish",
+            "<= sequence.progress.num_computed",
+            "<= min(sequence.progress.num_scheduled, len(sequence.tokens))",
+        ),
     ],
     "blocks are published one token early": [
-        ("memory:Memory.publish", "<= sequence.computed", "<= sequence.computed + 1"),
-        ("settlement:settle", "computed >= sequence.next_full", "computed + 1 >= sequence.next_full"),
+        ("memory:Memory.publish", "<= sequence.progress.num_computed", "<= sequence.progress.num_computed + 1"),
+        ("commit:commit", "end >= sequence.table.publish_at", "end + 1 >= sequence.table.publish_at"),
     ],
-    "a table is freed with plans in flight": [("roster:Roster._stop", "if not sequence.in_flight:", "if True:")],
+    "a table is freed with plans in flight": [
+        ("queues:Queues._stop", "if not sequence.progress.in_flight:", "if True:")
+    ],
     "a shared block is not copied": [("memory:Memory.extend", "elif self.pool.refs", "elif False and self.pool.refs")],
-    "a fork leaves the parent's room": [("memory:Memory.fork", "parent.room = child.room", "child.room")],
-    "a fork shares the list itself": [("memory:Memory.fork", "list(parent.blocks)", "parent.blocks")],
+    "a fork leaves the parent's last block writable": [
+        ("memory:Memory.fork", "parent.table.num_writable = child.table", "child.table")
+    ],
+    "a fork shares the list itself": [("memory:Memory.fork", "list(parent.table.blocks)", "parent.table.blocks")],
     "the first is the victim": [
         (
             "planner:Planner._extend",
-            "roster.preempt(roster.running.items[-1])",
-            "roster.preempt(roster.running.items[0])",
+            "queues.preempt(queues.running.items[-1])",
+            "queues.preempt(queues.running.items[0])",
         ),
     ],
     "preemption forgets the output": [
-        ("sequence:Sequence.rewind", "self.blocks = []", "self.blocks = []; del self.tokens[self.prompt_len :]"),
+        ("sequence:Sequence.rewind", "self.slot = -1", "self.slot = -1; del self.tokens[self.prompt_len :]"),
     ],
-    "tokens sampled while draining are lost": [
-        ("settlement:settle", "if sequence.finish_reason is None:", "if sequence.state is State.RUNNING:"),
+    "tokens sampled while stopping are lost": [
+        ("commit:commit", "if sequence.finish_reason is None:", "if sequence not in queues.stopping:"),
     ],
     "a stop is seen one token late": [
         (
-            "settlement:_advance",
-            "if tokens[0] in sequence.stops",
-            "if output_len and sequence.tokens[-2] in sequence.stops",
+            "sequence:Sequence.append_token",
+            "if token in self.stop_token_ids",
+            "if self.output_len > 1 and self.tokens[-2] in self.stop_token_ids",
         ),
     ],
     "the end of the output is not seen in time": [
-        ("planner:Planner._continue", "position < sequence.end and", ""),
+        ("planner:Planner._continue_outputs", "position < progress.max_num_computed and", ""),
     ],
-    "stray tokens are told": [("settlement:settle", "if sequence.finish_reason is None:", "if True:")],
+    "stray tokens are sent": [("commit:commit", "if sequence.finish_reason is None:", "if True:")],
     "results of another epoch count": [("scheduler:Scheduler.commit", "result.epoch != self._epoch or", "")],
     "results of another step count": [
-        ("scheduler:Scheduler.commit", " or result.step != self._flights[0].step", ""),
+        ("scheduler:Scheduler.commit", " or result.step != self._in_flight[0].step", ""),
     ],
     "a duplicate replaces what is published": [("prefix:PrefixIndex.publish", "if entry is None:", "if True:")],
     "the source of a copy is not pinned": [("blocks:BlockPool.pin", "self._free.pop(block, None)", "pass")],
     "a source comes free too early": [
-        ("scheduler:Scheduler.plan", "return plan", "self._memory.unpin(self._flights[-1].pins)\n    return plan"),
-        ("settlement:settle", "memory.unpin(flight.pins)", "pass"),
+        (
+            "scheduler:Scheduler.plan",
+            "return plan",
+            "self._memory.unpin(self._in_flight[-1].pinned_blocks)\n    return plan",
+        ),
+        ("commit:commit", "memory.unpin(plan.pinned_blocks)", "pass"),
     ],
-    "a child samples with its parent's index": [("draft:Draft.fork", "child.sample)", "parent.sample)")],
-    "a slot is not released": [("roster:Roster._leave", "self.released.append(sequence.slot)", "pass")],
+    "a child samples with its parent's index": [("plan_builder:PlanBuilder.fork", "child.sample)", "parent.sample)")],
+    "a slot is not released": [("queues:Queues._release", "self.released_slots.append(sequence.slot)", "pass")],
     "a taken block stays in the index": [("memory:Memory._take", "self.index.forget(block)", "pass")],
     "hits are taken from the free list too late": [
         (
-            "memory:Memory.place",
+            "memory:Memory.allocate",
             "pool, size = ",
-            "fresh = list(self._take() for _ in range(claim.fresh)); pool, size = ",
+            "new = list(self._take() for _ in range(allocation.num_new)); pool, size = ",
         ),
-        ("memory:Memory.place", "[self._take() for _ in range(claim.fresh)]", "fresh"),
+        ("memory:Memory.allocate", "[self._take() for _ in range(allocation.num_new)]", "new"),
     ],
     "a full hit leaves nothing to compute": [
-        ("memory:Memory.survey", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
+        ("memory:Memory.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
     ],
     "a full hit is written in place": [
-        ("memory:Memory.survey", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
+        ("memory:Memory.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
         (
-            "memory:Memory.place",
-            "found = len(claim.hits) * size",
-            "found = min(len(claim.hits) * size, sequence.known - 1)",
+            "memory:Memory.allocate",
+            "num_cached = len(allocation.hits) * size",
+            "num_cached = min(len(allocation.hits) * size, sequence.progress.num_tokens - 1)",
         ),
     ],
-    "scores are told again after a preemption": [
-        ("settlement:_unsent", "scores[max(sequence.prompt_logprobs_sent - row.start, 0) :]", "scores"),
+    "scores are sent again after a preemption": [
+        (
+            "sequence:SequenceStats.take_unsent",
+            "logprobs[max(self.num_prompt_logprobs_sent - start, 0) :]",
+            "logprobs",
+        ),
     ],
     "a prompt to be scored takes hits": [("memory:Memory.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")],
-    "later requests pass the first": [("planner:Planner._next_in_line", "waiting.items[0]", "waiting.items[-1]")],
-    "a displaced sequence that is back gets two rows": [
-        ("planner:Planner.draw", "sorted(running, key", "sorted(stretches, key"),
+    "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
+    "a preempted sequence that is back gets two rows": [
+        ("planner:Planner._share_budget", "sorted(running, key", "sorted(chunked, key"),
     ],
     "admission takes blocks that are not there": [
-        ("planner:Planner._find_blocks", "claim.need + spare <= memory.free", "claim.fresh <= memory.free"),
+        (
+            "planner:Planner._find_blocks",
+            "allocation.num_free_needed + spare <= memory.num_free",
+            "allocation.num_new <= memory.num_free",
+        ),
     ],
     "a worker's death leaves plans in flight": [
-        ("scheduler:Scheduler._forget_worker", "self._flights.clear()", "pass")
+        ("scheduler:Scheduler._forget_worker", "self._in_flight.clear()", "pass")
     ],
     "a worker's death leaves the index": [
         ("memory:Memory.reset", "self.index = ", "self.index = vars(self).get('index') or "),
     ],
-    "one death condemns": [("quarantine:Quarantine.accuse", ">= STRIKES", ">= 1")],
-    "a trial has company": [("planner:Planner._next_in_line", "if self._quarantine.active:", "if False:")],
-    "a trial begins in company": [("scheduler:Scheduler._begin_trial", "self._roster.preempt(sequence)", "pass")],
+    "one death makes a culprit": [("quarantine:Quarantine.lose_worker", ">= MAX_DEATHS_ALONE", ">= 1")],
+    "suspects have company": [("planner:Planner._next_waiting", "if self._quarantine.active:", "if False:")],
+    "suspects start in company": [("scheduler:Scheduler._start_group", "self._queues.preempt(sequence)", "pass")],
     "suspects are never separated": [
-        ("quarantine:Quarantine.accuse", "(len(suspects) + 1) // 2", "len(suspects)"),
+        ("quarantine:Quarantine.lose_worker", "(len(suspects) + 1) // 2", "len(suspects)"),
     ],
     "aborting the parent forgets its other samples": [
-        ("roster:Roster._strike_off", "self.enqueue(heir)", "pass"),
+        ("queues:Queues._remove_from_request", "self.enqueue(successor)", "pass"),
     ],
-    "an abort is told twice": [("roster:Roster._strike_off", "del request.live[sequence.sample]", "pass")],
+    "an abort is sent twice": [
+        ("queues:Queues._remove_from_request", "del request.unfinished[sequence.sample]", "pass")
+    ],
 }
 
 
@@ -149,21 +171,21 @@ def mutated(changes: list[tuple[str, str, str]]) -> Iterator[None]:
 
 def _source(where: str) -> str:
     module, _, path = where.partition(":")
-    found = importlib.import_module(f"{CORE}.{module}")
+    function = importlib.import_module(f"{CORE}.{module}")
     for name in path.split("."):
-        found = getattr(found, name)
-    return textwrap.dedent(inspect.getsource(found))
+        function = getattr(function, name)
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def _replace(patch: pytest.MonkeyPatch, where: str, text: str) -> None:
     module_name, _, path = where.partition(":")
     module = importlib.import_module(f"{CORE}.{module_name}")
     owner, _, name = path.rpartition(".")
-    made: dict[str, object] = {}
-    exec(compile(text, where, "exec"), vars(module), made)
+    namespace: dict[str, object] = {}
+    exec(compile(text, where, "exec"), vars(module), namespace)
     if owner:
-        patch.setattr(getattr(module, owner), name, made[name])
+        patch.setattr(getattr(module, owner), name, namespace[name])
         return
-    patch.setattr(module, name, made[name])
+    patch.setattr(module, name, namespace[name])
     if (scheduler := importlib.import_module(f"{CORE}.scheduler")) and hasattr(scheduler, name):
-        patch.setattr(scheduler, name, made[name])  # which imported the function by its name
+        patch.setattr(scheduler, name, namespace[name])  # which imported the function by its name

@@ -1,9 +1,9 @@
 """`BlockPool`: which blocks of KV memory are held, how often, and in which order the free ones are reused.
 
-It knows neither sequences nor content: whoever gives a block back says whether it is worth keeping.
+It knows neither sequences nor content: whoever releases a block says whether it is worth keeping.
 
-A block is *held* by the tables it stands in, and *pinned* by plans in flight that copy from it. With neither, it is on
-the free list, which is in eviction order: the cold end is taken first.
+A block is *held* by the tables it stands in, and *pinned* by plans in flight that copy from it. A block that is neither
+is on the free list, which is in eviction order: the cold end is taken first.
 """
 
 from collections import OrderedDict
@@ -21,44 +21,44 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
-    def free(self) -> int:
-        """Blocks with no holder and no pin."""
+    def num_free(self) -> int:
+        """The number of blocks that are neither held nor pinned."""
         return len(self._free)
 
     def is_free(self, block: int) -> bool:
-        """Whether nothing holds or pins it."""
+        """Return whether a block is neither held nor pinned."""
         return block in self._free
 
     def take(self) -> int:
-        """The coldest free block, now held once; KeyError if there is none."""
+        """Return the coldest free block, which is held once from now on. Raise KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
         self.refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more table holds it, free or not."""
+        """Hold a block once more, whether it was free or not."""
         if not self.refs[block]:
             self._free.pop(block, None)  # it may be pinned only
         self.refs[block] += 1
 
-    def give(self, block: int, *, keep: bool) -> None:
-        """One table less holds it. If it comes free, `keep` puts it at the hot end, else it is the next to be taken."""
+    def release(self, block: int, *, keep: bool) -> None:
+        """Hold a block once less. If it comes free, `keep` puts it at the hot end, else it is the next to be taken."""
         self.refs[block] -= 1
-        self._settle(block, keep)
+        self._free_if_unused(block, keep)
 
     def pin(self, block: int) -> None:
-        """A plan reads it: it does not come free before `unpin`. Writing to it stays allowed (see memory.py)."""
+        """Keep a block that a plan reads from coming free before `unpin`. Writing to it stays allowed (memory.py)."""
         self._free.pop(block, None)
         self._pins[block] = self._pins.get(block, 0) + 1
 
     def unpin(self, block: int, *, keep: bool) -> None:
-        """Undo one `pin`; `keep` as with `give`."""
+        """Undo one `pin`. `keep` means what it means to `release`."""
         self._pins[block] -= 1
         if not self._pins[block]:
             del self._pins[block]
-        self._settle(block, keep)
+        self._free_if_unused(block, keep)
 
-    def _settle(self, block: int, keep: bool) -> None:
+    def _free_if_unused(self, block: int, keep: bool) -> None:
         if self.refs[block] or block in self._pins:
             return
         self._free[block] = None

@@ -1,174 +1,188 @@
-"""`Planner`: makes one step's plan out of what is known, the memory and the queue.
+"""`Planner`: makes one step's plan out of the running sequences, the memory and the queue.
 
-It decides who gets positions, who is admitted and who is pushed out; the moves themselves are the roster's and the
-memory's. A plan is drawn in this order: rows that continue an output, since streams are waiting for them; admissions
-from the head of the queue; longer stretches, which share what is left of the budget; forks.
+It decides who gets positions, who is admitted and who is preempted; queues.py and memory.py carry the moves out. A plan
+is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head of the
+queue; chunks of more than one position, which share the rest of the budget; forks.
 """
 
 from collections import deque
 
-from services.scheduler.core.draft import Draft
+from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.memory import Claim, Memory
-from services.scheduler.core.policy import may_displace, share
+from services.scheduler.core.memory import Allocation, Memory
+from services.scheduler.core.plan_builder import PlanBuilder
+from services.scheduler.core.policy import may_preempt, split_budget
 from services.scheduler.core.quarantine import Quarantine
-from services.scheduler.core.roster import Counters, Roster
+from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Sequence, State
 
 
 class Planner:
-    """Draws plans over a roster and a memory; keeps nothing from one plan to the next."""
+    """Makes plans over queues and a memory. Keeps nothing from one plan to the next."""
 
     def __init__(
-        self, limits: Limits, memory: Memory, roster: Roster, quarantine: Quarantine, counters: Counters
+        self, limits: Limits, memory: Memory, queues: Queues, quarantine: Quarantine, counters: Counters
     ) -> None:
         self._limits = limits
         self._memory = memory
-        self._roster = roster
+        self._queues = queues
         self._quarantine = quarantine
         self._counters = counters
-        self._owed = 0  # blocks that sequences skipped in this plan are waiting for
 
-    def draw(self, now: float) -> Draft:
-        """The next plan; without rows, there is nothing to do."""
-        draft = Draft()
-        stretches = self._continue(draft)
-        budget = self._limits.max_num_batched_tokens - len(draft.rows)
-        if not self._owed:
-            self._admit(draft, stretches, budget, now)
-        # some were displaced by what was admitted, and one of those may be back already
-        running = dict.fromkeys(sequence for sequence in stretches if sequence.state is State.RUNNING)
-        stretches = sorted(running, key=lambda sequence: sequence.key)
-        wants = [sequence.left for sequence in stretches]
-        for sequence, count in zip(stretches, share(budget, wants, self._memory.block_size), strict=True):
+    def schedule(self, now: float) -> PlanBuilder:
+        """Return the next plan. If it has no rows, there is nothing to do."""
+        builder = PlanBuilder()
+        chunked = self._continue_outputs(builder)
+        budget = self._limits.max_num_batched_tokens - len(builder.rows)
+        if not builder.num_skipped:
+            self._admit(builder, chunked, budget, now)
+        if chunked:
+            self._share_budget(builder, chunked, budget)
+        self._memory.count_scheduled(builder.num_tokens)
+        return builder
+
+    def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: int) -> None:
+        """Add rows of more than one position, and the forks of prompts that they complete."""
+        # admissions may have preempted some of them, and one of those may have been admitted again
+        running = dict.fromkeys(sequence for sequence in chunked if sequence.state is State.RUNNING)
+        chunked = sorted(running, key=lambda sequence: sequence.key)
+        demands = [sequence.progress.num_unscheduled for sequence in chunked]
+        for sequence, count in zip(chunked, split_budget(budget, demands, self._memory.block_size), strict=True):
             if count:
-                draft.add_row(sequence, count)
-                if sequence.request.unborn and sequence.known > sequence.prompt_len:  # its first token is on the way
-                    self._fork(draft, sequence)
-        self._memory.stored += draft.tokens
-        return draft
+                builder.add_rows([sequence], count)
+                if sequence.request.unstarted_samples and sequence.progress.num_tokens > sequence.prompt_len:
+                    self._fork(builder, sequence)  # its first output token is being sampled
 
-    def _continue(self, draft: Draft) -> list[Sequence]:
-        """Rows of one position behind the prompt. Returns the other sequences that want positions."""
-        self._owed = 0
-        stretches: list[Sequence] = []
-        for sequence in self._roster.running.items:  # a victim stands behind, so removing it does not skip anyone
-            position = sequence.planned
-            if sequence.known - position != 1 or position < sequence.prompt_len:
-                if sequence.left:
-                    stretches.append(sequence)
-            elif position < sequence.end and (position < sequence.room or self._extend(draft, sequence)):
-                draft.add_row(sequence, 1)
-        return stretches
+    def _continue_outputs(self, builder: PlanBuilder) -> list[Sequence]:
+        """Add the rows of one position behind the prompt. Return the other sequences that need positions."""
+        ready: list[Sequence] = []
+        chunked: list[Sequence] = []
+        for sequence in self._queues.running.items:  # a victim stands behind, so removing it does not skip anyone
+            progress = sequence.progress
+            position = progress.num_scheduled
+            if progress.num_tokens - position != 1 or position < sequence.prompt_len:
+                if progress.num_unscheduled:
+                    chunked.append(sequence)
+            elif position < progress.max_num_computed and (
+                position < sequence.table.num_writable or self._extend(builder, sequence)
+            ):
+                ready.append(sequence)
+        builder.add_rows(ready, 1)
+        return chunked
 
-    def _extend(self, draft: Draft, sequence: Sequence) -> bool:
-        """Room for the next position, now or not in this step. Those behind are preempted until a block is coming."""
-        memory, roster = self._memory, self._roster
-        while memory.must_take(sequence) and memory.free + roster.coming <= self._owed:
-            if roster.running.items[-1] is sequence:
+    def _extend(self, builder: PlanBuilder, sequence: Sequence) -> bool:
+        """Make the next position writable. Return whether that is possible in this step.
+
+        Sequences behind it are preempted until there is a block for it, or will be when plans in flight are back.
+        """
+        memory, queues = self._memory, self._queues
+        while memory.needs_block(sequence) and memory.num_free + memory.blocks_pending_free <= builder.num_skipped:
+            if queues.running.items[-1] is sequence:
                 break
-            roster.preempt(roster.running.items[-1])  # which may have been the other holder of a shared block
-        if memory.must_take(sequence) and memory.free <= self._owed:
-            self._owed += 1
+            queues.preempt(queues.running.items[-1])  # which may have been the other holder of a shared block
+        if memory.needs_block(sequence) and memory.num_free <= builder.num_skipped:
+            builder.skip()
             return False
-        memory.extend(sequence, draft)
+        memory.extend(sequence, builder)
         return True
 
-    def _admit(self, draft: Draft, stretches: list[Sequence], budget: int, now: float) -> None:
-        """Seat waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
-        least = self._memory.block_size
-        running, ahead = deque(stretches), 0  # positions that those ahead in the order are sure of
-        while (sequence := self._next_in_line()) is not None:
-            while running and running[0].key < sequence.key:
-                ahead += min(running.popleft().left, least)
-            if ahead >= budget or not self._find_slot(sequence) or (claim := self._find_blocks(sequence)) is None:
+    def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: int, now: float) -> None:
+        """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
+        minimum = self._memory.block_size  # positions that the budget gives each sequence before any gets more
+        ahead, taken = deque(chunked), 0  # positions that go to sequences ahead in the order
+        while (sequence := self._next_waiting()) is not None:
+            while ahead and ahead[0].key < sequence.key:
+                taken += min(ahead.popleft().progress.num_unscheduled, minimum)
+            if taken >= budget or not self._find_slot(sequence):
                 return
-            self._roster.dequeue(sequence)
-            self._roster.seat(sequence)
-            sequence.note_admission(now)
-            found = self._memory.place(sequence, claim, draft)
-            self._count_hits(sequence, found)
-            draft.admit(sequence)
-            stretches.append(sequence)
-            ahead += min(sequence.left, least)
+            allocation = self._find_blocks(sequence)
+            if allocation is None:
+                return
+            self._queues.dequeue(sequence)
+            self._queues.admit(sequence)
+            sequence.stats.admit(now - sequence.request.accepted_at)
+            num_cached = self._memory.allocate(sequence, allocation, builder)
+            sequence.progress.skip(num_cached)
+            self._count_cached(sequence, num_cached)
+            builder.add_sequence(sequence)
+            chunked.append(sequence)
+            taken += min(sequence.progress.num_unscheduled, minimum)
 
-    def _next_in_line(self) -> Sequence | None:
+    def _next_waiting(self) -> Sequence | None:
+        """Return the sequence to admit next, or None if none is, or one that comes before it is still stopping."""
         if self._quarantine.active:
-            trial = [sequence for sequence in self._quarantine.trial if sequence.state is State.WAITING]
-            return min(trial, key=lambda sequence: sequence.key, default=None)
-        if not self._roster.waiting.items:
+            group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
+            return min(group, key=lambda sequence: sequence.key, default=None)
+        if not self._queues.waiting.items:
             return None
-        head = self._roster.waiting.items[0]
-        returning = (sequence.key for sequence in self._roster.draining if sequence.finish_reason is None)
+        head = self._queues.waiting.items[0]
+        returning = (sequence.key for sequence in self._queues.stopping if sequence.finish_reason is None)
         return None if min(returning, default=head.key) < head.key else head
 
     def _find_slot(self, sequence: Sequence) -> bool:
-        roster = self._roster
-        if not roster.slots and not roster.draining:
-            for other in reversed(roster.running.items):
-                if may_displace(self._limits, sequence, other):
-                    roster.preempt(other)
+        """Return whether there is a free slot, after a preemption if that is allowed."""
+        queues = self._queues
+        if not queues.free_slots and not queues.stopping:
+            for other in reversed(queues.running.items):
+                if may_preempt(self._limits, sequence, other):
+                    queues.preempt(other)
                     break
-        return bool(roster.slots)
+        return bool(queues.free_slots)
 
-    def _find_blocks(self, sequence: Sequence) -> Claim | None:
-        """What it takes, if that is free. One block more stays free for those that run, lest it be pushed out soon."""
-        memory, running = self._memory, self._roster.running
-        while sequence.tried != (state := (memory.gifts, len(running))):
+    def _find_blocks(self, sequence: Sequence) -> Allocation | None:
+        """Return what the sequence needs, or None if that is not free, even after the preemptions that are allowed.
+
+        One more block stays free for sequences that run, so that the new one is not preempted soon.
+        """
+        memory, running = self._memory, self._queues.running
+        while sequence.checked_at_version != (version := (memory.free_version, len(running))):
             spare = 1 if running else 0
-            claim = memory.survey(sequence, spare)
-            if claim.need + spare <= memory.free:
-                return claim
-            if not self._displace(sequence, claim.need, spare):
-                sequence.tried = state  # nothing better is to be found until blocks come free
+            allocation = memory.match_prefix(sequence, spare)
+            if allocation.num_free_needed + spare <= memory.num_free:
+                return allocation
+            if not self._preempt_for(sequence, allocation.num_free_needed, spare):
+                sequence.checked_at_version = version  # the answer stays the same until blocks come free
         return None
 
-    def _displace(self, sequence: Sequence, need: int, spare: int) -> bool:
-        """Preempt less urgent sequences, if that makes as many blocks come free as it takes; whether any were."""
-        short = need - self._memory.free - self._roster.coming
+    def _preempt_for(self, sequence: Sequence, num_needed: int, spare: int) -> bool:
+        """Preempt less urgent sequences, if enough blocks come free by that. Return whether any were preempted."""
+        num_missing = num_needed - self._memory.num_free - self._memory.blocks_pending_free
         victims: list[Sequence] = []
-        for other in reversed(self._roster.running.items):
-            if short <= -spare or other.key < sequence.key:
+        for other in reversed(self._queues.running.items):
+            if num_missing <= -spare or other.key < sequence.key:
                 break
-            if may_displace(self._limits, sequence, other):
+            if may_preempt(self._limits, sequence, other):
                 victims.append(other)
-                short -= self._memory.exclusive(other)
-        if len(victims) < len(self._roster.running):  # else nobody is left to spare a block for
-            short += spare
-        if short > 0:
+                num_missing -= self._memory.num_exclusive(other)
+        if len(victims) < len(self._queues.running):  # else nobody is left to spare a block for
+            num_missing += spare
+        if num_missing > 0:
             return False
         for victim in victims:
-            self._roster.preempt(victim)
+            self._queues.preempt(victim)
         return bool(victims)
 
-    def _count_hits(self, sequence: Sequence, found: int) -> None:
-        prompt = min(found, sequence.prompt_len)
+    def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
         if self._memory.may_hit(sequence):
-            self._counters.prefix_queries += len(sequence.tokens)
-            self._counters.prefix_hits += found
-        if sequence.cached_tokens < 0:
-            sequence.cached_tokens = prompt
-        if prompt > sequence.prompt_seen:
-            self._counters.prompt_tokens += prompt - sequence.prompt_seen
-            self._counters.prompt_tokens_cached += prompt - sequence.prompt_seen
-            sequence.prompt_seen = prompt
+            self._counters.count_prefix_query(len(sequence.tokens), num_cached)
+        in_prompt = min(num_cached, sequence.prompt_len)
+        sequence.stats.note_cached(in_prompt)
+        self._counters.count_prompt(sequence.stats.count_prompt(in_prompt), cached=True)
 
-    def _fork(self, draft: Draft, parent: Sequence) -> None:
-        """The prompt will have been computed: the other samples begin, in free slots as far as there are any."""
-        request, roster = parent.request, self._roster
+    def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
+        """Start the other samples, since this plan computes the last of their prompt: in slots, as far as any is free.
+
+        Those without a slot wait.
+        """
+        queues = self._queues
         children: list[Sequence] = []
-        for sample in request.unborn:
-            child = request.spawn(sample, parent.tokens[: parent.prompt_len])
-            child.cached_tokens, child.prompt_seen = parent.cached_tokens, parent.prompt_len
-            if roster.slots and not self._quarantine.active:  # a trial runs its members only
+        for child in queues.start_samples(parent):
+            if queues.free_slots and not self._quarantine.active:  # in quarantine, only members of the group may run
                 self._memory.fork(parent, child)
-                roster.seat(child)
-                child.note_admission_with(parent)
-                child.in_flight = 1
+                queues.admit(child)
+                child.stats.join(parent.stats)
                 children.append(child)
             else:
-                roster.enqueue(child)
-        roster.unborn -= len(request.unborn)
-        request.unborn = []
+                queues.enqueue(child)
         if children:
-            draft.fork(parent, children)
+            builder.fork(parent, children)

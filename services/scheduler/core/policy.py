@@ -1,19 +1,19 @@
-"""Who comes before whom, and how a step's budget is shared.
+"""The order of sequences, and how a step's budget is split among them.
 
 One static key orders everything; lower is served first. Under `fcfs` it is the arrival. Under `priority` it is
 arrival + priority × ageing, so a request of any priority is served in time; without ageing it is (priority, arrival),
 which is strict and may starve. Ties go by the order of submission, then by sample. Since the key of a sequence never
-changes, two of them cannot push each other out in turn.
+changes, two of them cannot preempt each other in turn.
 
 A user's request of many samples (prompts times n) takes turns with others: each of its samples counts as arrived a
 little later than the one before, so that as many as there are slots span `SPREAD` seconds. Others' samples come
-between, and may push out what runs of the request beyond half the slots. Each sample still has its fixed place, so it
-waits for no more than came before that.
+between, and may preempt those of its samples that run beyond half the slots. Each sample still has its fixed place, so
+it waits only for what comes before that.
 
-A step's budget goes first to sequences that continue their output, one position each. The rest is for longer stretches
-(prompts, and outputs being computed again), in order: each takes half of what is left, but no less than a block, and
-what nobody took then goes to the first in order. So a long prompt gets the larger part
-of each step and is never stopped by later ones, while a short prompt behind it gets through within a few steps.
+A step's budget goes first to sequences that continue their output, one position each. The rest is for longer chunks
+(of prompts, and of outputs that are computed again), in order: each takes half of what is left, but no less than a
+block, and what nobody took then goes to the first in order. So a long prompt gets the larger part of each step and is
+never stopped by later ones, while a short prompt behind it gets through within a few steps.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,7 +26,7 @@ SPREAD = 600.0
 
 
 def rank(limits: Limits, priority: int, arrival: float, serial: int) -> tuple[float, float, int]:
-    """A request's place in the order, which is that of its first sample if nothing comes before."""
+    """Return a request's place in the order, which is that of its first sample if nothing comes before that."""
     if limits.priority_ageing:
         return (0.0, arrival + priority * limits.priority_ageing, serial)
     return (priority, arrival, serial)
@@ -37,11 +37,12 @@ def spread(limits: Limits) -> float:
     return SPREAD / limits.max_num_seqs
 
 
-def may_displace(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
-    """Whether a waiting sequence may push out a running one to be admitted, on top of being ahead of it in the order.
+def may_preempt(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
+    """Return whether a running sequence may be preempted to admit a waiting one.
 
-    It must be more urgent, not only older, since arrivals of equals are no reason to throw work away; or the running
-    one is beyond its request's share, which is half the slots, and the waiting one is not.
+    The waiting one must come before it in the order. It must also be more urgent, not only older, since arrivals of
+    equals are no reason to throw work away; or else the running one must be beyond its request's share, which is half
+    the slots, and the waiting one within.
     """
     share = max(limits.max_num_seqs // 2, 1)
     urgent = waiting.request.priority < running.request.priority
@@ -51,24 +52,27 @@ def may_displace(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
     )
 
 
-def share(budget: int, wants: list[int], least: int) -> list[int]:
-    """Split `budget` among `wants`, which are in order; `least` is what each is sure of, as far as the budget goes."""
+def split_budget(budget: int, demands: list[int], minimum: int) -> list[int]:
+    """Return how much of `budget` each of `demands` gets. They are in order.
+
+    Each gets `minimum`, or its demand if that is less, before others get more, as far as the budget goes.
+    """
     grants: list[int] = []
-    left, behind = budget, sum(min(want, least) for want in wants)
-    for want in wants:
-        sure = min(want, least)
-        behind -= sure  # what those further back are sure of
-        grant = min(want, max(sure, (left - behind) // 2), left)
+    remaining = budget
+    reserved = sum(min(demand, minimum) for demand in demands)  # the minimum of those further back
+    for demand in demands:
+        reserved -= min(demand, minimum)
+        grant = min(demand, max(min(demand, minimum), (remaining - reserved) // 2), remaining)
         grants.append(grant)
-        left -= grant
-    for place, want in enumerate(wants):
-        more = min(want - grants[place], left)
-        grants[place] += more
-        left -= more
+        remaining -= grant
+    for index, demand in enumerate(demands):
+        extra = min(demand - grants[index], remaining)
+        grants[index] += extra
+        remaining -= extra
     return grants
 
 
-class Ordered:
+class SortedSequences:
     """Sequences, sorted by their keys."""
 
     __slots__ = ("_keys", "items")
@@ -78,20 +82,20 @@ class Ordered:
         self.items: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Put it in its place."""
-        place = bisect_right(self._keys, sequence.key)
-        self._keys.insert(place, sequence.key)
-        self.items.insert(place, sequence)
+        """Insert a sequence in its place."""
+        index = bisect_right(self._keys, sequence.key)
+        self._keys.insert(index, sequence.key)
+        self.items.insert(index, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it out; ValueError if it is not there."""
-        place = bisect_left(self._keys, sequence.key)
-        if place == len(self.items) or self.items[place] is not sequence:
+        """Take a sequence out. Raise ValueError if it is not there."""
+        index = bisect_left(self._keys, sequence.key)
+        if index == len(self.items) or self.items[index] is not sequence:
             raise ValueError(f"not here: {sequence!r}")
-        del self._keys[place], self.items[place]
+        del self._keys[index], self.items[index]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __repr__(self) -> str:
-        return f"<Ordered {self.items!r}>"
+        return f"<SortedSequences {self.items!r}>"

@@ -1,9 +1,9 @@
 """`PrefixIndex`: finds the block that holds given tokens behind a given prefix.
 
-It is a trie written as a dict. The key of a block is (serial of the block before it, bytes of its own tokens): content
-itself, with no hash that could collide, so a hit is a proof. A serial names one publication and is never used
-again; when a block is forgotten, whatever was published behind it can no longer be reached, and goes when its own
-block is taken. The index knows nothing of holders.
+It is a trie written as a dict. The key of a block is (serial of the block before it, bytes of its own tokens). That is
+the content itself, with no hash that could collide, so a hit is always right. A serial names one publication and is
+never used again. When a block is forgotten, whatever was published behind it can no longer be reached, and is dropped
+when its own block is taken. The index does not know who holds a block.
 """
 
 from array import array
@@ -37,23 +37,23 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def walk(self, tokens: "array[int]") -> list[Entry]:
-        """The published blocks that hold the beginning of `tokens`, in order, up to the first that is missing."""
-        found: list[Entry] = []
+    def match_prefix(self, tokens: "array[int]") -> list[Entry]:
+        """Return the published blocks that hold the beginning of `tokens`, in order, up to the first missing one."""
+        hits: list[Entry] = []
         size, serial = self._block_size, ROOT
         for start in range(0, len(tokens) - size + 1, size):
             entry = self._entries.get((serial, tokens[start : start + size].tobytes()))
             if entry is None:
                 break
-            found.append(entry)
+            hits.append(entry)
             serial = entry.serial
-        return found
+        return hits
 
     def publish(self, parent: int, tokens: "array[int]", block: int) -> int:
-        """Make `block` findable behind `parent`. Returns the serial to publish the next one behind.
+        """Publish `block` behind the serial `parent`. Return the serial to publish the next block behind.
 
-        If the same content is there already, that one stays, and `block` remains private to its holder. So does the
-        key of a block that another of its holders has published, behind a serial that this one did not see.
+        If the same content is published already, that stays, and `block` remains private to its holder. If another
+        holder has published `block`, behind a serial that this one did not see, its key stays as well.
         """
         key = self._keys.get(block) or (parent, tokens.tobytes())
         entry = self._entries.get(key)
@@ -64,7 +64,7 @@ class PrefixIndex:
         return entry.serial
 
     def forget(self, block: int) -> None:
-        """The block is about to hold something else. Nothing happens if it was not published."""
+        """Drop a block that is about to hold something else. Nothing happens if it was not published."""
         key = self._keys.pop(block, None)
         if key is not None:
             del self._entries[key]

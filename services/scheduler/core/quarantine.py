@@ -1,79 +1,81 @@
 """`Quarantine`: finds the request that kills workers, and lets its neighbours live.
 
-When a worker dies, every sequence in a plan in flight is a suspect. Suspects are tried in groups: a *trial* runs one
-group and nothing else. It is over when each member got past the last position it had been handed out when the worker
-died, or has ended. Another death in a trial halves the group. A member that was in flight alone gets a strike, the
-second strike in a row condemns it. Passing clears the strikes, so that two unrelated deaths in the life of a long
-stream do no harm.
+When a worker dies, every sequence in a plan in flight is a suspect. Suspects run again in groups, one group at a time
+and nothing else beside it. A member is cleared when it has got past the last position that it had been handed when the
+worker died, or has finished; the next group runs when all members are cleared. If another worker dies meanwhile, the
+group is halved. If a member was in flight alone, it is the culprit when that happens for the second time in a row.
+Clearing it starts the count again, so that two unrelated deaths in the life of a long stream do no harm.
 
-It says who may run; the planner sees to it, and begins a trial only when nothing is in flight.
+It says who may run. The planner sees to it, and the scheduler starts a group only when nothing is in flight.
 """
 
 from collections import deque
 
 from services.scheduler.core.sequence import Sequence
 
-STRIKES = 2
+MAX_DEATHS_ALONE = 2
+"""Workers in a row that die while they run nothing else than one sequence, before that is ended as the culprit."""
 
 
 class Quarantine:
-    """Groups of suspects still to be tried, and the trial that is on."""
+    """The group of suspects that runs now, and those that are still to run."""
 
     def __init__(self) -> None:
-        self._groups: deque[list[Sequence]] = deque()
-        self._trial: list[Sequence] = []
-        self._awaited: list[Sequence] = []  # those of the trial that have not passed
+        self._groups: deque[list[Sequence]] = deque()  # still to run
+        self._group: list[Sequence] = []
+        self._uncleared: list[Sequence] = []  # members of the group
 
     @property
     def active(self) -> bool:
-        """Whether there are suspects at all."""
-        return bool(self._awaited or self._groups)
+        """True while there are suspects."""
+        return bool(self._uncleared or self._groups)
 
     @property
-    def due(self) -> bool:
-        """Whether the next trial should begin as soon as nothing is in flight."""
-        return bool(self._groups) and not self._awaited
+    def group_due(self) -> bool:
+        """True if the next group should run as soon as nothing is in flight."""
+        return bool(self._groups) and not self._uncleared
 
     @property
-    def trial(self) -> list[Sequence]:
+    def group(self) -> list[Sequence]:
         """The only sequences that may run while `active`."""
-        return self._trial
+        return self._group
 
-    def accuse(self, named: list[Sequence]) -> Sequence | None:
-        """A worker died with plans in flight that name these. Returns the one that is condemned, if any."""
-        suspects = [sequence for sequence in named if sequence.finish_reason is None]
-        untried = [sequence for sequence in self._awaited if sequence not in suspects]
-        if untried:
-            self._groups.appendleft(untried)
-        self._trial, self._awaited = [], []
-        for sequence in suspects:
-            sequence.proof = max(sequence.proof, sequence.planned)  # it may not have got there again yet
-        if len(named) == 1 and suspects:
-            suspects[0].strikes += 1
-            if suspects[0].strikes >= STRIKES:
+    def lose_worker(self, in_flight: list[Sequence]) -> Sequence | None:
+        """Suspect the sequences of the plans in flight of a worker that died. Return the culprit, if that is clear."""
+        suspects = [sequence for sequence in in_flight if sequence.finish_reason is None]
+        not_run = [sequence for sequence in self._uncleared if sequence not in suspects]
+        if not_run:
+            self._groups.appendleft(not_run)
+        self._group, self._uncleared = [], []
+        for sequence in suspects:  # one that is computed again may not have got there yet
+            suspicion = sequence.suspicion
+            suspicion.cleared_at = max(suspicion.cleared_at, sequence.progress.num_scheduled)
+        if len(in_flight) == 1 and suspects:
+            suspects[0].suspicion.deaths_alone += 1
+            if suspects[0].suspicion.deaths_alone >= MAX_DEATHS_ALONE:
                 return suspects[0]
         half = (len(suspects) + 1) // 2
         self._groups.extendleft(group for group in (suspects[half:], suspects[:half]) if group)
         return None
 
-    def begin(self) -> list[Sequence]:
-        """Start the next trial and return its members."""
-        self._trial = self._groups.popleft()
-        self._awaited = list(self._trial)
-        self.settle()
-        return self._trial
+    def start_group(self) -> list[Sequence]:
+        """Start the next group and return its members."""
+        self._group = self._groups.popleft()
+        self._uncleared = list(self._group)
+        self.update()
+        return self._group
 
-    def settle(self) -> None:
-        """Look at who has passed or ended; call it after anything that moves sequences on."""
-        still = [sequence for sequence in self._awaited if not _passed(sequence)]
-        for sequence in self._awaited:
-            if sequence not in still:
-                sequence.strikes = 0
-        self._awaited = still
+    def update(self) -> None:
+        """Clear the members of the group that got far enough. Call it after anything that moves sequences on."""
+        uncleared = [sequence for sequence in self._uncleared if not _is_cleared(sequence)]
+        for sequence in self._uncleared:
+            if sequence not in uncleared:
+                sequence.suspicion.deaths_alone = 0
+        self._uncleared = uncleared
 
     def __repr__(self) -> str:
-        return f"<Quarantine trial={self._awaited!r} groups={len(self._groups)}>"
+        return f"<Quarantine uncleared={self._uncleared!r} groups={len(self._groups)}>"
 
 
-def _passed(sequence: Sequence) -> bool:
-    return sequence.finish_reason is not None or sequence.computed >= sequence.proof
+def _is_cleared(sequence: Sequence) -> bool:
+    return sequence.finish_reason is not None or sequence.progress.num_computed >= sequence.suspicion.cleared_at

@@ -1,14 +1,23 @@
-"""`Sequence`, one stream of tokens being made, and `Request`, the samples that came in one `Submit`.
+"""`Sequence`, one sample of a request while it is generated, and `Request`, the samples that came in one `Submit`.
 
-They hold numbers and check moves between states; who may run, and in which blocks, is decided elsewhere.
+They hold state and check moves between states; who may run, and in which blocks, is decided elsewhere. Everybody may
+read every part of a sequence. Each part is changed by its owner alone:
 
-How the numbers of a sequence stand to each other (positions, counted from the first token of the prompt):
+    table                           memory.py
+    progress                        planner.py and plan_builder.py hand out positions, commit.py commits them
+    tokens                          commit.py
+    suspicion                       quarantine.py
+    state, slot, finish_reason      queues.py, which also rewinds a sequence that has given up its slot
+    stats                           whoever sees what happens says so, through its verbs
+    checked_at_version              planner.py
 
-    0 ───── computed ───── planned ───── known ───── limit
-            committed      handed out    tokens that exist or are being sampled by plans in flight
+The numbers of a `Progress` are positions, counted from the first token of the prompt:
 
-A plan hands out positions from `planned` on; the row that reaches `known` samples one more. Nothing else tells a
-prompt from an output, or a new sequence from a resumed one.
+    0 ── num_computed ── num_scheduled ── num_tokens ── max_num_tokens
+         committed       handed out       tokens that exist or are being sampled by plans in flight
+
+A plan hands out positions from `num_scheduled` on; the row that reaches `num_tokens` samples one more. Nothing else
+tells a prompt from an output, or a new sequence from a resumed one.
 """
 
 from array import array
@@ -16,171 +25,266 @@ from enum import Enum
 
 import msgspec
 
-from shared.protocol import FinishReason, Sampling, SchedulingInfo
+from shared.protocol import FinishReason, Sampling, SchedulingInfo, TokenLogprobs
 
 Key = tuple[float, float, int, int]
 """Place in the one static order; see policy.py."""
 
 
 class State(Enum):
-    """Where a sequence is."""
+    """The places where a sequence can be."""
 
     WAITING = "waiting"  # in the queue: no slot, no blocks, in no plan in flight
     RUNNING = "running"  # has a slot and blocks, and gets rows
-    DRAINING = "draining"  # gets no more rows, but plans in flight still name its slot and blocks
+    STOPPING = "stopping"  # gets no more rows, but plans in flight still name its slot and blocks
     FINISHED = "finished"  # holds nothing
 
 
 MOVES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.RUNNING, State.FINISHED}),
-    State.RUNNING: frozenset({State.WAITING, State.DRAINING, State.FINISHED}),
-    State.DRAINING: frozenset({State.WAITING, State.FINISHED}),
+    State.RUNNING: frozenset({State.WAITING, State.STOPPING, State.FINISHED}),
+    State.STOPPING: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
 
 
-class Sequence:
-    """One sample of a request. Compared and hashed by identity."""
+class Progress:
+    """The progress of a sequence, in positions."""
 
     __slots__ = (
-        "blocks",
-        "cached_tokens",
-        "chain",
-        "coming",
-        "computed",
-        "end",
-        "finish_reason",
         "in_flight",
+        "max_num_computed",
+        "max_num_tokens",
+        "num_computed",
+        "num_scheduled",
+        "num_tokens",
+        "row_samples",
+    )
+
+    def __init__(self, num_tokens: int, max_num_tokens: int, row_samples: int) -> None:
+        self.max_num_tokens = max_num_tokens
+        self.max_num_computed = max_num_tokens - row_samples  # the last token's position need not be computed
+        self.row_samples = row_samples  # tokens sampled by a row that reaches `num_tokens`: 1, or 0 if only scored
+        self.num_tokens = num_tokens
+        self.num_computed = self.num_scheduled = 0
+        self.in_flight = 0  # plans in flight that name the sequence
+
+    @property
+    def num_unscheduled(self) -> int:
+        """The positions that could be handed out now."""
+        return min(self.num_tokens, self.max_num_computed) - self.num_scheduled
+
+    def skip(self, num_cached: int) -> None:
+        """Begin behind `num_cached` positions, which the sequence's blocks hold already."""
+        self.num_computed = self.num_scheduled = num_cached
+
+    def schedule(self, count: int) -> int:
+        """Hand out the next `count` positions to one row of a plan. Return how many tokens the row samples."""
+        self.in_flight += 1
+        self.num_scheduled = end = self.num_scheduled + count
+        if end != self.num_tokens:
+            return 0
+        self.num_tokens = end + self.row_samples
+        return self.row_samples
+
+    def join(self, parent: "Progress") -> None:
+        """Begin as a fork of `parent`: the plan that computes its last position samples for this sequence as well."""
+        self.in_flight = 1
+        self.num_scheduled, self.num_tokens = parent.num_scheduled, parent.num_tokens
+
+    def commit(self, end: int) -> None:
+        """Note that a plan is back which computed the positions below `end`."""
+        self.in_flight -= 1
+        self.num_computed = end
+
+    def rewind(self, num_tokens: int) -> None:
+        """Begin again, with `num_tokens` tokens to compute and no plan in flight."""
+        self.num_tokens = num_tokens
+        self.num_computed = self.num_scheduled = self.in_flight = 0
+
+
+class BlockTable:
+    """The blocks of a sequence, in order, and how far they can be written and are published."""
+
+    __slots__ = ("blocks", "last_serial", "num_pending_free", "num_writable", "publish_at")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold no blocks."""
+        self.blocks: list[int] = []
+        self.num_writable = 0  # positions below this one can be written without a new block
+        self.publish_at = 0  # `num_computed` from which on the next block is full
+        self.last_serial = 0  # of the block before that one in the prefix index
+        self.num_pending_free = 0  # blocks that come free when the sequence has stopped
+
+
+class Suspicion:
+    """The evidence against a sequence, from workers that died while they ran it."""
+
+    __slots__ = ("cleared_at", "deaths_alone")
+
+    def __init__(self) -> None:
+        self.cleared_at = 0  # `num_computed` from which on it is no suspect
+        self.deaths_alone = 0  # workers in a row that died while they ran nothing else
+
+
+class SequenceStats:
+    """The numbers that progress rows and metrics report of a sequence, apart from its tokens."""
+
+    __slots__ = (
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_counted",
+        "num_prompt_logprobs_sent",
+        "queued_seconds",
+        "scheduling",
+    )
+
+    def __init__(self) -> None:
+        self.queued_seconds = -1.0  # until its first admission; negative: not admitted yet
+        self.num_preemptions = 0
+        self.scheduling: SchedulingInfo | None = None  # to be sent with the next row
+        self.num_cached_tokens = -1  # prompt tokens found in the index at its first admission; -1: not admitted yet
+        self.num_prompt_counted = 0  # prompt tokens counted in the metrics
+        self.num_prompt_logprobs_sent = 0  # positions 1 to this one were sent
+
+    def admit(self, queued_seconds: float) -> None:
+        """Note an admission, for the first time or again. Only the first one is reported."""
+        if self.queued_seconds < 0:
+            self.queued_seconds = max(queued_seconds, 0.0)
+            self._report_scheduling()
+
+    def join(self, parent: "SequenceStats") -> None:
+        """Note the admission of a fork of `parent`, which shares its wait."""
+        self.queued_seconds = parent.queued_seconds
+        self._report_scheduling()
+
+    def preempt(self) -> None:
+        """Note a preemption."""
+        self.num_preemptions += 1
+        self._report_scheduling()
+
+    def note_cached(self, num_tokens: int) -> None:
+        """Note the prompt tokens that an admission found in the prefix index. Only the first one is reported."""
+        if self.num_cached_tokens < 0:
+            self.num_cached_tokens = num_tokens
+
+    def count_prompt(self, num_tokens: int) -> int:
+        """Count the first `num_tokens` tokens of the prompt. Return how many of them were not counted before."""
+        new = max(num_tokens - self.num_prompt_counted, 0)
+        self.num_prompt_counted += new
+        return new
+
+    def take_scheduling(self) -> SchedulingInfo | None:
+        """Return what the next row says of the admission, which is sent once."""
+        scheduling, self.scheduling = self.scheduling, None
+        return scheduling
+
+    def take_unsent(self, start: int, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Return those of the prompt's logprobs, from position `start + 1` on, that no earlier row carried."""
+        unsent = logprobs[max(self.num_prompt_logprobs_sent - start, 0) :]
+        self.num_prompt_logprobs_sent += len(unsent)
+        return unsent
+
+    def _report_scheduling(self) -> None:
+        self.scheduling = SchedulingInfo(self.queued_seconds, self.num_preemptions)
+
+
+class Sequence:
+    """A sample of a request, compared and hashed by identity."""
+
+    __slots__ = (
+        "checked_at_version",
+        "finish_reason",
         "key",
-        "known",
-        "limit",
-        "next_full",
-        "planned",
-        "preemptions",
+        "progress",
         "prompt_len",
-        "prompt_logprobs_sent",
-        "prompt_seen",
-        "proof",
-        "queued",
         "request",
-        "room",
         "sample",
-        "samples",
         "samples_before",
         "sampling",
-        "scheduling",
         "slot",
         "state",
-        "stops",
-        "strikes",
+        "stats",
+        "stop_token_ids",
+        "suspicion",
+        "table",
         "tokens",
-        "tried",
     )
 
     def __init__(self, request: "Request", sample: int, tokens: "array[int]") -> None:
         sampling = request.sampling_of(sample)
         self.request = request
         self.sample = sample
-        self.tokens = tokens  # prompt and output, as far as committed
         self.prompt_len = request.prompt_len
         self.sampling = sampling
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.samples_before = request.samples_before + sample
         first, arrival, serial = request.rank
         self.key: Key = (first, arrival + self.samples_before * request.spread, serial, sample)
-        self.stops = frozenset(sampling.stop_token_ids)
-        self.samples = 1 if sampling.max_tokens else 0  # tokens sampled by a row that reaches `known`
-        self.limit = self.prompt_len + sampling.max_tokens  # `known` never passes it
-        self.end = self.limit - self.samples  # positions that need computing at all: the last token's does not
+
+        self.tokens = tokens  # prompt and output, as far as committed
+        self.progress = Progress(len(tokens), self.prompt_len + sampling.max_tokens, 1 if sampling.max_tokens else 0)
+        self.table = BlockTable()
+        self.suspicion = Suspicion()
+        self.stats = SequenceStats()
         self.state = State.WAITING
-        self.finish_reason: FinishReason | None = (
-            None  # set as soon as the sequence is at its end, whatever is still in flight
-        )
-
         self.slot = -1
-        self.in_flight = 0  # plans that name it
-        self.blocks: list[int] = []  # its table
-        self.computed = 0
-        self.planned = 0
-        self.known = len(tokens)
-        self.room = 0  # positions below this one can be written without a new block
-        self.chain = 0  # serial, in the prefix index, of the last block below `next_full`
-        self.next_full = 0  # `computed` from which on the next block is to be published
-        self.coming = 0  # blocks that will be free when it has drained
-
-        self.queued = -1.0  # seconds to its first admission; negative: not admitted yet
-        self.preemptions = 0
-        self.scheduling: SchedulingInfo | None = None  # to be sent with the next row
-        self.cached_tokens = -1  # found in the index at its first admission; -1: not admitted yet
-        self.prompt_seen = 0  # prompt positions counted in the metrics
-        self.prompt_logprobs_sent = 0  # positions 1 to this one were delivered
-        self.tried: tuple[int, int] | None = None  # state of the memory at the last admission that failed
-        self.strikes = 0  # workers that died while they ran nothing else
-        self.proof = 0  # position it must get past to be no suspect in a worker's death
-
-    @property
-    def left(self) -> int:
-        """Positions that could be handed out now."""
-        return min(self.known, self.end) - self.planned
+        self.finish_reason: FinishReason | None = None  # set at its end, even if plans in flight still name it
+        self.checked_at_version: tuple[int, int] | None = None  # of memory and queues, at its last failed admission
 
     @property
     def output_len(self) -> int:
-        """Output tokens committed so far."""
+        """The output tokens committed so far."""
         return len(self.tokens) - self.prompt_len
 
-    def note_admission(self, now: float) -> None:
-        """Note that it is admitted, for the first time or again."""
-        if self.queued < 0:
-            self.queued = max(now - self.request.accepted, 0.0)
-            self._report_admission()
-
-    def note_admission_with(self, parent: "Sequence") -> None:
-        """Note that it is admitted as a fork of `parent`, whose work it shares."""
-        self.queued = parent.queued
-        self._report_admission()
-
-    def note_preemption(self) -> None:
-        """Note that it has to give up its blocks."""
-        self.preemptions += 1
-        self._report_admission()
-
-    def _report_admission(self) -> None:
-        """Have the next row carry how the sequence came to run."""
-        self.scheduling = SchedulingInfo(self.queued, self.preemptions)
+    def append_token(self, token: int) -> FinishReason | None:
+        """Append a sampled token. Return why the sequence ends with it, or None if it goes on."""
+        self.tokens.append(token)
+        if token in self.stop_token_ids:
+            return FinishReason.STOP
+        if len(self.tokens) == self.progress.max_num_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def move(self, state: State) -> None:
-        """Go to another state; RuntimeError if no such move is legal."""
+        """Go to another state. Raise RuntimeError if that move is illegal."""
         if state not in MOVES[self.state]:
             raise RuntimeError(f"illegal move to {state.value}: {self!r}")
         self.state = state
 
     def rewind(self) -> None:
-        """Forget all that depends on blocks and plans; tokens stay."""
+        """Forget the slot and all progress; the tokens stay. Memory must have taken the table back."""
         self.slot = -1
-        self.in_flight = self.computed = self.planned = self.room = self.chain = self.next_full = self.coming = 0
-        self.blocks = []
-        self.known = len(self.tokens)
-        self.tried = None
+        self.progress.rewind(len(self.tokens))
 
     def __repr__(self) -> str:
-        where = f"{self.computed}/{self.planned}/{self.known}/{self.limit}"
-        fate = f" {self.finish_reason.value}" if self.finish_reason else ""
-        return f"<Sequence {self.request.id}.{self.sample} {self.state.value}{fate} {where} slot={self.slot}>"
+        progress = self.progress
+        numbers = (progress.num_computed, progress.num_scheduled, progress.num_tokens, progress.max_num_tokens)
+        reason = f" {self.finish_reason.value}" if self.finish_reason else ""
+        where = f"{self.state.value}{reason} {'/'.join(map(str, numbers))} slot={self.slot}"
+        return f"<Sequence {self.request.id}.{self.sample} {where}>"
 
 
 class Request:
-    """The request of one `Submit`: its samples share the prompt, and take their places in the order by turns."""
+    """The request of one `Submit`. Its samples share the prompt, and take turns with other requests.
+
+    queues.py owns which of its samples have started and which are unfinished.
+    """
 
     __slots__ = (
-        "accepted",
+        "accepted_at",
         "id",
-        "live",
         "priority",
         "prompt_len",
         "rank",
         "samples_before",
         "sampling",
         "spread",
-        "unborn",
+        "unfinished",
+        "unstarted_samples",
     )
 
     def __init__(
@@ -190,7 +294,7 @@ class Request:
         sampling: Sampling,
         rank: tuple[float, float, int],
         priority: int = 0,
-        accepted: float = 0.0,
+        accepted_at: float = 0.0,
         samples_before: int = 0,
         spread: float = 0.0,
     ) -> None:
@@ -199,23 +303,23 @@ class Request:
         self.sampling = sampling
         self.rank = rank
         self.priority = priority
-        self.accepted = accepted  # time
+        self.accepted_at = accepted_at
         self.samples_before = samples_before  # samples of the same user's request before sample 0 of this one
         self.spread = spread  # seconds by which each sample's place is behind that of the one before
-        self.live: dict[int, Sequence] = {}  # by sample index
-        self.unborn: list[int] = []  # samples that begin when the prompt has been computed once
+        self.unfinished: dict[int, Sequence] = {}  # sequences by sample index
+        self.unstarted_samples: list[int] = []  # sample indices that start when the prompt has been computed once
 
-    def spawn(self, sample: int, tokens: "array[int]") -> Sequence:
-        """A sequence of this request, waiting."""
+    def start(self, sample: int, tokens: "array[int]") -> Sequence:
+        """Return a new sequence for a sample. It waits, and is in no queue yet."""
         sequence = Sequence(self, sample, tokens)
-        self.live[sample] = sequence
+        self.unfinished[sample] = sequence
         return sequence
 
     def sampling_of(self, sample: int) -> Sampling:
-        """The prompt is scored for sample 0 alone, so that the others may take prefix hits."""
+        """Return the sampling of one sample: the prompt is scored for sample 0 alone, so the others may take hits."""
         if sample == 0 or self.sampling.prompt_logprobs < 0:
             return self.sampling
         return msgspec.structs.replace(self.sampling, prompt_logprobs=-1)
 
     def __repr__(self) -> str:
-        return f"<Request {self.id} live={list(self.live)} unborn={self.unborn}>"
+        return f"<Request {self.id} unfinished={list(self.unfinished)} unstarted={self.unstarted_samples}>"

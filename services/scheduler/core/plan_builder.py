@@ -1,0 +1,102 @@
+"""`PlanBuilder`, which collects one step's plan, and `InFlightPlan`, what is kept of it until its result is back.
+
+They collect and remember; nothing is decided here.
+"""
+
+from typing import NamedTuple
+
+from services.scheduler.core.sequence import Sequence
+from shared.protocol import Epoch, Fork, NewSequence, Row, StepPlan, TableWrite, pack_tokens
+
+
+class InFlightPlan(NamedTuple):
+    """A plan whose result is not back. Row i is of sequence i; a fork's child has an empty row behind the prompt."""
+
+    step: int
+    rows: list[Row]
+    sequences: list[Sequence]
+    pinned_blocks: list[int]  # blocks that the plan copies from
+    num_tokens: int  # positions that it computes
+
+
+class PlanBuilder:
+    """A plan that is not finished yet."""
+
+    __slots__ = (
+        "block_copies",
+        "children",
+        "forks",
+        "new_sequences",
+        "num_skipped",
+        "num_tokens",
+        "rows",
+        "sequences",
+        "table_writes",
+    )
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.sequences: list[Sequence] = []
+        self.num_tokens = 0  # positions of all rows
+        self.num_skipped = 0  # running sequences without a row, each for want of one block
+        self.new_sequences: list[NewSequence] = []
+        self.forks: list[Fork] = []
+        self.children: list[Sequence] = []
+        self.table_writes: list[TableWrite] = []
+        self.block_copies: list[tuple[int, int]] = []
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Put a sequence that has been admitted into its slot."""
+        tokens = pack_tokens(sequence.tokens)
+        blocks = list(sequence.table.blocks)  # the table grows on, the message does not
+        self.new_sequences.append(
+            NewSequence(sequence.slot, tokens, sequence.prompt_len, blocks, sequence.sampling, sequence.sample)
+        )
+
+    def add_rows(self, sequences: list[Sequence], count: int) -> None:
+        """Hand out the next `count` positions of each sequence."""
+        for sequence in sequences:
+            progress = sequence.progress
+            self.rows.append(Row(sequence.slot, progress.num_scheduled, count, progress.schedule(count)))
+        self.sequences += sequences
+        self.num_tokens += len(sequences) * count
+
+    def skip(self) -> None:
+        """Note that a running sequence waits for a block in this step."""
+        self.num_skipped += 1
+
+    def fork(self, parent: Sequence, children: list[Sequence]) -> None:
+        """Begin the children's slots as copies of the parent's, which has a sampling row in this plan."""
+        self.forks.append(Fork(parent.slot, [(child.slot, child.sample) for child in children]))
+        for child in children:
+            child.progress.join(parent.progress)
+        self.children += children
+
+    def write_table(self, slot: int, index: int, block: int) -> None:
+        """Have the worker put a block into the table of a slot."""
+        self.table_writes.append(TableWrite(slot, index, [block]))
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Have the worker copy a block before it computes. The source must be pinned."""
+        self.block_copies.append((source, destination))
+
+    def build(self, epoch: Epoch, step: int, released_slots: list[int]) -> StepPlan:
+        """Return the message to the workers."""
+        return StepPlan(
+            epoch,
+            step,
+            self.rows,
+            self.new_sequences,
+            self.forks,
+            self.table_writes,
+            self.block_copies,
+            released_slots,
+        )
+
+    def in_flight_plan(self, step: int) -> InFlightPlan:
+        """Return what is to be remembered until the plan's result is back."""
+        child_rows = [Row(child.slot, child.progress.num_scheduled, 0, 1) for child in self.children]
+        pinned_blocks = [source for source, _ in self.block_copies]
+        return InFlightPlan(
+            step, self.rows + child_rows, self.sequences + self.children, pinned_blocks, self.num_tokens
+        )
