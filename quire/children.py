@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from shared.errors import QuireError
-from shared.process import EXIT_REFUSED
+from shared.process import EXIT_CANNOT_START
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 LIVED_A_WHILE = 10.0  # seconds after which a death does not count as one more in a row
@@ -161,7 +161,7 @@ class Child:
     def _reason(self, status: int) -> str:
         """Why it ended: in its own words, if it has said so."""
         said = self.log.last.get(self.name, "")
-        if status == EXIT_REFUSED and said.startswith(f"{self.name}: "):
+        if status == EXIT_CANNOT_START and said.startswith(f"{self.name}: "):
             return said.removeprefix(self.name)
         return f" ({describe(status)})" + (f"; its last line: {said}" if said else "")
 

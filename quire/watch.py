@@ -10,11 +10,11 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from quire.children import Child
+from shared.cpu_usage import Process
 from shared.errors import ProtocolError
-from shared.liveness import STANDSTILL, Liveness
+from shared.liveness import STALL, Liveness
 from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import Listener
-from shared.usage import Process
 
 PERIOD = 0.25
 """Seconds between two looks."""
@@ -71,18 +71,18 @@ class Watch:
         life = self._lives.get(beat.identity)
         if life is None:
             patience = self._patience[beat.identity]
-            liveness = Liveness(patience.silence, now, turn=patience.turn, local=True)
+            liveness = Liveness(patience.silence, now, turn_timeout=patience.turn, local=True)
             life = self._lives[beat.identity] = Life(pid, Process(pid), liveness)
-        life.liveness.beat(beat.process, now)
+        life.liveness.note_heartbeat(beat.process, now)
 
     def _judge(self, life: Life, now: float) -> str:
-        if life.liveness.wants_look(now):
-            life.liveness.look(life.process.usage(), now)
-        return life.liveness.fault(now)
+        if life.liveness.should_observe(now):
+            life.liveness.observe(life.process.cpu_usage(), now)
+        return life.liveness.failure(now)
 
     def _forgive(self, now: float) -> None:
         still = 0.0 if self._looked is None else now - self._looked
         self._looked = now
-        if still > PERIOD + STANDSTILL:
+        if still > PERIOD + STALL:
             for life in self._lives.values():
                 life.liveness.forgive(still)

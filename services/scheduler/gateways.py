@@ -5,7 +5,7 @@ life. `_owners` maps the latter to the former, holds what is unfinished and noth
 
 What a gateway cannot take at the moment waits here: news of later steps are merged into the same message, so that
 a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
-`GATEWAY_PATIENCE` seconds, has its requests aborted.
+`GATEWAY_TIMEOUT` seconds, has its requests aborted.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ProtocolError
-from shared.liveness import GATEWAY_PATIENCE, Liveness
+from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.protocol import (
     VERSION,
     Abort,
@@ -35,10 +35,10 @@ from shared.protocol import (
     UnknownGateway,
     Welcome,
     decode_from_gateway,
+    decode_submit_id,
     encode,
-    id_of_submit,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, show
+from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Gateway:
     def __init__(self, name: bytes, fd: int, now: float) -> None:
         self.name = name
         self.fd = fd
-        self.liveness = Liveness(GATEWAY_PATIENCE, now, turn=GATEWAY_PATIENCE)
+        self.liveness = Liveness(GATEWAY_TIMEOUT, now, turn_timeout=GATEWAY_TIMEOUT)
         self.stuck_since: float | None = None
         self.ids: dict[int, int] = {}  # its ids to the core's
         self.outbox: deque[bytes] = deque()
@@ -82,7 +82,7 @@ class Gateway:
         return self.outbox[0]
 
     def __repr__(self) -> str:
-        return f"{show(self.name)} with {len(self.ids)} requests"
+        return f"{printable_identity(self.name)} with {len(self.ids)} requests"
 
 
 class Owner(Struct):
@@ -181,9 +181,9 @@ class Gateways:
     def expire(self, now: float) -> None:
         """Give up who is dead by its own signs, or has taken nothing for too long."""
         for gateway in list(self._peers.values()):
-            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_PATIENCE
-            what = f"has read nothing for {GATEWAY_PATIENCE:.0f} s"
-            if fault := gateway.liveness.fault(now, due=due, what=what, short_of_cpu=self._short_of_cpu(now)):
+            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_TIMEOUT
+            what = f"has read nothing for {GATEWAY_TIMEOUT:.0f} s"
+            if fault := gateway.liveness.failure(now, due=due, missed=what, short_of_cpu=self._short_of_cpu(now)):
                 self._give_up(gateway, fault)
 
     def forgive(self, seconds: float) -> None:
@@ -198,7 +198,7 @@ class Gateways:
         try:
             content = decode_from_gateway(message.body)
         except ProtocolError as error:
-            log.warning("gateway %s: %s", show(message.peer), error)
+            log.warning("gateway %s: %s", printable_identity(message.peer), error)
             if gateway is not None:
                 self._refuse_nonsense(gateway, message.body, error)
             return None
@@ -211,7 +211,7 @@ class Gateways:
         if gateway is None:
             self._turn_away(message.peer)
             return None
-        gateway.liveness.hear(now)
+        gateway.liveness.note_message(now)
         match content:
             case Submit():
                 return self._submit(gateway, content)
@@ -222,13 +222,13 @@ class Gateways:
     def _note_beat(self, beat: Heartbeat, now: float) -> None:
         name = beat.identity.encode()
         if (gateway := self._peers.get(name)) is not None:
-            gateway.liveness.beat(beat.process, now)
+            gateway.liveness.note_heartbeat(beat.process, now)
         else:
             self._turn_away(name)
 
     def _refuse_nonsense(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
         """A `Submit` with a value out of its range costs its sender that request, anything else its connection."""
-        id = id_of_submit(body)
+        id = decode_submit_id(body)
         if id is None:
             self._give_up(gateway, "it sent something that is not a message")
         else:
@@ -240,18 +240,18 @@ class Gateways:
             return  # gone already
         if hello.version != VERSION:
             reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
-            log.error(reason, show(message.peer), hello.version, VERSION)
+            log.error(reason, printable_identity(message.peer), hello.version, VERSION)
             return
         for former in [one for one in self._peers.values() if message.fd == one.fd or message.peer == one.name]:
             self._give_up(former, "its connection ended")
         gateway = self._peers[message.peer] = Gateway(message.peer, message.fd, now)
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
-        log.info("gateway %s connected", show(message.peer))
+        log.info("gateway %s connected", printable_identity(message.peer))
 
     def _turn_away(self, peer: bytes) -> None:
         """Tell one who was given up, and may not know it: it must not wait for what never comes."""
-        log.debug("something of %s, who is not known (any more)", show(peer))
+        log.debug("something of %s, who is not known (any more)", printable_identity(peer))
         with suppress(PeerGone, PeerSlow):
             self._listener.send(peer, encode(UnknownGateway()))
 

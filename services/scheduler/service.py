@@ -20,9 +20,9 @@ from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import Lost, Ready, Workers
 from shared.errors import ProtocolError
-from shared.liveness import STANDSTILL
+from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
+from shared.liveness import STALL
 from shared.protocol import Abort, Snapshot, Status, StepResult, Submit
-from shared.reporter import Loop, Reporter, supervisor_watcher
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ class Service:
         self.engine = Engine(config)
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
         self._config = config
-        self._loop = Loop()
-        self._reporter = Reporter(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
-        self._gateways = Gateways(gateways, self._reporter.short_of_cpu)
-        self._workers = Workers(workers, config.worker_timeout, self._reporter.short_of_cpu)
+        self._loop = LoopTimer()
+        self._heartbeats = HeartbeatSender(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
+        self._gateways = Gateways(gateways, self._heartbeats.short_of_cpu)
+        self._workers = Workers(workers, config.worker_timeout, self._heartbeats.short_of_cpu)
         self._listeners = (gateways, workers)
         self._cut = 0.0  # when floods were last looked for
         self._poller = zmq.Poller()
@@ -67,11 +67,11 @@ class Service:
 
     def run(self) -> None:
         """Serve until stopped. Raises `ConfigError` if the first worker's memory is too small for what was asked."""
-        with self._reporter:
+        with self._heartbeats:
             while not self._over(time.monotonic()):
-                self._loop.waiting()
+                self._loop.begin_wait()
                 self._poller.poll(int(TICK * 1000))
-                self._loop.turned()
+                self._loop.begin_turn()
                 self._turn(time.monotonic())
             self._finish(time.monotonic())
 
@@ -97,7 +97,7 @@ class Service:
         if now - self._cut >= CUT:
             self._cut = now
             for listener in self._listeners:
-                listener.cut_floods()
+                listener.disconnect_floods()
 
     def _settle(self, news: StepResult | Ready | Lost, now: float) -> None:
         match news:
@@ -147,10 +147,10 @@ class Service:
         rate = self._throughput.rate(found.generation_tokens, now)
         self.snapshot = msgspec.structs.replace(found, tokens_per_second=rate)
         ready = self._workers.progressing(now)
-        self._gateways.status(Status(ready, self._stops > 0, self.snapshot, self._reporter.vitals))
+        self._gateways.status(Status(ready, self._stops > 0, self.snapshot, self._heartbeats.stats))
 
     def _forgive(self, seconds: float) -> None:
-        if seconds > TICK + STANDSTILL:
+        if seconds > TICK + STALL:
             log.warning("the scheduler stood still for %.1f s", seconds)
             self._workers.forgive(seconds)
             self._gateways.forgive(seconds)

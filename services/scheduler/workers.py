@@ -28,7 +28,7 @@ from shared.protocol import (
     decode_from_worker,
     encode,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, show
+from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Active(Struct):
         """Return why it is dead; empty while it is not. Call it often. `short_of_cpu`: the scheduler is."""
         due = self.deadlines.due()
         self.worker.look(now, due)
-        return self.worker.liveness.fault(now, due=due, what=self.deadlines.what(now), short_of_cpu=short_of_cpu)
+        return self.worker.liveness.failure(now, due=due, missed=self.deadlines.what(now), short_of_cpu=short_of_cpu)
 
 
 class Workers:
@@ -85,7 +85,7 @@ class Workers:
     def progressing(self, now: float) -> bool:
         """Return whether plans can be sent, and are worked on as far as can be seen."""
         active = self._active
-        return active is not None and active.deadlines.ready and not active.worker.liveness.silent(now)
+        return active is not None and active.deadlines.ready and not active.worker.liveness.is_silent(now)
 
     @property
     def candidate(self) -> Register | None:
@@ -112,7 +112,7 @@ class Workers:
     def configure(self, message: Configure, now: float) -> None:
         """Make the candidate the active worker. If it cannot be reached, `receive` will tell that it is lost."""
         worker = next(iter(self._registered.values()))
-        worker.liveness.hear(now)  # it may have waited in line for long, unwatched
+        worker.liveness.note_message(now)  # it may have waited in line for long, unwatched
         self._active = Active(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
         self._send(worker, message)
 
@@ -156,7 +156,7 @@ class Workers:
         try:
             content = decode_from_worker(message.body)
         except ProtocolError as error:
-            log.error("worker %s: %s", show(message.peer), error)
+            log.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._end(worker, "it sent something that is not a message")
             else:
@@ -166,9 +166,9 @@ class Workers:
             self._admit(message, content, now)
         elif isinstance(content, Heartbeat):
             if (sender := self._registered.get(content.identity.encode())) is not None:
-                sender.liveness.beat(content.process, now)
+                sender.liveness.note_heartbeat(content.process, now)
         elif self._active is None or worker is not self._active.worker:
-            log.debug("a message of %s came too late", show(message.peer))
+            log.debug("a message of %s came too late", printable_identity(message.peer))
         elif isinstance(content, Fault):
             log.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
             self._lose(worker, "it failed")  # and ends by itself
@@ -176,7 +176,7 @@ class Workers:
             self._hear(self._active, content, now)
 
     def _hear(self, active: Active, content: Configured | StepResult, now: float) -> None:
-        active.worker.liveness.hear(now)
+        active.worker.liveness.note_message(now)
         deadlines = active.deadlines
         match content:
             case Configured(epoch=active.epoch) if not deadlines.ready:
@@ -232,4 +232,4 @@ class Workers:
         try:
             self._listener.send(peer, encode(content))
         except (PeerGone, PeerSlow):  # seen by the monitor, or by being late
-            log.debug("worker %s cannot be reached", show(peer))
+            log.debug("worker %s cannot be reached", printable_identity(peer))

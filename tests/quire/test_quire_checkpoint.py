@@ -9,8 +9,9 @@ from huggingface_hub import HfApi, constants
 from services.gateway.config import GatewayConfig
 from services.gateway.model import tokenizer_folder
 from shared.errors import ConfigError, ModelError
+from shared.hub import checkpoint
 from shared.hub.checkpoint import locate, locate_tokenizer
-from shared.hub.download import checkpoint, gguf_files, wanted_files
+from shared.hub.download import gguf_files, wanted_files
 from tests.gguf.writing import write
 from tests.models.tiny import llama
 

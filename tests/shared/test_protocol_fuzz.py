@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared import protocol
 from shared.errors import ProtocolError
-from shared.protocol import MAX_FRAME, Submit, encode, id_of_submit, pack_tokens, unpack_tokens
+from shared.protocol import MAX_FRAME, Submit, decode_submit_id, encode, pack_tokens, unpack_tokens
 from tests.shared.hostile import FLOATS, INTEGERS, STRINGS, changed, leaves
 from tests.shared.test_protocol_golden import EXAMPLES, SIDES
 
@@ -101,12 +101,12 @@ def test_the_id_of_a_submit_is_known_whatever_comes_behind_it(whole: bytes) -> N
     is_submit = whole == encode(EXAMPLES["FROM_GATEWAY.Submit"])
     shared_tag = msgspec.msgpack.decode(whole)[0] == 2 and not is_submit  # of the other directions
     if is_submit:
-        assert id_of_submit(whole) == 9
-        assert [id_of_submit(changed(whole, (1,), id)) for id in (-1, 2**64 - 1, True, 1.5, None)] == [None] * 5
-        assert id_of_submit(changed(whole, (8,), {"a": float("nan")})) == 9
+        assert decode_submit_id(whole) == 9
+        assert [decode_submit_id(changed(whole, (1,), id)) for id in (-1, 2**64 - 1, True, 1.5, None)] == [None] * 5
+        assert decode_submit_id(changed(whole, (8,), {"a": float("nan")})) == 9
     elif not shared_tag:
-        assert id_of_submit(whole) is None
-    assert id_of_submit(whole[:2]) is None
+        assert decode_submit_id(whole) is None
+    assert decode_submit_id(whole[:2]) is None
 
 
 @pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))
