@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
-from shared.gguf.parts import FILES, is_gguf
+from shared.gguf.parts import GGUF_GLOB, is_gguf
 from shared.hub.download import download, gguf_files, wanted_files
 from shared.hub.embedded import RECOMMENDED, embedded_file
 
@@ -50,7 +50,7 @@ def locate(model: str, revision: str | None = None, cache: str | None = None) ->
     if quantisation:
         choose = partial(gguf_files, quantisation=quantisation)
         folder = download(name, revision, choose, cache)
-        files = choose([str(file.relative_to(folder)) for file in folder.rglob(FILES)])
+        files = choose([str(file.relative_to(folder)) for file in folder.rglob(GGUF_GLOB)])
         return model_folder(folder / files[0], cache_folder() / "gguf")
     return _checked(download(model, revision, wanted_files, cache))
 
@@ -81,7 +81,7 @@ def text_digest(folder: Path) -> str:
 
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        files = sorted(folder.glob(FILES))
+        files = sorted(folder.glob(GGUF_GLOB))
         hint = f"; name the file itself: {files[0]}" if files else ""
         raise ModelError(f"{folder} has no config.json, so it is not a model folder{hint}")
     return folder

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from shared.errors import ModelError
-from shared.gguf.parts import PART, is_gguf
+from shared.gguf.parts import PART_NAME, is_gguf
 
 PATIENCE = 10.0
 """Seconds for the hub to answer what files a model has; then what was fetched earlier is used."""
@@ -64,7 +64,7 @@ def gguf_files(files: Sequence[str], quantisation: str) -> list[str]:
     there = sorted(name for name in files if is_gguf(name) and "mmproj" not in name.lower())
     word = re.compile(rf"(^|[-._/]){re.escape(quantisation)}([-./]|$)", re.IGNORECASE)
     found = [name for name in there if word.search(name)]
-    if len(found) > 1 and not all(PART.fullmatch(name) for name in found):
+    if len(found) > 1 and not all(PART_NAME.fullmatch(name) for name in found):
         raise ModelError(f"{quantisation} may be any of {', '.join(found)}; fetch one and name the file itself")
     if not found:
         raise ModelError(f"there is no GGUF file of type {quantisation}; there are: {', '.join(there) or 'none'}")

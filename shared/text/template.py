@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest, ModelError
-from shared.gguf.folder import origin
+from shared.gguf.folder import display_path
 from shared.text.content import ContentForms, Form, Message, find_forms
 from shared.text.json_file import read_json
 from shared.text.messages import append_text, plain_messages
@@ -82,7 +82,7 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {why}") from error
-        return cls(source, special, file or origin(folder), content_format=content_format, variables=variables)
+        return cls(source, special, file or display_path(folder), content_format=content_format, variables=variables)
 
     @property
     def exists(self) -> bool:

@@ -12,7 +12,7 @@ from shared.errors import ConfigError, ModelError
 from shared.hub import checkpoint
 from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.hub.download import gguf_files, wanted_files
-from tests.gguf.writing import write
+from tests.gguf.gguf_writer import write
 from tests.models.tiny import llama
 
 
