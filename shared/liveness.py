@@ -121,7 +121,7 @@ class CpuShortage:
 
 
 class Liveness:
-    """What a watcher knows of one peer, which it heard from at time `now`.
+    """A watcher's knowledge of one peer, which it last heard from at time `now`.
 
     `timeout` is the seconds of silence that mean death, `turn_timeout` the same for one turn of the peer's loop; None
     leaves that to the watcher's deadlines. `cpu_is_progress`: a turn that uses CPU time counts as working. `local`: the

@@ -1,4 +1,4 @@
-"""What every service does first: log to stderr, and tie its life to the supervisor that started it.
+"""The first steps of every service: logging to stderr, and ending with the supervisor that started it.
 
 Log lines quote what clients sent: paths, names, texts in errors. None of it may look like a log line of its own or
 control a terminal, so `LogFormatter` escapes every record.

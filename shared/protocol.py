@@ -230,7 +230,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields
 
 
 class SchedulingInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How the scheduler treated a sequence so far."""
+    """The scheduler's treatment of a sequence so far."""
 
     queued_seconds: Seconds  # time from the acceptance of its request to its first admission
     preemptions: Count

@@ -23,7 +23,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.hub.checkpoint import locate
-from shared.text.tokenizer import Tokenizer, check_there
+from shared.text.tokenizer import Tokenizer, check_tokenizer_files
 from tests.gguf.gguf_writer import EMPTY, plain_vocabulary, with_key, write
 from tests.gguf.texts import ADDED, CORPUS, SPECIAL, TEXTS
 from tests.models.tiny import llama
@@ -141,8 +141,8 @@ def test_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
         assert ours.decode(expected, skip_special_tokens=False) == original.decode(expected, skip_special_tokens=False)
     first = [tokens.index(SPECIAL[0])] if name in ("llama-bpe", "tekken") else []
     assert ours.encode("x") == [*first, *original.encode("x", add_special_tokens=False).ids]
-    assert ours.special_text(tokens.index(SPECIAL[1])) == SPECIAL[1]
-    assert ours.special_text(tokens.index(ADDED[0])) is None
+    assert ours.special_token(tokens.index(SPECIAL[1])) == SPECIAL[1]
+    assert ours.special_token(tokens.index(ADDED[0])) is None
 
 
 def sentence_piece(*, prefix: bool, user_defined: Sequence[str] = ()) -> sentencepiece.SentencePieceProcessor:
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_would_be_a_guess_needs_the_original(
 ) -> None:
     """LDG-12."""
     folder = folder_of(plain_vocabulary(131) | changes, tmp_path)
-    for ask in (check_there, Tokenizer.load):
+    for ask in (check_tokenizer_files, Tokenizer.load):
         with pytest.raises(ModelError, match=message):
             ask(folder)
 

@@ -1,4 +1,4 @@
-"""Peers are found dead. Time is a number here, and a peer is the heartbeats that it sends and what the kernel shows."""
+"""Peers are found dead. Time is a number, and a peer is its heartbeats and what the kernel shows of its process."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from shared.protocol import ProcessStats
 TIMEOUT = 2.0
 HEARTBEAT_INTERVAL = 0.25
 NEVER = float("inf")
-END = 300.0  # of what is tried, in seconds
+END = 300.0  # seconds that a test simulates
 TROUBLE = 10.0  # when something happens to the peer, which was well until then
 
 Peer = Callable[[float], ProcessStats | None]
@@ -29,7 +29,7 @@ Observation = Callable[[float], CpuUsage | None]
 
 
 def well(now: float) -> ProcessStats:
-    """It computes on one core and waits for it at times."""
+    """It computes on one core and sometimes waits for it."""
     return ProcessStats(0.1, now, now * 0.1)
 
 
@@ -38,7 +38,7 @@ def silent_after(before: Peer = well) -> Peer:
 
 
 def stuck_after(cpu: float, delayed: float, before: Peer = well) -> Peer:
-    """Its loop stands still from then on, while its process uses so much a second."""
+    """Return a peer whose loop hangs from `TROUBLE` on, while its process uses so many seconds per second."""
 
     def heartbeat(now: float) -> ProcessStats | None:
         still = now - TROUBLE
@@ -58,7 +58,7 @@ def starved(now: float) -> ProcessStats:
 
 
 def jerky(now: float) -> ProcessStats | None:
-    """It says something each other second or so."""
+    """It sends a heartbeat only every other second or so."""
     return well(now) if now % (LATE_SAMPLE + HEARTBEAT_INTERVAL) == 0.0 else None
 
 
