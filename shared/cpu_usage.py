@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from shared.liveness import CpuUsage
 
-USER_TIME, SYSTEM_TIME = 11, 12  # of the fields behind the name in /proc/PID/stat
+USER_TIME, SYSTEM_TIME = 11, 12  # of the fields after the name in /proc/PID/stat
 TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_NAME = 15
 HEARTBEAT_THREAD = "heartbeat"
@@ -65,7 +65,7 @@ class Process:
 
 
 def _stat_fields(path: str) -> list[str]:
-    """Return the fields of a `stat` file behind the name, which may itself contain spaces and parentheses."""
+    """Return the fields of a `stat` file after the name, which may itself contain spaces and parentheses."""
     return _read(path).rpartition(")")[2].split()
 
 
