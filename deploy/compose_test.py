@@ -1,10 +1,10 @@
-"""`make compose-test`: docker-compose.yml put to the test on a real container engine.
+"""`make compose-test`: tests docker-compose.yml on a real container engine.
 
-Builds the images, starts three gateways, streams through the balancer, kills the worker's container with `kill -9`
-while the streams run, and expects every one of them to end as if nothing had happened. Whatever comes of it, all is
-taken down: containers, networks and volumes. Needs docker with its compose plugin, or podman with podman-compose.
+It builds the images, starts three gateways, streams through the balancer, kills the worker's container with `kill -9`
+while the streams run, and expects every stream to end as if nothing had happened. In any case it removes containers,
+networks and volumes. It needs docker with its compose plugin, or podman with podman-compose.
 
-Exit status 0: all is well; 1: it is not, and the containers' logs say more; 75: there is no engine here.
+Exit status 0: passed. 1: failed, and the containers' logs say more. 75: there is no container engine.
 """
 
 import asyncio
@@ -32,19 +32,19 @@ TOKENS = 128
 PROMPTS = ("What is a lighthouse?", "Tell me of the sea.", "Count to fifty.", "Why do ships float?")
 SERVICES = ("balancer", "gateway", "scheduler", "worker")
 
-BUILDING, STARTING, STREAMING = 600.0, 120.0, 240.0  # seconds; reached only by what fails
+BUILDING, STARTING, STREAMING = 600.0, 120.0, 240.0  # timeouts in seconds, reached only by failures
 NO_ENGINE = 75
 
 METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:{}/metrics').read().decode())"
-PORTS = {"gateway": 8000, "scheduler": 9100}  # of their metrics
+PORTS = {"gateway": 8000, "scheduler": 9100}  # at which their metrics are
 
 
 class Failure(Exception):
-    """Something is not as it should be."""
+    """The test failed."""
 
 
 class Project:
-    """One start of docker-compose.yml, under a name, tags and a port of its own."""
+    """A compose project of docker-compose.yml with its own name, tag and port."""
 
     def __init__(self, engine: str, compose: Sequence[str]) -> None:
         self.engine = engine  # docker or podman
@@ -55,40 +55,40 @@ class Project:
         self._environment = {**others, "PORT": str(self.port), "TAG": "compose-test"}
 
     def compose(self, *argv: str, seconds: float) -> str:
-        """Run a command of compose's; what it printed. Raises `Failure` with that."""
+        """Run a compose command and return its output. Raise `Failure` with the output if it fails."""
         return execute([*self._compose, *argv], seconds, self._environment)
 
-    def engine_says(self, *argv: str) -> str:
-        """Run a command of the engine's; what it printed. Raises `Failure` with that."""
+    def run_engine(self, *argv: str) -> str:
+        """Run a command of the container engine and return its output. Raise `Failure` with it if it fails."""
         return execute([self.engine, *argv], 60, self._environment).strip()
 
     def containers(self, service: str) -> list[str]:
-        """Ids of a service's containers, those that have ended included."""
-        wanted = {"project": self.name, "service": service}
-        filters = [f"--filter=label=com.docker.compose.{key}={value}" for key, value in wanted.items()]
-        return self.engine_says("ps", "--all", "--quiet", *filters).split()
+        """Return the ids of a service's containers, including those that have ended."""
+        labels = {"project": self.name, "service": service}
+        filters = [f"--filter=label=com.docker.compose.{key}={value}" for key, value in labels.items()]
+        return self.run_engine("ps", "--all", "--quiet", *filters).split()
 
     def state(self, container: str) -> dict[str, object]:
-        """What the engine says of a container: Pid, Status, ..."""
-        found: dict[str, object] = json.loads(self.engine_says("inspect", "--format", "{{json .State}}", container))
-        return found
+        """Return the state of a container: Pid, Status, ..."""
+        state: dict[str, object] = json.loads(self.run_engine("inspect", "--format", "{{json .State}}", container))
+        return state
 
     def healthy(self, containers: Sequence[str]) -> bool:
-        """Whether the health checks of all these containers pass."""
+        """Return whether the health checks of all these containers pass."""
         return all(self._healthy(container) for container in containers)
 
     def _healthy(self, container: str) -> bool:
         if self.engine == "docker":
             health = self.state(container).get("Health")
             return isinstance(health, dict) and health.get("Status") == "healthy"
-        with suppress(Failure):  # podman's own clock for health checks is systemd, which need not be there
-            self.engine_says("healthcheck", "run", container)
+        with suppress(Failure):  # podman runs health checks by systemd, which may be absent
+            self.run_engine("healthcheck", "run", container)
             return True
         return False
 
 
 def main() -> int:
-    """Runs the test; the exit status."""
+    """Run the test and return the exit status."""
     project = find_engine()
     if project is None:
         print("compose-test: no container engine works here (docker with compose, or podman with podman-compose)")
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def test(project: Project) -> None:
-    """The test itself, on images that are built. Raises `Failure`."""
+    """Test the images, which are built. Raise `Failure`."""
     with step(f"{GATEWAYS} gateways, scheduler, worker and balancer are started"):
         project.compose("up", "--detach", "--no-build", "--scale", f"gateway={GATEWAYS}", seconds=STARTING)
     with step("the balancer finds a gateway that is ready"):
@@ -139,17 +139,17 @@ def test(project: Project) -> None:
 
 
 class Streams:
-    """Chat completions through the balancer, all at the same time."""
+    """Chat completions that are streamed through the balancer at the same time."""
 
     def __init__(self, port: int, prompts: Sequence[str]) -> None:
         # no retries: a stream that breaks is what this test looks for
         self._client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         self._prompts = prompts
-        self._waiting = len(prompts)  # streams that have not begun, nor failed
+        self._waiting = len(prompts)  # number of streams without any text yet
         self._begun = asyncio.Event()
 
     async def run(self, disturb: Callable[[], None] | None = None) -> list[str]:
-        """Their texts; `disturb` is called once every one has begun. Raises `Failure`."""
+        """Return the texts. Call `disturb` once every stream has begun. Raise `Failure` if a stream fails."""
         async with asyncio.timeout(STREAMING), self._client:
             streams = [asyncio.create_task(self._stream(prompt)) for prompt in self._prompts]
             begun = asyncio.create_task(self._begun.wait())
@@ -157,15 +157,15 @@ class Streams:
                 await asyncio.wait([begun, *streams], return_when=asyncio.FIRST_COMPLETED)
                 if disturb is not None and begun.done():
                     await asyncio.to_thread(disturb)
-                found = await asyncio.gather(*streams, return_exceptions=True)
+                results = await asyncio.gather(*streams, return_exceptions=True)
             finally:  # a failure elsewhere leaves them running
                 for task in (begun, *streams):
                     task.cancel()
                 await asyncio.gather(begun, *streams, return_exceptions=True)
-        if failures := [each for each in found if isinstance(each, BaseException)]:
-            raise Failure(f"{len(failures)} of {len(found)} streams failed, the first with {failures[0]!r}")
+        if failures := [each for each in results if isinstance(each, BaseException)]:
+            raise Failure(f"{len(failures)} of {len(results)} streams failed, the first with {failures[0]!r}")
         expect(self._begun.is_set(), "a stream had ended before all had begun")
-        return [text for text in found if isinstance(text, str)]
+        return [text for text in results if isinstance(text, str)]
 
     def _begin(self) -> None:
         self._waiting -= 1
@@ -196,20 +196,20 @@ class Streams:
 
 
 def kill_worker(project: Project) -> None:
-    """End the worker's container as a crash would, and see to it that it comes back."""
+    """End the worker's container as a crash would, and wait until it has come back."""
     (container,) = project.containers("worker")
     pid = project.state(container)["Pid"]
     expect(isinstance(pid, int) and pid > 1, f"the worker's process is {pid}")
     try:
-        os.kill(int(str(pid)), signal.SIGKILL)  # of which its restart policy makes a restart
+        os.kill(int(str(pid)), signal.SIGKILL)  # the container's restart policy restarts it
     except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
-        project.engine_says("kill", container)
-        project.engine_says("start", container)
+        project.run_engine("kill", container)
+        project.run_engine("start", container)
     until(lambda: project.state(container)["Pid"] not in (0, pid), "the worker's container has not come back")
 
 
 def leave(project: Project) -> None:
-    """Send a request that would take minutes, and hang up; the scheduler must soon be idle."""
+    """Send a request that would take minutes, and disconnect. The scheduler must soon be idle."""
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{project.port}/v1/completions", data, headers)
@@ -220,23 +220,23 @@ def leave(project: Project) -> None:
     else:
         raise Failure("a request of 4000 tokens was answered in 2 s")
     (scheduler,) = project.containers("scheduler")
-    until(lambda: figure(project, "scheduler", scheduler, "vllm:num_requests_running") == 0, "it still runs", 10)
+    until(lambda: metric(project, "scheduler", scheduler, "vllm:num_requests_running") == 0, "it still runs", 10)
 
 
 def requests_served(project: Project, gateway: str) -> int:
-    """Samples that ended at a gateway because of their length, as its own /metrics has them."""
-    return figure(project, "gateway", gateway, "vllm:request_success_total", 'finished_reason="length"')
+    """Return a gateway's number of samples that ended because of their length, from its /metrics."""
+    return metric(project, "gateway", gateway, "vllm:request_success_total", 'finished_reason="length"')
 
 
-def figure(project: Project, service: str, container: str, name: str, label: str = "") -> int:
-    """The sum of a metric of one container, of those of its samples that have a label."""
-    lines = project.engine_says("exec", container, "python", "-c", METRICS.format(PORTS[service])).splitlines()
-    found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
-    return sum(int(float(line.rpartition(" ")[2])) for line in found)
+def metric(project: Project, service: str, container: str, name: str, label: str = "") -> int:
+    """Return the sum of a metric of one container, over its samples that have a label."""
+    lines = project.run_engine("exec", container, "python", "-c", METRICS.format(PORTS[service])).splitlines()
+    samples = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+    return sum(int(float(line.rpartition(" ")[2])) for line in samples)
 
 
 def find_engine() -> Project | None:
-    """A project on the engine that works here, docker before podman; None if none does."""
+    """Return a project on the engine that works here, docker before podman; None if none does."""
     if works("docker", "info") and works("docker", "compose", "version"):
         return Project("docker", ["docker", "compose"])
     places = os.pathsep.join([os.environ.get("PATH", ""), str(Path.home() / ".podman-compose/bin")])
@@ -247,7 +247,7 @@ def find_engine() -> Project | None:
 
 
 def works(*argv: str) -> bool:
-    """Whether a command is there and succeeds."""
+    """Return whether a command exists and succeeds."""
     try:
         return subprocess.run(argv, capture_output=True, timeout=30, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -255,7 +255,7 @@ def works(*argv: str) -> bool:
 
 
 def execute(argv: Sequence[str], seconds: float, environment: dict[str, str]) -> str:
-    """What a command printed. Raises `Failure` with the ends of its output and its errors."""
+    """Run a command and return its output. Raise `Failure` with the ends of its output and its errors."""
     process = subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -273,15 +273,15 @@ def execute(argv: Sequence[str], seconds: float, environment: dict[str, str]) ->
 
 
 @contextmanager
-def step(what: str) -> Iterator[None]:
-    """One line for a step that went well, with the seconds it took."""
+def step(description: str) -> Iterator[None]:
+    """Print a line when the block succeeds, with the seconds it took."""
     began = time.monotonic()
     yield
-    print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
+    print(f"{time.monotonic() - began:7.1f} s  {description}", flush=True)
 
 
 def until(holds: Callable[[], bool], otherwise: str, seconds: float = STARTING) -> None:
-    """Waits until something holds. Raises `Failure` if that takes too long."""
+    """Wait until `holds()`. Raise `Failure` if that takes too long."""
     deadline = time.monotonic() + seconds
     while not holds():
         expect(time.monotonic() < deadline, f"{otherwise} after {seconds:.0f} s")

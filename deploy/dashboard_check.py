@@ -1,7 +1,7 @@
-"""Ask a Prometheus every query of the dashboard: `python deploy/dashboard_check.py [http://localhost:9090]`.
+"""Run every query of the dashboard: `python deploy/dashboard_check.py [http://localhost:9090]`.
 
-For use after some traffic. A query that is no PromQL, or that finds nothing, is a panel that stays empty; so is one
-whose values are all NaN. Exit status 1 if there is one.
+Use it after some traffic. A panel stays empty if its query is no PromQL, finds nothing, or finds only NaN. The exit
+status is 1 if there is such a panel.
 """
 
 import json
@@ -18,18 +18,18 @@ INTERVAL = "1m"  # for Grafana's $__rate_interval
 
 
 def main(url: str = "http://localhost:9090") -> int:
-    """The exit status."""
+    """Return the exit status."""
     empty = 0
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", []):
-            found = values(url, target["expr"].replace("$__rate_interval", INTERVAL))
-            empty += not found
-            print(f"{panel['title']:32} {target['legendFormat']:40} {shown(found)}")
+            numbers = values(url, target["expr"].replace("$__rate_interval", INTERVAL))
+            empty += not numbers
+            print(f"{panel['title']:32} {target['legendFormat']:40} {formatted(numbers)}")
     return 1 if empty else 0
 
 
 def values(url: str, query: str) -> list[float]:
-    """What the query finds now, without NaN."""
+    """Return the present values of the query, without NaN."""
     try:
         with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}") as response:
             answer: dict[str, Any] = json.load(response)
@@ -37,12 +37,12 @@ def values(url: str, query: str) -> list[float]:
         with error:
             print(error.read().decode())
         return []
-    found = [float(series["value"][1]) for series in answer["data"]["result"]]
-    return [value for value in found if not math.isnan(value)]
+    numbers = [float(series["value"][1]) for series in answer["data"]["result"]]
+    return [number for number in numbers if not math.isnan(number)]
 
 
-def shown(found: list[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in found[:8]) if found else "EMPTY"
+def formatted(numbers: list[float]) -> str:
+    return " ".join(f"{number:.4g}" for number in numbers[:8]) if numbers else "EMPTY"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from services.worker.checkpoint.weight_paths import Format, find_weights
 from services.worker.models.registry import Implementation, read_supported
 from shared.text.added_tokens import special_tokens
 from shared.text.template import ChatTemplate
-from shared.text.tokenizer import check_there
+from shared.text.tokenizer import check_tokenizer_files
 
 
 def check_files(config: GatewayConfig) -> None:
@@ -37,7 +37,7 @@ def check_model(
     """
     read_supported(folder, implementation)
     texts = tokenizer or folder
-    check_there(texts)
-    ChatTemplate.load(texts, special_tokens(texts), template).try_out()
+    check_tokenizer_files(texts)
+    ChatTemplate.load(texts, special_tokens(texts), template).sanity_check()
     if load_format != "dummy":
         find_weights(folder, load_format)

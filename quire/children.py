@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from shared.errors import QuireError
-from shared.process import EXIT_REFUSED
+from shared.process import EXIT_CANNOT_START
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 LIVED_A_WHILE = 10.0  # seconds after which a death does not count as one more in a row
@@ -162,7 +162,7 @@ class Child:
     def _reason(self, status: int) -> str:
         """Return why it ended, in its own words if it said so."""
         line = self.log.last.get(self.name, "")
-        if status == EXIT_REFUSED and line.startswith(f"{self.name}: "):
+        if status == EXIT_CANNOT_START and line.startswith(f"{self.name}: "):
             return line.removeprefix(self.name)
         return f" ({describe(status)})" + (f"; its last line: {line}" if line else "")
 

@@ -97,7 +97,7 @@ class LLM:
         texts = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
         self._tokenizer = Tokenizer.load(texts, folder if tokenizer else None)
         self._template = ChatTemplate.load(texts, self._tokenizer.special)
-        self._template.try_out()
+        self._template.sanity_check()
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
@@ -123,7 +123,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when no sampling parameters are given: the model's own, where it has an opinion."""
-        return SamplingParams(**self._defaults.given())
+        return SamplingParams(**self._defaults.as_dict())
 
     def generate(
         self,

@@ -17,9 +17,9 @@ from quire import vllm
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.config import Knob, arguments, knobs, read_file, resolve
+from shared.config import Knob, knobs, read_file, resolve, to_flags
 from shared.errors import ConfigError
-from shared.hub.progress import VARIABLE, on_terminal
+from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
 INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"})
 
@@ -102,7 +102,7 @@ def _with_vllm_api_key(environment: Mapping[str, str]) -> Mapping[str, str]:
 def service_arguments(config: Struct) -> list[str]:
     """Return a service's command line, without secrets."""
     fields = {knob.name: knob.default for knob in knobs(type(config)) if knob.name in SECRET}
-    return arguments(msgspec.structs.replace(config, **fields))
+    return to_flags(msgspec.structs.replace(config, **fields))
 
 
 def service_environment(settings: Settings) -> dict[str, str]:
@@ -112,7 +112,7 @@ def service_environment(settings: Settings) -> dict[str, str]:
     if settings.gateway.api_key:
         environment["QUIRE_API_KEY"] = json.dumps(settings.gateway.api_key)  # a key may hold a comma
     if on_terminal():
-        environment[VARIABLE] = "1"
+        environment[TERMINAL_VARIABLE] = "1"
     environment["HF_HUB_OFFLINE"] = "1"  # all is downloaded, and all services must see the same files
     return environment
 
@@ -122,6 +122,6 @@ def markdown_table() -> str:
     rows = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
     for knob in public_knobs():
         default = "" if knob.default in (None, "", []) else f"`{knob.default}`"
-        kind = knob.kind.replace("|", "\\|")
+        kind = knob.type_text.replace("|", "\\|")
         rows.append(f"| `{knob.flag}` | `{knob.variable}` | {default} | {knob.doc} ({kind}) |")
     return "\n".join(rows) + "\n"

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from quire.children import Child
+from shared.cpu_usage import Process
 from shared.errors import ProtocolError
-from shared.liveness import STANDSTILL, Liveness
+from shared.liveness import STALL, Liveness
 from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import Listener
-from shared.usage import Process
 
 PERIOD = 0.25
 """Seconds between two checks."""
@@ -73,18 +73,18 @@ class Watch:
         watched = self._processes.get(heartbeat.identity)
         if watched is None:
             limit = self._limits[heartbeat.identity]
-            liveness = Liveness(limit.silence, now, turn=limit.turn, local=True)
+            liveness = Liveness(limit.silence, now, turn_timeout=limit.turn, local=True)
             watched = self._processes[heartbeat.identity] = WatchedProcess(pid, Process(pid), liveness)
-        watched.liveness.beat(heartbeat.process, now)
+        watched.liveness.note_heartbeat(heartbeat.process, now)
 
     def _judge(self, watched: WatchedProcess, now: float) -> str:
-        if watched.liveness.wants_look(now):
-            watched.liveness.look(watched.process.usage(), now)
-        return watched.liveness.fault(now)
+        if watched.liveness.should_observe(now):
+            watched.liveness.observe(watched.process.cpu_usage(), now)
+        return watched.liveness.failure(now)
 
     def _forgive(self, now: float) -> None:
         stood_still = 0.0 if self._checked_at is None else now - self._checked_at
         self._checked_at = now
-        if stood_still > PERIOD + STANDSTILL:
+        if stood_still > PERIOD + STALL:
             for watched in self._processes.values():
                 watched.liveness.forgive(stood_still)

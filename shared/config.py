@@ -1,12 +1,12 @@
-"""Settings: declared once, as a frozen struct a service, and read from flags, environment and a file.
+"""Settings: declared once, in one frozen struct per service, and read from flags, environment and a file.
 
-A field's name, type, default, bounds (`msgspec.Meta`) and one sentence (`Meta.description`) are all there is to a
-knob: `--max-num-seqs`, `QUIRE_MAX_NUM_SEQS` and the file's key `max-num-seqs` are made from `max_num_seqs`, and so are
-`--help` and the tables in the documentation. A flag wins over the environment, which wins over the file named by
-`--config` (YAML, of which JSON is a part). Whatever is unknown or out of bounds is a `ConfigError` naming it.
+A field of the struct is a knob. Its name, type, default, bounds (`msgspec.Meta`) and one sentence (`Meta.description`)
+define all of it: `--max-num-seqs`, `QUIRE_MAX_NUM_SEQS` and the file's key `max-num-seqs` are made from `max_num_seqs`,
+and so are `--help` and the tables in the documentation. A flag overrides the environment, which overrides the file
+named by `--config` (YAML, which includes JSON). An unknown name or a value out of bounds is a `ConfigError` naming it.
 
-A list may be given as one string, which is a list of one (in the environment: separated by commas), or as JSON. A
-variable that is empty is unset, and so is a null in the file.
+A list can be JSON or a single string, which is a list of one, or in the environment a list separated by commas. An
+empty variable is unset, and so is a null in the file.
 
 Services that share a knob inherit it: see `ModelConfig`.
 """
@@ -30,27 +30,27 @@ C = TypeVar("C", bound=Struct)
 
 
 LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error", "critical"], Meta(description="Least level of lines in the log.")
+    Literal["debug", "info", "warning", "error", "critical"], Meta(description="Minimum level of the lines in the log.")
 ]
 """A knob of every service."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """Which model, for every service that must know."""
+    """The knobs of every service that reads model files."""
 
     model: Annotated[
-        str, Meta(description="Folder, .gguf file or Hugging Face name of the model; empty: the embedded one.")
+        str, Meta(description="Folder, .gguf file or Hugging Face name of the model; empty: the embedded model.")
     ] = ""
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a Hugging Face model.")] = None
     download_dir: Annotated[
-        str | None, Meta(description="Folder for what is fetched from Hugging Face, instead of its own cache.")
+        str | None, Meta(description="Folder for downloads from Hugging Face, instead of its own cache.")
     ] = None
 
 
 class Knob(NamedTuple):
     """One setting, as help texts and tables show it."""
 
-    name: str  # of the struct's field
+    name: str  # the name of the struct's field
     type: Any
     default: Any
     doc: str
@@ -64,13 +64,13 @@ class Knob(NamedTuple):
         return ENVIRONMENT_PREFIX + self.name.upper()
 
     @property
-    def kind(self) -> str:
-        """The type in a user's words, bounds included."""
+    def type_text(self) -> str:
+        """Return the type and its bounds as help texts show them."""
         return _describe(self.type)
 
 
 def knobs(config: type[Struct]) -> list[Knob]:
-    """The settings that `config` declares, in order."""
+    """Return the knobs that `config` declares, in order."""
     hints = typing.get_type_hints(config, include_extras=True)
     return [
         Knob(field.name, hints[field.name], _default(field), _description(hints[field.name]))
@@ -81,7 +81,7 @@ def knobs(config: type[Struct]) -> list[Knob]:
 def load(
     config: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str, description: str = ""
 ) -> C:
-    """A `config` from flags, environment and file. Exits by SystemExit for `--help` only; raises ConfigError."""
+    """Return a `config` from flags, environment and file. Raise ConfigError, and SystemExit only for `--help`."""
     parser = flag_parser([config], prog=prog, description=description)
     return resolve(config, vars(parser.parse_args(argv)), environment)
 
@@ -89,9 +89,9 @@ def load(
 def flag_parser(
     configs: Iterable[type[Struct]], *, prog: str, description: str = "", only_flags: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser of the flags of several configs together, each knob once. What it finds are strings, lists and bools.
+    """Return a parser of the flags of several configs, each knob once. Parsed values are strings, lists and bools.
 
-    With `only_flags`, neither a file nor the environment is offered: for the settings of one run, not of a service.
+    With `only_flags`, help texts offer neither a file nor the environment: for settings of one run, not of a service.
     """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     if not only_flags:
@@ -111,12 +111,12 @@ def resolve(
     environment: Mapping[str, str],
     file: Mapping[str, Any] | None = None,
 ) -> C:
-    """A `config` from parsed flags (those of other configs are passed over), `environment` and the `--config` file.
+    """Return a `config` from parsed flags, `environment` and the `--config` file. Flags of other configs are ignored.
 
-    `file` holds the file's settings, if the caller has read it already.
+    `file` has the file's settings if the caller has already read it.
     """
     values: dict[str, Any] = {}
-    sources: dict[str, str] = {}  # what the user wrote each value to
+    sources: dict[str, str] = {}  # where the user wrote each value
     if file is None:
         file = read_file(flags["config"]) if "config" in flags else {}
     for knob in knobs(config):
@@ -133,7 +133,7 @@ def resolve(
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, under the fields' names."""
+    """Return the settings in a YAML file by the names of the fields."""
     try:
         data = msgspec.yaml.decode(Path(path).read_bytes())
     except OSError as error:
@@ -147,8 +147,8 @@ def read_file(path: str) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in data.items()}
 
 
-def arguments(config: Struct) -> list[str]:
-    """Flags that make `load` return a config equal to this one; used to start a service."""
+def to_flags(config: Struct) -> list[str]:
+    """Return the flags from which `load` makes a config equal to this one. They start a service."""
     argv: list[str] = []
     for knob in knobs(type(config)):
         value = getattr(config, knob.name)
@@ -157,7 +157,7 @@ def arguments(config: Struct) -> list[str]:
         if isinstance(value, bool):
             argv.append(knob.flag if value else "--no-" + knob.flag[2:])
         elif isinstance(value, (list, tuple)):
-            argv += [f"{knob.flag}={item}" for item in value]  # one word each: an item may begin with a dash
+            argv += [f"{knob.flag}={item}" for item in value]  # one word per item, since an item may begin with a dash
         else:
             argv.append(f"{knob.flag}={value}")
     return argv
@@ -170,8 +170,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_flag(parser: argparse.ArgumentParser, knob: Knob, only_flags: bool) -> None:
     variable = "" if only_flags else f"; {knob.variable}"
-    help_text = f"{knob.doc} ({knob.kind}; default: {knob.default!r}{variable})".replace("%", "%%")
-    if knob.default is False and only_flags:  # nothing else could have set it
+    help_text = f"{knob.doc} ({knob.type_text}; default: {knob.default!r}{variable})".replace("%", "%%")
+    if knob.default is False and only_flags:  # so it cannot be true without the flag
         parser.add_argument(knob.flag, action="store_true", help=help_text)
     elif _bare(knob.type) is bool:
         parser.add_argument(knob.flag, action=argparse.BooleanOptionalAction, help=help_text)
@@ -183,35 +183,36 @@ def _add_flag(parser: argparse.ArgumentParser, knob: Knob, only_flags: bool) -> 
 
 
 def _from_file(knob: Knob, value: Any) -> Any:
-    """Give a value of a YAML file the shape of its knob: YAML reads `api-key: 123` as a number, and no list."""
+    """Convert a value of a YAML file to the type of its knob: YAML reads `api-key: 123` as a number, and not a list."""
     if _is_list(knob.type):
-        return [_plain(item) for item in (value if isinstance(value, list) else [value])]
-    return _plain(value) if _bare(knob.type) is str else value
+        return [_as_text(item) for item in (value if isinstance(value, list) else [value])]
+    return _as_text(value) if _bare(knob.type) is str else value
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):  # of a knob that holds JSON
-        return json.dumps(value, default=str)  # YAML has dates
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return str(value) if number else value
+def _as_text(value: Any) -> Any:
+    """Return numbers and mappings of a YAML file as strings, the latter as JSON. Leave other values as they are."""
+    if isinstance(value, dict):
+        return json.dumps(value, default=str)  # YAML has dates, JSON has not
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(value) if is_number else value
 
 
 def _from_variable(raw: str) -> list[str]:
-    """Return the list that an environment variable spells: JSON, or words with commas between them."""
-    listed = _json_list(raw)
-    return [word.strip() for word in raw.split(",")] if listed is None else listed
+    """Return the list in an environment variable: JSON, or words with commas between them."""
+    items = _json_list(raw)
+    return [word.strip() for word in raw.split(",")] if items is None else items
 
 
 def _from_flag(knob: Knob, value: Any) -> Any:
     if not _is_list(knob.type):
         return value
-    listed = [value] if isinstance(value, str) else list(value)
-    spelled = _json_list(listed[0]) if len(listed) == 1 else None
-    return listed if spelled is None else spelled
+    words = [value] if isinstance(value, str) else list(value)
+    items = _json_list(words[0]) if len(words) == 1 else None
+    return words if items is None else items
 
 
 def _json_list(text: Any) -> list[str] | None:
-    """Return the strings of a JSON list, as vLLM's start lines spell lists; None if `text` is something else."""
+    """Return the strings of a JSON list, as vLLM's command lines write lists; None if `text` is something else."""
     if not isinstance(text, str) or not text.lstrip().startswith("["):
         return None
     try:
@@ -225,7 +226,7 @@ def _build(config: type[C], values: Mapping[str, Any], sources: Mapping[str, str
     for knob in knobs(config):
         if knob.name not in values:
             continue
-        try:  # one by one, so that the error can name the knob
+        try:  # each value by itself, so that the error can name the knob
             msgspec.convert(values[knob.name], knob.type, strict=False)
         except msgspec.ValidationError as error:
             choices = _choices(knob.type)
@@ -241,7 +242,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _metas(hint: Any) -> list[Meta]:
-    """The bounds and descriptions of a type; those of an optional one stand with the part that is not None."""
+    """Return the bounds and descriptions of a type. An optional type has them at the part that is not None."""
     own = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
     parts: tuple[Any, ...] = ()
     if typing.get_origin(hint) is Annotated:
@@ -256,7 +257,7 @@ def _description(hint: Any) -> str:
 
 
 def _bare(hint: Any) -> Any:
-    """The type itself: without `Annotated`, and without `None` where that is the only alternative."""
+    """Return the type without `Annotated`, and without `None` if that is the only alternative."""
     if typing.get_origin(hint) is Annotated:
         return _bare(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -270,7 +271,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def _choices(hint: Any) -> list[str]:
-    """What an enumeration allows; empty for other types."""
+    """Return the values of a Literal type; empty for other types."""
     bare = _bare(hint)
     return [str(choice) for choice in typing.get_args(bare)] if typing.get_origin(bare) is typing.Literal else []
 

@@ -1,7 +1,7 @@
-"""The errors that cross a boundary, in one flat family.
+"""The exceptions that cross a boundary, in one flat family.
 
-Each boundary translates them: the gateway into OpenAI error bodies, the command line into one line on stderr, the
-offline `LLM` raises them as they are. Anything else that escapes is a bug of ours and is treated as one.
+Each boundary translates them: the gateway into OpenAI error bodies, the command line into one line on stderr. The
+offline `LLM` raises them unchanged. Any other exception that escapes is a bug of Quire and is treated as one.
 """
 
 import reprlib
@@ -11,11 +11,11 @@ _REPR.maxstring = _REPR.maxother = 100
 
 
 class QuireError(Exception):
-    """Base of the errors that are meant for a user's eyes."""
+    """The base of the errors that a user may see."""
 
 
 class InvalidRequest(QuireError, ValueError):
-    """The caller asked for something that cannot be done; `param` names the field at fault, if there is one."""
+    """The caller asked for something that cannot be done. `param` names the wrong field, if there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -24,7 +24,7 @@ class InvalidRequest(QuireError, ValueError):
 
 
 class Overloaded(QuireError):
-    """The waiting queue is full; `retry_after` is a guess, in seconds, of when it will not be."""
+    """The waiting queue is full. `retry_after` is an estimate, in seconds, of when it will not be."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """No engine can take the request now (starting, draining or gone)."""
+    """No engine can take the request now: all are starting, draining or gone."""
 
 
 class EngineFailure(QuireError):
@@ -41,11 +41,11 @@ class EngineFailure(QuireError):
 
 
 class ModelError(QuireError):
-    """A model folder cannot be found, read or served; the message says which file, tensor or field is at fault."""
+    """A model folder cannot be found, read or served. The message names the wrong file, tensor or field."""
 
 
 class ConfigError(QuireError):
-    """A flag, environment variable or configuration file key is wrong; the message names it."""
+    """A flag, environment variable or configuration file key is wrong. The message names it."""
 
 
 class ProtocolError(QuireError):
@@ -53,8 +53,8 @@ class ProtocolError(QuireError):
 
 
 def brief(value: object) -> str:
-    """Return the repr of a value that a client sent, cut to a line: it may be megabytes, and is not copied whole."""
+    """Return the repr of a client's value, shortened to a line without copying the whole, which may be megabytes."""
     try:
         return _REPR.repr(value)
-    except ValueError:  # Python does not print integers of more than some thousand digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return f"<{type(value).__name__}>"

@@ -1,15 +1,19 @@
 """`Liveness`: the one rule by which worker, scheduler and gateway are found dead. Time is a parameter.
 
-A thread in each process reports how it is doing (`ProcessStats`, see `shared.reporter`), and its peers judge by that:
+A thread of each process sends heartbeats with its `ProcessStats` (`shared.heartbeat`). The process that watches it
+judges by them:
 
-- It is *silent* if nothing was heard of it for the timeout.
-- It *hangs* if beats come but its loop has stood still for the timeout, or is late with what its judge awaits of it.
+- It is *silent* if nothing has come from it for the timeout.
+- It *hangs* if heartbeats come, but its loop has been in one turn for the timeout or has missed a deadline of the
+  watcher's.
 
-Either one is dead, unless there is an excuse: a sign that it works or waits for a CPU. Then it is dead `INDULGENCE`
-seconds later, for it may also be in a loop, or `FAMINE` seconds later, while it wants a CPU and hardly gets one. For a
-process on the judge's own host the kernel gives such signs (`look`), and nothing else counts: one that is stopped, or
-in a deadlock, neither computes nor could. Of others only beats tell: they show work while they come, and one that was
-short of CPU when it was last heard of, or whose judge is, may well be unable to say a word.
+In both cases it is dead, unless it seems to work or to wait for a CPU. Then it gets `GRACE_PERIOD` seconds more, since
+it may also be in an endless loop, or `STARVED_GRACE_PERIOD` seconds while it wants a CPU and hardly gets one.
+
+For a process on the watcher's own host only the kernel's account counts (`observe`): a process that is stopped or in a
+deadlock neither computes nor is runnable. For others only heartbeats count. They show work while they come. A process
+that was short of CPU at its last heartbeat may be unable to send the next one, and so may all peers of a watcher that
+is short of CPU itself.
 """
 
 from collections import deque
@@ -17,65 +21,65 @@ from typing import NamedTuple
 
 from shared.protocol import ProcessStats
 
-GATEWAY_PATIENCE = 10.0
-"""Seconds after which a scheduler gives up a gateway that sends nothing, or takes nothing, and aborts its requests."""
+GATEWAY_TIMEOUT = 10.0
+"""Seconds without input or output after which a scheduler gives up a gateway and aborts its requests."""
 
-STANDSTILL = 1.0
-"""Seconds for which a judge's own loop may stand still before it forgives its peers what it did not hear."""
+STALL = 1.0
+"""Seconds for which a watcher's own loop may stall before it stops counting its peers' silence in that time."""
 
-INDULGENCE = 25.0
-"""Seconds for which an excuse counts: with the usual timeouts, a hang is found within half a minute at worst."""
+GRACE_PERIOD = 25.0
+"""Extra seconds for a process that seems to work. With the usual timeouts a hang is found within half a minute."""
 
-FAMINE = 240.0
-"""The same for one that hardly gets a CPU: a step may take a hundred times as long then."""
+STARVED_GRACE_PERIOD = 240.0
+"""Extra seconds for a process that hardly gets a CPU: a step may then take a hundred times as long."""
 
-SCARCE = 0.05
-"""CPU seconds a second: a process that wants more and gets less hardly gets a CPU. Among twenty equals it gets more."""
+STARVED_RATE = 0.05
+"""CPU seconds per second. A process that wants more and gets less is starved; one of twenty equal processes is not."""
 
 WINDOW = 1.0
-"""Seconds over which use of CPUs is watched."""
+"""Seconds over which CPU usage is averaged."""
 
-LOOK_AHEAD = 1.25
-"""Seconds before a deadline at which looks at a process have to begin, so that they fill a window."""
+OBSERVE_AHEAD = 1.25
+"""Seconds before a deadline at which observations of a process begin, so that they fill a window."""
 
-BUSY = 0.1
-"""CPU seconds, and seconds of waiting for a CPU, a second: from which on a process counts as working."""
+WORKING_RATE = 0.1
+"""CPU seconds and seconds of waiting for a CPU, per second, from which on a process counts as working."""
 
-RUNNABLE = 0.5
-"""Share of looks that find a process runnable, from which on it counts as working."""
+RUNNABLE_SHARE = 0.5
+"""Share of observations that find a process runnable, from which on it counts as working."""
 
-STARVED = 0.5
-"""Seconds of waiting for a CPU a second, from which on a process is short of it. Quire's own load stays below."""
+SHORTAGE_RATE = 0.5
+"""Seconds of waiting for a CPU, per second, from which on a process is short of CPU. Quire's own load stays below."""
 
-GAP = 1.0
-"""Seconds between two samples that are due each quarter of a second: a process that is so late is short of CPU too."""
+LATE_SAMPLE = 1.0
+"""Seconds between two samples, due every quarter of a second, from which on the process is short of CPU as well."""
 
-MEMORY = 10.0
-"""Seconds for which a shortage is remembered: the load that caused it comes and goes."""
+SHORTAGE_MEMORY = 10.0
+"""Seconds for which a shortage counts as recent: the load that caused it comes and goes."""
 
 
-class Usage(NamedTuple):
+class CpuUsage(NamedTuple):
     """The CPU time that a process has used so far."""
 
-    cpu: float  # seconds
-    delayed: float  # seconds that its threads were kept waiting for a CPU
-    runnable: bool  # a thread of it is computing, waiting for a CPU, or waiting for a disk
+    cpu_seconds: float
+    wait_seconds: float  # seconds that its threads have waited for a CPU
+    runnable: bool  # one of its threads is computing, waiting for a CPU or waiting for a disk
 
 
 class Rate:
-    """The growth of a sum a second, from samples of the last window."""
+    """The growth of a total per second, from samples of the last window."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque()  # (time, sum); the first may be older than the window
+        self._samples: deque[tuple[float, float]] = deque()  # (time, total); the first may be older than the window
 
-    def note(self, total: float, now: float) -> None:
-        """Take a sample; times don't go backwards."""
+    def add(self, total: float, now: float) -> None:
+        """Take a sample. Times must not decrease."""
         while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
             self._samples.popleft()
         self._samples.append((now, total))
 
     def per_second(self, now: float) -> float | None:
-        """Growth a second; None if the samples are old, or span too short a time to say anything."""
+        """Return the growth per second; None if the samples are old or span too short a time."""
         if not self._samples:
             return None
         (began, before), (last, total) = self._samples[0], self._samples[-1]
@@ -83,139 +87,150 @@ class Rate:
             return None
         return (total - before) / (last - began)
 
-    def reaches(self, share: float, now: float) -> bool:
-        """Return whether it is known to grow by so much a second."""
-        found = self.per_second(now)
-        return found is not None and found >= share
+    def reaches(self, threshold: float, now: float) -> bool:
+        """Return whether the growth per second is known and at least `threshold`."""
+        rate = self.per_second(now)
+        return rate is not None and rate >= threshold
 
 
-class Shortage:
-    """A process's shortage of CPU, now or lately, by samples of its `ProcessStats.delayed`, due each `BEAT`."""
+class CpuShortage:
+    """Tells whether a process is or recently was short of CPU, from samples of its `ProcessStats.cpu_wait_seconds`.
+
+    Samples are due every `HEARTBEAT_INTERVAL`.
+    """
 
     def __init__(self) -> None:
         self._rate = Rate()
-        self._last: float | None = None  # time of the last sample
-        self._seen = -float("inf")  # when it was short last
+        self._last_sample: float | None = None  # its time
+        self._last_short = -float("inf")  # when the process was last found short of CPU
 
-    def note(self, delayed: float, now: float) -> None:
+    def add(self, wait_seconds: float, now: float) -> None:
         """Take a sample."""
-        self._rate.note(delayed, now)
-        late = self._last is not None and now - self._last >= GAP
-        if late or self._rate.reaches(STARVED, now):
-            self._seen = now
-        self._last = now
+        self._rate.add(wait_seconds, now)
+        if self.sample_is_late(now) or self._rate.reaches(SHORTAGE_RATE, now):
+            self._last_short = now
+        self._last_sample = now
 
-    def remembered(self, now: float) -> bool:
-        """Return whether it is or lately was."""
-        return now - self._seen <= MEMORY
+    def is_recent(self, now: float) -> bool:
+        """Return whether the process is or recently was short of CPU."""
+        return now - self._last_short <= SHORTAGE_MEMORY
 
-    def overdue(self, now: float) -> bool:
+    def sample_is_late(self, now: float) -> bool:
         """Return whether the next sample is late: the thread that takes it may be waiting for a CPU."""
-        return self._last is not None and now - self._last >= GAP
+        return self._last_sample is not None and now - self._last_sample >= LATE_SAMPLE
 
 
 class Liveness:
-    """One peer, heard of at time `now`.
+    """A watcher's knowledge of one peer, which it last heard from at time `now`.
 
-    `timeout`: seconds of silence that mean death. `turn`: the same for one turn of its loop; None if its judge knows
-    better. `computes`: that a turn uses CPU time is a sign of progress. `local`: the judge will `look` at it.
+    `timeout` is the seconds of silence that mean death, `turn_timeout` the same for one turn of the peer's loop; None
+    leaves that to the watcher's deadlines. `cpu_is_progress`: a turn that uses CPU time counts as working. `local`: the
+    peer is a process of this host, and the watcher will `observe` it.
     """
 
     def __init__(
-        self, timeout: float, now: float, *, turn: float | None = None, computes: bool = True, local: bool = False
+        self,
+        timeout: float,
+        now: float,
+        *,
+        turn_timeout: float | None = None,
+        cpu_is_progress: bool = True,
+        local: bool = False,
     ) -> None:
-        self.heard = now
-        self._timeout, self._turn = timeout, turn
-        self._computes, self._local = computes, local
-        self._busy = 0.0  # by its last beat
-        self._cpu = 0.0  # seconds, by its last beat or the last look
-        self._wait, self._work = Rate(), Rate()  # waiting for a CPU; that and CPU time
-        self._found_late: tuple[float, float] | None = None  # when it was first, and its CPU time then
-        self._shortage = Shortage()
-        self._looked = now
-        self._ready, self._readiness = 0.0, Rate()  # seconds for which it was seen to be runnable
-        self._gone = False
+        self.last_heard = now
+        self._timeout, self._turn_timeout = timeout, turn_timeout
+        self._cpu_is_progress, self._local = cpu_is_progress, local
+        self._busy_seconds = 0.0  # as of its last heartbeat
+        self._cpu_seconds = 0.0  # as of its last heartbeat or observation
+        self._wait_rate, self._work_rate = Rate(), Rate()  # waiting for a CPU; that and CPU time
+        self._missed: tuple[float, float] | None = None  # when it was first found late, and its CPU seconds then
+        self._shortage = CpuShortage()
+        self._last_observed = now
+        self._runnable_seconds, self._runnable_rate = 0.0, Rate()  # seconds for which it was observed to be runnable
+        self._ended = False
 
-    def beat(self, vitals: ProcessStats, now: float) -> None:
-        """Take a beat of the peer."""
-        self.heard = now
-        self._busy = vitals.busy_seconds
-        self._shortage.note(vitals.cpu_wait_seconds, now)
+    def note_heartbeat(self, stats: ProcessStats, now: float) -> None:
+        """Take a heartbeat of the peer."""
+        self.last_heard = now
+        self._busy_seconds = stats.busy_seconds
+        self._shortage.add(stats.cpu_wait_seconds, now)
         if not self._local:
-            self._note(vitals.cpu_seconds, vitals.cpu_wait_seconds, now)
+            self._add_usage(stats.cpu_seconds, stats.cpu_wait_seconds, now)
 
-    def hear(self, now: float) -> None:
-        """Note that it said something else."""
-        self.heard = now
+    def note_message(self, now: float) -> None:
+        """Note that a message other than a heartbeat came from the peer."""
+        self.last_heard = now
 
-    def look(self, usage: Usage | None, now: float) -> None:
-        """Take what the judge saw of its process; None if there is no such process."""
+    def observe(self, usage: CpuUsage | None, now: float) -> None:
+        """Take what the kernel shows of the peer's process; None if there is no such process."""
         if usage is None:
-            self._gone = True
+            self._ended = True
             return
-        if now - self._looked > WINDOW:  # what was seen before says nothing of now
-            self._wait, self._work, self._readiness = Rate(), Rate(), Rate()
+        if now - self._last_observed > WINDOW:  # earlier observations are too old to be averaged with this one
+            self._wait_rate, self._work_rate, self._runnable_rate = Rate(), Rate(), Rate()
         elif usage.runnable:
-            self._ready += now - self._looked
-        self._looked = now
-        self._readiness.note(self._ready, now)
-        self._note(usage.cpu, usage.delayed, now)
+            self._runnable_seconds += now - self._last_observed
+        self._last_observed = now
+        self._runnable_rate.add(self._runnable_seconds, now)
+        self._add_usage(usage.cpu_seconds, usage.wait_seconds, now)
 
     def forgive(self, seconds: float) -> None:
-        """Take back so many seconds of silence, for which the judge itself stood still."""
-        self.heard += seconds
+        """Take `seconds` off the peer's silence, because the watcher itself stalled for so long."""
+        self.last_heard += seconds
 
-    def wants_look(self, now: float, due: float = float("inf")) -> bool:
-        """Return whether a look at its process is worthwhile: a deadline is near."""
-        return self._local and now >= min(self.heard + self._timeout, self._late(due, LOOK_AHEAD)) - LOOK_AHEAD
+    def should_observe(self, now: float, due: float = float("inf")) -> bool:
+        """Return whether to observe the peer's process now, because a deadline is near."""
+        deadline = min(self.last_heard + self._timeout, self._late_at(due, OBSERVE_AHEAD))
+        return self._local and now >= deadline - OBSERVE_AHEAD
 
-    def silent(self, now: float) -> bool:
-        """Return whether nothing is heard of it, and as far as can be seen it does nothing."""
-        return now - self.heard > self._timeout and not self._works(now)
+    def is_silent(self, now: float) -> bool:
+        """Return whether nothing has come from the peer for the timeout, and it does not seem to work."""
+        return now - self.last_heard > self._timeout and not self._works(now)
 
-    def fault(self, now: float, *, due: float = float("inf"), what: str = "", short_of_cpu: bool = False) -> str:
-        """Return why it is dead; empty while it is not. Call it often.
+    def failure(self, now: float, *, due: float = float("inf"), missed: str = "", short_of_cpu: bool = False) -> str:
+        """Return why the peer is dead; empty while it is not. Must be called often.
 
-        `due`: when it is late with `what` its judge awaits of it. `short_of_cpu`: the judge itself is.
+        `due` is the watcher's own deadline for the peer, and `missed` the answer if it is what the peer missed.
+        `short_of_cpu`: the watcher itself is.
         """
-        silence, late = self.heard + self._timeout, self._late(due)
-        if now <= min(silence, late):
-            self._found_late = None
+        silent_at, late_at = self.last_heard + self._timeout, self._late_at(due)
+        if now <= min(silent_at, late_at):
+            self._missed = None
             return ""
-        self._found_late = self._found_late or (now, self._cpu)
-        if now > silence + self._excuse(now, self._works(now), short_of_cpu):
-            return f"silent for {now - self.heard:.1f} s"
-        known = now if self._local else self.heard
-        works = self._works(known) if self._computes else self._wait.reaches(BUSY, known)
-        if now > late + self._excuse(now, works, short_of_cpu):
-            return what if now > due else f"its loop stands still for {self._busy:.1f} s"
+        self._missed = self._missed or (now, self._cpu_seconds)
+        if now > silent_at + self._extra_seconds(now, self._works(now), short_of_cpu):
+            return f"silent for {now - self.last_heard:.1f} s"
+        known_at = now if self._local else self.last_heard
+        works = self._works(known_at) if self._cpu_is_progress else self._wait_rate.reaches(WORKING_RATE, known_at)
+        if now > late_at + self._extra_seconds(now, works, short_of_cpu):
+            return missed if now > due else f"its loop stands still for {self._busy_seconds:.1f} s"
         return ""
 
-    def _late(self, due: float, ahead: float = 0.0) -> float:
-        """Return when it is late with its turn or with what is awaited of it, if not now then `ahead` seconds on."""
-        if self._turn is None or self._busy + ahead <= self._turn:
+    def _late_at(self, due: float, ahead: float = 0.0) -> float:
+        """Return when the peer misses `due` or exceeds its turn, if it does the latter within `ahead` seconds."""
+        if self._turn_timeout is None or self._busy_seconds + ahead <= self._turn_timeout:
             return due
-        return min(due, self.heard - self._busy + self._turn)
+        return min(due, self.last_heard - self._busy_seconds + self._turn_timeout)
 
-    def _excuse(self, now: float, works: bool, short_of_cpu: bool) -> float:
-        """Return the seconds that it has beyond a deadline that it missed."""
+    def _extra_seconds(self, now: float, works: bool, short_of_cpu: bool) -> float:
+        """Return the seconds that the peer has beyond a deadline that it missed."""
         if works:
-            return FAMINE if self._starves(now) else INDULGENCE
-        if self._local:  # nothing but looks counts, but there have to be some
-            excused = not self._gone and self._work.per_second(now) is None
+            return STARVED_GRACE_PERIOD if self._is_starved(now) else GRACE_PERIOD
+        if self._local:  # only observations count, but the watcher may not have made any yet
+            excused = not self._ended and self._work_rate.per_second(now) is None
         else:
-            excused = short_of_cpu or self._shortage.remembered(self.heard)
-        return INDULGENCE if excused else 0.0
+            excused = short_of_cpu or self._shortage.is_recent(self.last_heard)
+        return GRACE_PERIOD if excused else 0.0
 
     def _works(self, now: float) -> bool:
-        return self._work.reaches(BUSY, now) or self._readiness.reaches(RUNNABLE, now)
+        return self._work_rate.reaches(WORKING_RATE, now) or self._runnable_rate.reaches(RUNNABLE_SHARE, now)
 
-    def _starves(self, now: float) -> bool:
-        """Return whether it has hardly got a CPU since it was found late."""
-        found, cpu = self._found_late or (now, self._cpu)
-        return self._cpu - cpu < SCARCE * (now - found)
+    def _is_starved(self, now: float) -> bool:
+        """Return whether the peer has hardly got a CPU since it was found late."""
+        since, cpu_seconds = self._missed or (now, self._cpu_seconds)
+        return self._cpu_seconds - cpu_seconds < STARVED_RATE * (now - since)
 
-    def _note(self, cpu: float, delayed: float, now: float) -> None:
-        self._cpu = cpu
-        self._wait.note(delayed, now)
-        self._work.note(cpu + delayed, now)
+    def _add_usage(self, cpu_seconds: float, wait_seconds: float, now: float) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._wait_rate.add(wait_seconds, now)
+        self._work_rate.add(cpu_seconds + wait_seconds, now)

@@ -1,7 +1,7 @@
-"""The first steps of every service: log lines to stderr, and stay with the supervisor that started it.
+"""The first steps of every service: logging to stderr, and ending with the supervisor that started it.
 
-Log lines quote what strangers sent: paths, names, texts in errors. Nothing of that may look like a line of its own or
-speak to a terminal, so `LogFormatter` escapes it, whoever wrote the line.
+Log lines quote what clients sent: paths, names, texts in errors. None of it may look like a log line of its own or
+control a terminal, so `LogFormatter` escapes every record.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from shared.errors import QuireError
 
 PR_SET_PDEATHSIG = 1
 
-EXIT_REFUSED = 2
-"""Exit status of a service that cannot run with these settings or this model; one line on stderr says why."""
+EXIT_CANNOT_START = 2
+"""Exit status of a service that cannot run with its settings or its model. One line on stderr says why."""
 
 
 class LogFormatter(logging.Formatter):
-    """One line a record, and tracebacks below it, which keep their lines but stand indented."""
+    """Formats a record as one line. A traceback follows on indented lines of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -36,36 +36,39 @@ class LogFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return `text` with those characters escaped that end lines, control terminals, reorder text or are invisible."""
+    """Return `text` with characters escaped that end lines, control terminals, reorder text or are invisible."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def start_logging() -> None:
-    """Log lines from level INFO on, to stderr."""
+    """Log to stderr, from level INFO on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def set_log_level(level: str) -> None:
-    """Leave out lines below `level`, once the settings have said which."""
+    """Drop lines below `level`. Called once the settings are read."""
     logging.getLogger().setLevel(level.upper())
 
 
-def refuse(service: str, error: QuireError) -> int:
-    """Say in one line on stderr why a service cannot run, and return its exit status."""
+def report_error(service: str, error: QuireError) -> int:
+    """Write one line to stderr that says why a service cannot run, and return its exit status."""
     print(printable(f"{service}: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
-    return EXIT_REFUSED
+    return EXIT_CANNOT_START
 
 
-def follow(supervisor: int) -> None:
-    """If a supervisor (its process id, else 0) started this process: end with it, and leave Ctrl-C to it."""
+def end_with_supervisor(supervisor: int) -> None:
+    """End this process when its supervisor ends, and leave Ctrl-C to the supervisor.
+
+    `supervisor` is its process id; 0 means that there is none, and nothing is done.
+    """
     if not supervisor:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:  # it ended before the kernel was told
+    if os.getppid() != supervisor:  # it ended before the call above
         sys.exit(1)

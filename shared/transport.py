@@ -1,19 +1,19 @@
-"""The sockets between Quire's processes: every ZeroMQ option and habit of ours is in this file.
+"""The sockets between Quire's processes. Every ZeroMQ option that Quire sets is set in this file.
 
-A scheduler listens on a ROUTER (`listen`), gateways and workers dial it with a DEALER (`dial`). Messages are two frames
-at a ROUTER, one at a DEALER; what is in them is `shared.protocol`'s.
+A scheduler listens on a ROUTER (`listen`). Gateways and workers connect to it with a DEALER (`connect`). A message has
+two frames at a ROUTER and one at a DEALER; `shared.protocol` defines their content.
 
 Rules of the file:
 - ZeroMQ's own heartbeats are not used. libzmq (4.3.5) aborts the process if it has to write a ping or a pong on a
-  connection whose peer left while its input was stopped at the high-water mark. Ours never pings, and a peer that does
-  finds no input that could be stopped: over tcp a listener takes all that comes, and bounds it by bytes (`Intake`).
-  Beats show who is alive (`shared.reporter`), TCP's keepalive and user timeout a cut cable.
+  connection whose peer left while its input was stopped at the high-water mark. Quire's sockets never ping, and the
+  input of a listener over tcp never stops for a peer that does: it is bounded by bytes instead (`UnreadBytes`).
+  Heartbeats show who is alive (`shared.heartbeat`); TCP's keepalive and user timeout detect a cut cable.
 - Nothing is dropped silently: sends never block, and raise `PeerGone` or `PeerSlow`.
-- An identity names one incarnation of a process on one connection. When a peer is gone the socket is closed and a new
-  one dialled under a new identity, so that no old queue is delivered to a new process.
-- Which peer a disconnection meant is known by the number of its file descriptor: the monitor reports it, and so does
-  every received frame. Descriptors are reused, so `Monitor.drain` has to run before a newcomer is taken in.
-- Binding an ipc path twice succeeds in ZeroMQ and steals the connections of the first, hence the lock file beside it.
+- An identity belongs to one process and one connection. When a peer is gone the socket is closed and a new one
+  connected under a new identity, so that no old queue is delivered to a new process.
+- A disconnected peer is identified by its file descriptor, which the monitor reports and every received frame carries.
+  Descriptors are reused, so `Monitor.drain` has to run before a new peer is accepted.
+- Binding an ipc path twice succeeds in ZeroMQ and steals the connections of the first socket, hence the lock file.
 """
 
 import fcntl
@@ -30,33 +30,33 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.errors import ConfigError
-from shared.intake import Intake
 from shared.protocol import MAX_FRAME
+from shared.unread import UnreadBytes
 
 log = logging.getLogger(__name__)
 
 HIGH_WATER = 1_000
-"""Messages that may wait on either side of a connection before a ROUTER's send raises `PeerSlow`: a second or more of
-steps for a gateway that is busy. A worker never has more than a few."""
+"""Messages that may wait on either side of a connection before a ROUTER's send raises `PeerSlow`. For a busy gateway
+these are the messages of a second or more; a worker never has more than a few."""
 
-DIAL_HIGH_WATER = 20_000
-"""The same for what a DEALER sends: a burst of requests has to find room, one message each."""
+DEALER_HIGH_WATER = 20_000
+"""Messages that may wait on a DEALER's sending side: enough for a burst of requests, which are one message each."""
 
 HANDSHAKE_MS = 5_000
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 1_000
-BEAT_RECONNECT_MAX_MS = 200  # a new scheduler waits for beats as soon as its worker has registered
+HEARTBEAT_RECONNECT_MAX_MS = 200  # a new scheduler expects heartbeats as soon as its worker has registered
 
-BEAT_HIGH_WATER = 2
-"""The same for beats: old ones are worth nothing."""
+HEARTBEAT_HIGH_WATER = 2
+"""Heartbeats that may wait to be sent: old ones are worth nothing."""
 
 KEEPALIVE_S, KEEPALIVE_PROBES = 5, 3
-"""Over tcp an idle connection is probed after so many seconds, and so often in that distance before it is given up."""
+"""Over tcp an idle connection is probed after, and every, KEEPALIVE_S seconds, and ended after so many lost probes."""
 
 USER_TIMEOUT_MS = 30_000
-"""Over tcp, data that is not acknowledged, or not taken, for so long ends the connection: a peer is dead by then."""
+"""Over tcp, data that stays unacknowledged for so long ends the connection. By then the peer is dead."""
 
-ODD_MESSAGES = 100
-"""Messages of other shapes than ours that are passed over in one call."""
+MAX_MALFORMED = 100
+"""Messages with a wrong number of frames that one call skips."""
 
 IPC_PATH_MAX = 107  # bytes, of sockaddr_un
 
@@ -64,15 +64,15 @@ S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
 class PeerGone(Exception):
-    """There is no connection to the addressee. Always handled by the loop that sent."""
+    """There is no connection to the peer. The loop that sends handles it."""
 
 
 class PeerSlow(Exception):
-    """The addressee does not read: as many messages as are allowed await it. Always handled by the loop that sent."""
+    """The peer does not read: the queue to it is full. The loop that sends handles it."""
 
 
 class Message(NamedTuple):
-    """What a ROUTER received."""
+    """A message that a ROUTER received."""
 
     peer: bytes  # identity of the sender
     frame: zmq.Frame
@@ -83,17 +83,17 @@ class Message(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the body."""
+        """Return the length of the body in bytes, without copying it."""
         return len(self.frame)
 
     @property
     def fd(self) -> int:
-        """Descriptor of the connection it came by."""
+        """Return the file descriptor of the connection that the message came by."""
         return int(self.frame.get(zmq.SRCFD))
 
     @property
     def pid(self) -> int | None:
-        """The sender's process as the kernel knows it; None unless it came over ipc."""
+        """Return the process id of the sender, as the kernel reports it for ipc; None over tcp."""
         try:
             address = str(self.frame.get("Peer-Address"))  # host:uid:gid:pid over ipc, an IP address over tcp
         except zmq.ZMQError:
@@ -103,9 +103,9 @@ class Message(NamedTuple):
 
 
 class Monitor:
-    """Connections of one socket, as they come and go. `socket` may be polled.
+    """The connections of one socket. `socket` may be polled for changes.
 
-    To be made before the socket is bound or connected: what happened earlier is never told.
+    It must be created before the socket is bound or connected, since it does not see earlier events.
     """
 
     def __init__(self, watched: "zmq.Socket[Any]") -> None:
@@ -116,16 +116,16 @@ class Monitor:
         self.connected: set[int] = set()  # descriptors
 
     def drain(self) -> list[int]:
-        """Descriptors of the connections that ended since the last call."""
-        gone: list[int] = []
+        """Return the descriptors of the connections that ended since the last call."""
+        disconnected: list[int] = []
         while True:
             try:
                 event = parse_monitor_message(self._reader.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
-                return gone
+                return disconnected
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self.connected.discard(event["value"])
-                gone.append(event["value"])
+                disconnected.append(event["value"])
             else:
                 self.connected.add(event["value"])
 
@@ -136,51 +136,51 @@ class Monitor:
 
 
 class Listener:
-    """A bound ROUTER with its monitor, and an intake if it is to bound what its peers have unread."""
+    """A bound ROUTER with its monitor, and `unread` if it is to bound the unread bytes of its peers."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor, intake: Intake | None = None) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor, unread: UnreadBytes | None = None) -> None:
         self.socket = socket
         self.monitor = monitor
-        self._intake = intake
+        self._unread = unread
 
     def receive(self) -> Message | None:
-        """The next message, if one is there. Anything but two frames is passed over: it is not of ours."""
-        for _ in range(ODD_MESSAGES):
+        """Return the next message, or None if there is none. Messages of more or fewer than two frames are skipped."""
+        for _ in range(MAX_MALFORMED):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
-            if self._intake is not None:
-                self._intake.read(frames)
+            if self._unread is not None:
+                self._unread.count(frames)
             if len(frames) == 2:
                 return Message(frames[0].bytes, frames[1])
         return None
 
-    def cut_floods(self) -> None:
-        """End the connections of peers that send more than is read. Call it often; it is cheap."""
-        if self._intake is not None:
-            for fd in self._intake.cut(self.monitor.connected):
-                log.warning("a peer sends faster than is read: its connection (%d) is ended", fd)
+    def disconnect_floods(self) -> None:
+        """End the connections of peers that have too much unread. Must be called often; it is cheap."""
+        if self._unread is not None:
+            for fd in self._unread.disconnect_floods(self.monitor.connected):
+                log.warning("a peer sends faster than Quire reads: its connection (%d) is ended", fd)
 
     def send(self, peer: bytes, body: bytes) -> None:
-        """Queue a message. Raises PeerGone or PeerSlow, and has queued nothing then."""
+        """Queue a message, or raise PeerGone or PeerSlow and queue nothing."""
         try:
             self.socket.send_multipart([peer, body], zmq.NOBLOCK)
         except zmq.Again:
-            raise PeerSlow(show(peer)) from None
+            raise PeerSlow(printable_identity(peer)) from None
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            raise PeerGone(show(peer)) from None
+            raise PeerGone(printable_identity(peer)) from None
 
 
-def identity(role: str) -> bytes:
-    """A socket's name, never used before: role-pid-nonce."""
+def new_identity(role: str) -> bytes:
+    """Return a name for a socket that was never used before: role-pid-nonce."""
     return f"{role}-{os.getpid()}-{secrets.token_hex(4)}".encode()
 
 
-def show(peer: bytes) -> str:
-    """An identity as logs show it, whatever is in it: a stranger must not write lines of its own there."""
+def printable_identity(peer: bytes) -> str:
+    """Return an identity for logs, escaped: a hostile peer must not write log lines of its own."""
     return "".join(chr(byte) if 0x20 < byte < 0x7F else f"\\x{byte:02x}" for byte in peer)
 
 
@@ -188,9 +188,9 @@ def show(peer: bytes) -> str:
 def listen(
     context: "zmq.Context[Any]", address: str, *, insecure: bool = False, linger_ms: int = 0
 ) -> Iterator[Listener]:
-    """Bind `address` for the time of the block. ConfigError if that cannot be done.
+    """Bind `address` for the time of the block. Raise ConfigError if that fails.
 
-    `linger_ms`: at the end, wait at most so long for the last messages to leave.
+    At the end, wait at most `linger_ms` for the last messages to be sent.
     """
     check_address(address)
     _check_exposure(address, insecure)
@@ -199,18 +199,18 @@ def listen(
         monitor = Monitor(socket)
         try:
             _bind(socket, address)
-            yield Listener(socket, monitor, Intake() if address.startswith("tcp://") else None)
+            yield Listener(socket, monitor, UnreadBytes() if address.startswith("tcp://") else None)
         finally:
             monitor.close()
             socket.close(linger=linger_ms)
 
 
 @contextmanager
-def dial(context: "zmq.Context[S]", address: str, name: bytes) -> "Iterator[tuple[S, Monitor]]":
-    """A DEALER called `name` that keeps trying to connect to `address`, and its monitor, for the time of the block."""
+def connect(context: "zmq.Context[S]", address: str, identity: bytes) -> "Iterator[tuple[S, Monitor]]":
+    """Yield a DEALER that keeps trying to connect to `address`, and its monitor, for the time of the block."""
     check_address(address)
     with _socket(context, zmq.DEALER, address) as socket:
-        socket.setsockopt(zmq.IDENTITY, name)
+        socket.setsockopt(zmq.IDENTITY, identity)
         monitor = Monitor(socket)
         try:
             socket.connect(address)
@@ -220,18 +220,18 @@ def dial(context: "zmq.Context[S]", address: str, name: bytes) -> "Iterator[tupl
 
 
 @contextmanager
-def dial_beats(context: "zmq.Context[S]", address: str) -> Iterator[S]:
-    """A DEALER without a name of its own, which sends to `address` while there is a connection, and keeps nothing."""
+def connect_for_heartbeats(context: "zmq.Context[S]", address: str) -> Iterator[S]:
+    """Yield a DEALER without an identity, which sends to `address` while it is connected and queues nothing else."""
     with _socket(context, zmq.DEALER, address) as socket:
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDHWM, BEAT_HIGH_WATER)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, BEAT_RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.SNDHWM, HEARTBEAT_HIGH_WATER)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, HEARTBEAT_RECONNECT_MAX_MS)
         socket.connect(address)
         yield socket
 
 
 def check_address(address: str) -> None:
-    """ConfigError unless `address` is one that can be bound or dialled."""
+    """Raise ConfigError unless `address` is a valid ipc or tcp address."""
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if not path:
@@ -247,31 +247,31 @@ def check_address(address: str) -> None:
 
 
 @contextmanager
-def _socket(context: "zmq.Context[S]", kind: int, address: str) -> "Iterator[S]":
-    socket = context.socket(kind)
+def _socket(context: "zmq.Context[S]", socket_type: int, address: str) -> "Iterator[S]":
+    socket = context.socket(socket_type)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-    socket.setsockopt(zmq.SNDHWM, DIAL_HIGH_WATER if kind == zmq.DEALER else HIGH_WATER)
+    socket.setsockopt(zmq.SNDHWM, DEALER_HIGH_WATER if socket_type == zmq.DEALER else HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     if address.startswith("tcp://"):
-        _set_tcp(socket, kind)
+        _set_tcp_options(socket, socket_type)
     try:
         yield socket
     finally:
-        socket.close(linger=None)  # the option above, unless closed before
+        socket.close(linger=None)  # keep the option above, or what an earlier close said
 
 
-def _set_tcp(socket: "zmq.Socket[Any]", kind: int) -> None:
+def _set_tcp_options(socket: "zmq.Socket[Any]", socket_type: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
     socket.setsockopt(zmq.TCP_MAXRT, USER_TIMEOUT_MS)
-    if kind == zmq.ROUTER:
-        socket.setsockopt(zmq.RCVHWM, 0)  # input never stops: see the rules above
+    if socket_type == zmq.ROUTER:
+        socket.setsockopt(zmq.RCVHWM, 0)  # unlimited, so that input never stops: see the rules above
 
 
 def _bind(socket: "zmq.Socket[Any]", address: str) -> None:
@@ -304,9 +304,9 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def _locked(address: str) -> Iterator[None]:
-    """Hold the lock file beside an ipc path, and leave neither it nor the socket behind."""
+    """Hold the lock file beside an ipc path for the time of the block; then remove it and the socket's file."""
     path = address.removeprefix("ipc://")
-    if not address.startswith("ipc://") or path.startswith("@"):  # the kernel itself guards tcp and abstract names
+    if not address.startswith("ipc://") or path.startswith("@"):  # the kernel guards tcp and abstract names
         yield
         return
     lock = _lock(Path(path + ".lock"), address)
@@ -319,7 +319,7 @@ def _locked(address: str) -> Iterator[None]:
 
 
 def _lock(path: Path, address: str) -> int:
-    """A descriptor that holds the lock on `path`; retried if the file was unlinked between opening and locking."""
+    """Return a descriptor that holds the lock on `path`. Retry if the file was unlinked between opening and locking."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.worker.config import WorkerConfig
 from services.worker.service import serve
-from shared.process import follow, start_logging
+from shared.process import end_with_supervisor, start_logging
 from shared.protocol import (
     Configure,
     ModelInfo,
@@ -230,7 +230,7 @@ def main() -> int:
     args = parser.parse_args()
     script = msgspec.json.decode(args.script.read_bytes(), type=Script) if args.script else Script()
     start_logging()
-    follow(args.supervisor)
+    end_with_supervisor(args.supervisor)
     config = WorkerConfig(
         scheduler=args.scheduler, supervisor=args.supervisor, scheduler_timeout=args.scheduler_timeout
     )

@@ -57,7 +57,7 @@ class RequestGenerator:
         self.rng = np.random.default_rng(seed)
         self.text = text
         self.template = template
-        special = (id for id in range(tokenizer.vocab_size) if tokenizer.special_text(id) is None)
+        special = (id for id in range(tokenizer.vocab_size) if tokenizer.special_token(id) is None)
         self.ordinary = np.fromiter(special, dtype=np.int64)
 
     def generate(self) -> list[Request]:

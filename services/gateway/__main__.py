@@ -27,7 +27,7 @@ from services.gateway.model import ServedModel
 from services.gateway.serving import Gateway
 from shared.config import load
 from shared.errors import ConfigError, QuireError
-from shared.process import follow, refuse, set_log_level, start_logging
+from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
 
 logger = logging.getLogger("services.gateway")
 
@@ -40,13 +40,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
         set_log_level(config.log_level)
-        follow(config.supervisor)
+        end_with_supervisor(config.supervisor)
         model = ServedModel.load(config)
         gc.collect()
         gc.freeze()  # a full collection, which stops the loop, need not look at what stays until the end
         uvloop.run(serve(config, model))
     except QuireError as error:
-        return refuse("gateway", error)
+        return report_error("gateway", error)
     return 0
 
 

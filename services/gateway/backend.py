@@ -15,8 +15,8 @@ import zmq.asyncio
 from services.gateway.attempt import Attempt
 from services.gateway.link import Link
 from shared.errors import Unavailable
+from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
-from shared.reporter import BEAT, Loop, Reporter, Watcher, supervisor_watcher
 from shared.transport import check_address
 
 __all__ = ["Attempt", "Backend"]
@@ -34,9 +34,9 @@ class Backend:
             check_address(address)
         self._context = zmq.asyncio.Context()
         self._links = [Link(self._context, address, text, self._short_of_cpu) for address in dict.fromkeys(addresses)]
-        self._loop = Loop()
+        self._loop = LoopTimer()
         watchers = [Watcher(link.address, link.known_as) for link in self._links]
-        self._reporter = Reporter(self._loop, watchers + supervisor_watcher(supervisor, "gateway"))
+        self._heartbeats = HeartbeatSender(self._loop, watchers + supervisor_watcher(supervisor, "gateway"))
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._welcome: Welcome | None = None
@@ -45,13 +45,13 @@ class Backend:
         await self._tasks.__aenter__()
         self._running = [self._tasks.create_task(link.run()) for link in self._links]
         self._running.append(self._tasks.create_task(self._mark()))
-        self._reporter.__enter__()
+        self._heartbeats.__enter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._reporter.__exit__()
+        self._heartbeats.__exit__()
         for task in self._running:
             task.cancel()
         ours = isinstance(error, asyncio.CancelledError)  # it may have been the group: if a link has crashed
@@ -96,11 +96,11 @@ class Backend:
     async def _mark(self) -> None:
         """Mark the turns of the event loop for the reporter."""
         while True:
-            self._loop.turned()
-            await asyncio.sleep(BEAT)
+            self._loop.begin_turn()
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     def _short_of_cpu(self, now: float) -> bool:
-        return self._reporter.short_of_cpu(now)
+        return self._heartbeats.short_of_cpu(now)
 
     def _choose(self) -> Link:
         """The least loaded engine that makes steps; else one whose workers are on their way, for it queues."""

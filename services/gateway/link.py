@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from services.gateway.attempt import Attempt
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
-from shared.liveness import GATEWAY_PATIENCE, Liveness
+from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.protocol import (
     VERSION,
     Abort,
@@ -38,7 +38,7 @@ from shared.protocol import (
     encode,
     pack_tokens,
 )
-from shared.transport import Monitor, dial, identity, show
+from shared.transport import Monitor, connect, new_identity, printable_identity
 
 log = logging.getLogger(__name__)
 
@@ -145,12 +145,12 @@ class Link:
 
     async def _connection(self) -> str:
         """One connection from its beginning to its end; says why it ended."""
-        name = identity("gateway")
-        with dial(self._context, self.address, name) as (socket, monitor):
-            self._socket, self._identity, self._lost = socket, show(name), ""
+        name = new_identity("gateway")
+        with connect(self._context, self.address, name) as (socket, monitor):
+            self._socket, self._identity, self._lost = socket, printable_identity(name), ""
             self._liveness = Liveness(PATIENCE, time.monotonic())
             try:
-                self._send(Hello(VERSION, show(name)))
+                self._send(Hello(VERSION, printable_identity(name)))
                 return await self._pump(socket, monitor)
             finally:
                 self._socket = self.welcome = self.status = None
@@ -173,7 +173,7 @@ class Link:
             now, before = time.monotonic(), turned
             turned = now
             if not monitor.connected:
-                self._liveness.hear(now)  # it cannot be silent yet
+                self._liveness.note_message(now)  # it cannot be silent yet
             if reason := self._fault(now, now - before):
                 return reason
 
@@ -181,9 +181,9 @@ class Link:
         """Return why this connection is of no use any more; empty while it is. `still`: seconds since the last look."""
         if self._lost:
             return self._lost
-        if still > GATEWAY_PATIENCE:
+        if still > GATEWAY_TIMEOUT:
             return f"this gateway stood still for {still:.0f} s, and was given up meanwhile"
-        fault = self._liveness.fault(now, short_of_cpu=self._short_of_cpu(now))
+        fault = self._liveness.failure(now, short_of_cpu=self._short_of_cpu(now))
         return fault and f"it has been {fault}"
 
     def _read(self, reader: "zmq.Socket[bytes]") -> bool:
@@ -205,7 +205,7 @@ class Link:
         if isinstance(message, UnknownGateway):  # no sign of life, for this gateway has none of its services
             self._lost = "it has given this gateway up"
             return
-        self._liveness.hear(now)
+        self._liveness.note_message(now)
         match message:
             case Progress():
                 for row in message.rows:
@@ -220,7 +220,7 @@ class Link:
                     attempt.fail(_error(message))
             case Status():
                 self.status, self._told, self._since = message, now, 0
-                self._liveness.beat(message.process, now)
+                self._liveness.note_heartbeat(message.process, now)
             case Welcome() if self._text and message.model.text_digest not in ("", self._text):
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 log.error("engine at %s: %s; start both anew", self.address, self.unusable)

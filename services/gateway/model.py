@@ -45,7 +45,7 @@ class ServedModel(Struct, frozen=True):
             content_format=config.chat_template_content_format,
             variables=json_object("--default-chat-template-kwargs", config.default_chat_template_kwargs),
         )
-        template.try_out()
+        template.sanity_check()
         defaults = sampling_defaults(config.generation_config, folder, config.override_generation_config)
         root = config.model or EMBEDDED
         return cls(
@@ -83,8 +83,8 @@ def sampling_defaults(source: str, folder: Path, override: str = "") -> Sampling
     Raises `ModelError` for a named file that cannot be read, and `ConfigError` for a value that cannot be used.
     """
     flag = "--override-generation-config"
-    demanded = SamplingDefaults.demand(json_object(flag, override), flag)
-    return msgspec.structs.replace(_from_file(source, folder), **demanded.given())
+    demanded = SamplingDefaults.from_override(json_object(flag, override), flag)
+    return msgspec.structs.replace(_from_file(source, folder), **demanded.as_dict())
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _from_file(source: str, folder: Path) -> SamplingDefaults:
         return SamplingDefaults()
     if source == "auto":
         return SamplingDefaults.load(folder)
-    return SamplingDefaults.read(*named_generation_config(source))
+    return SamplingDefaults.from_config(*named_generation_config(source))
 
 
 def named_generation_config(folder: str) -> tuple[dict[str, Any], Path]:

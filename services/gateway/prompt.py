@@ -104,7 +104,7 @@ async def _from_texts(
     param: str,
     offsets: bool = False,
 ) -> list[Prompt]:
-    most = tokenizer.most_characters(max_model_len)
+    most = tokenizer.max_characters(max_model_len)
     for text in texts:
         if len(text) > most:
             raise InvalidRequest(

@@ -63,7 +63,7 @@ def priority_of(request: GenerationRequest) -> int:
 
 def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str, Any]:
     given = {name: getattr(request, name) for name in GIVEN}
-    own = {name: value for name, value in defaults.given().items() if name != "max_tokens"}
+    own = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
     return own | {name: value for name, value in given.items() if value is not None}
 
 

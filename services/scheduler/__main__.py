@@ -14,7 +14,7 @@ from services.scheduler.service import Service
 from shared.config import load
 from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
-from shared.process import follow, refuse, set_log_level, start_logging
+from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
 from shared.transport import listen
 
 LINGER_MS = 1_000
@@ -27,10 +27,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(SchedulerConfig, argv, os.environ, prog="python -m services.scheduler")
         set_log_level(config.log_level)
-        follow(config.supervisor)
+        end_with_supervisor(config.supervisor)
         run(config)
     except QuireError as error:
-        return refuse("scheduler", error)
+        return report_error("scheduler", error)
     return 0
 
 

@@ -6,7 +6,7 @@ here when its gateway leaves, when the engine refuses it, or with the row after 
 
 What a gateway cannot take at the moment waits here. Rows of later steps are merged into the same message, so that
 a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
-`GATEWAY_PATIENCE` seconds, has its requests aborted.
+`GATEWAY_TIMEOUT` seconds, has its requests aborted.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.errors import ProtocolError
-from shared.liveness import GATEWAY_PATIENCE, Liveness
+from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.protocol import (
     VERSION,
     Abort,
@@ -36,10 +36,10 @@ from shared.protocol import (
     UnknownGateway,
     Welcome,
     decode_from_gateway,
+    decode_submit_id,
     encode,
-    id_of_submit,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, show
+from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Gateway:
     def __init__(self, identity: bytes, fd: int, now: float) -> None:
         self.identity = identity  # of its socket
         self.fd = fd
-        self.liveness = Liveness(GATEWAY_PATIENCE, now, turn=GATEWAY_PATIENCE)
+        self.liveness = Liveness(GATEWAY_TIMEOUT, now, turn_timeout=GATEWAY_TIMEOUT)
         self.stuck_since: float | None = None
         self.ids: dict[int, int] = {}  # its ids to the engine's
         self.outbox: deque[bytes] = deque()
@@ -83,7 +83,7 @@ class Gateway:
         return self.outbox[0]
 
     def __repr__(self) -> str:
-        return f"{show(self.identity)} with {len(self.ids)} requests"
+        return f"{printable_identity(self.identity)} with {len(self.ids)} requests"
 
 
 class Origin(Struct, frozen=True):
@@ -180,9 +180,9 @@ class Gateways:
     def expire(self, now: float) -> None:
         """Give up each gateway that is dead by its own signs, or has read nothing for too long."""
         for gateway in list(self._gateways.values()):
-            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_PATIENCE
-            what = f"has read nothing for {GATEWAY_PATIENCE:.0f} s"
-            if reason := gateway.liveness.fault(now, due=due, what=what, short_of_cpu=self._short_of_cpu(now)):
+            due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_TIMEOUT
+            what = f"has read nothing for {GATEWAY_TIMEOUT:.0f} s"
+            if reason := gateway.liveness.failure(now, due=due, missed=what, short_of_cpu=self._short_of_cpu(now)):
                 self._give_up(gateway, reason)
 
     def postpone(self, seconds: float) -> None:
@@ -197,7 +197,7 @@ class Gateways:
         try:
             content = decode_from_gateway(message.body)
         except ProtocolError as error:
-            log.warning("gateway %s: %s", show(message.peer), error)
+            log.warning("gateway %s: %s", printable_identity(message.peer), error)
             if gateway is not None:
                 self._refuse_undecodable(gateway, message.body, error)
             return None
@@ -210,7 +210,7 @@ class Gateways:
         if gateway is None:
             self._reject_unknown(message.peer)
             return None
-        gateway.liveness.hear(now)
+        gateway.liveness.note_message(now)
         match content:
             case Submit():
                 return self._submit(gateway, content)
@@ -221,13 +221,13 @@ class Gateways:
     def _handle_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         identity = heartbeat.identity.encode()
         if (gateway := self._gateways.get(identity)) is not None:
-            gateway.liveness.beat(heartbeat.process, now)
+            gateway.liveness.note_heartbeat(heartbeat.process, now)
         else:
             self._reject_unknown(identity)
 
     def _refuse_undecodable(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
         """Refuse a `Submit` with a value out of its range; give up the sender of anything else."""
-        id = id_of_submit(body)
+        id = decode_submit_id(body)
         if id is None:
             self._give_up(gateway, "it sent something that is not a message")
         else:
@@ -239,18 +239,18 @@ class Gateways:
             return  # it has ended meanwhile
         if hello.version != VERSION:
             reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
-            log.error(reason, show(message.peer), hello.version, VERSION)
+            log.error(reason, printable_identity(message.peer), hello.version, VERSION)
             return
         for former in [one for one in self._gateways.values() if message.fd == one.fd or message.peer == one.identity]:
             self._give_up(former, "its connection ended")
         gateway = self._gateways[message.peer] = Gateway(message.peer, message.fd, now)
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
-        log.info("gateway %s connected", show(message.peer))
+        log.info("gateway %s connected", printable_identity(message.peer))
 
     def _reject_unknown(self, peer: bytes) -> None:
         """Tell a gateway that may not know it that it was given up, so that it does not wait for progress."""
-        log.debug("a message of %s, which is not connected or was given up", show(peer))
+        log.debug("a message of %s, which is not connected or was given up", printable_identity(peer))
         with suppress(PeerGone, PeerSlow):
             self._listener.send(peer, encode(UnknownGateway()))
 

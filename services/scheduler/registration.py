@@ -4,10 +4,10 @@ import os
 import signal
 from contextlib import suppress
 
+from shared.cpu_usage import Process
 from shared.liveness import Liveness
 from shared.protocol import VERSION, Register
-from shared.transport import Message, show
-from shared.usage import Process
+from shared.transport import Message, printable_identity
 
 MAX_MEMORY = 2**50
 """Bytes, for KV or for one token's KV: no machine has so much."""
@@ -26,11 +26,11 @@ class Registration:
         self._pidfd = _open_process(message, register)  # None if the process is not on this host
         self._process = Process(register.pid)
         self.liveness = Liveness(
-            timeout, now, computes=register.device.startswith("cpu"), local=self._pidfd is not None
+            timeout, now, cpu_is_progress=register.device.startswith("cpu"), local=self._pidfd is not None
         )
 
     def __repr__(self) -> str:
-        return f"{show(self.identity)} on {self.register.device}"
+        return f"{printable_identity(self.identity)} on {self.register.device}"
 
     def replaced_by(self, newcomer: "Registration") -> bool:
         """Return whether this connection has ended, since the newcomer has its descriptor or is the same process."""
@@ -47,8 +47,8 @@ class Registration:
 
     def observe_process(self, now: float, due: float) -> None:
         """Sample what the process does if it is on this host and a deadline is near: its step is overdue at `due`."""
-        if self._pidfd is not None and self.liveness.wants_look(now, due):
-            self.liveness.look(self._process.usage(), now)
+        if self._pidfd is not None and self.liveness.should_observe(now, due):
+            self.liveness.observe(self._process.cpu_usage(), now)
 
     def close(self) -> None:
         """Let go of the process. Idempotent."""

@@ -25,9 +25,9 @@ from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, Workers
 from shared.errors import ProtocolError
-from shared.liveness import STANDSTILL
+from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
+from shared.liveness import STALL
 from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, StepResult, Submit
-from shared.reporter import Loop, Reporter, supervisor_watcher
 from shared.transport import Listener
 
 log = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ class Service:
         self.snapshot = Snapshot()  # renewed each tick; other threads may read it
         self.last_turn = time.monotonic()  # other threads may read it
         self._config = config
-        self._loop = Loop()
-        self._reporter = Reporter(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
-        self._gateways = Gateways(gateways, self._reporter.short_of_cpu)
-        self._workers = Workers(workers, config.worker_timeout, self._reporter.short_of_cpu)
+        self._loop = LoopTimer()
+        self._heartbeats = HeartbeatSender(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
+        self._gateways = Gateways(gateways, self._heartbeats.short_of_cpu)
+        self._workers = Workers(workers, config.worker_timeout, self._heartbeats.short_of_cpu)
         self._listeners = (gateways, workers)
         self._poller = zmq.Poller()
         for listener in (workers, gateways):
@@ -78,11 +78,11 @@ class Service:
 
     def run(self) -> None:
         """Serve until stopped. Raise `ConfigError` if the first worker's memory is too small for the settings."""
-        with self._reporter:
+        with self._heartbeats:
             while not self._should_end(time.monotonic()):
-                self._loop.waiting()
+                self._loop.begin_wait()
                 self._poller.poll(int(TICK * 1000))
-                self._loop.turned()
+                self._loop.begin_turn()
                 self._turn(time.monotonic())
             self._shut_down(time.monotonic())
 
@@ -113,7 +113,7 @@ class Service:
         if now - self._last_flood_check >= FLOOD_CHECK:
             self._last_flood_check = now
             for listener in self._listeners:
-                listener.cut_floods()
+                listener.disconnect_floods()
 
     def _advance(self, engine: Engine, events: Sequence[WorkerEvent], now: float) -> None:
         """Apply what came from the worker, and send the steps that this makes possible."""
@@ -181,11 +181,11 @@ class Service:
         rate = self._throughput.rate(snapshot.generation_tokens, now)
         self.snapshot = replace(snapshot, tokens_per_second=rate)
         ready = self._workers.progressing(now)
-        self._gateways.status(Status(ready, self._stop_calls > 0, self.snapshot, self._reporter.vitals))
+        self._gateways.status(Status(ready, self._stop_calls > 0, self.snapshot, self._heartbeats.stats))
 
     def _make_up_for_standstill(self, seconds: float) -> None:
         """Give peers more time if this loop itself stood still: it could not hear them."""
-        if seconds > TICK + STANDSTILL:
+        if seconds > TICK + STALL:
             log.warning("the scheduler stood still for %.1f s", seconds)
             self._workers.postpone(seconds)
             self._gateways.postpone(seconds)

@@ -30,7 +30,7 @@ from shared.protocol import (
     decode_from_worker,
     encode,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, show
+from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ActiveWorker(Struct):
         """
         due, what = self.deadlines.due(), self.deadlines.describe_overdue(now)
         self.worker.observe_process(now, due)
-        return self.worker.liveness.fault(now, due=due, what=what, short_of_cpu=short_of_cpu)
+        return self.worker.liveness.failure(now, due=due, missed=what, short_of_cpu=short_of_cpu)
 
 
 class Workers:
@@ -92,7 +92,7 @@ class Workers:
     def progressing(self, now: float) -> bool:
         """Return whether plans can be sent, and are worked on as far as can be seen."""
         active = self._active
-        return active is not None and active.deadlines.ready and not active.worker.liveness.silent(now)
+        return active is not None and active.deadlines.ready and not active.worker.liveness.is_silent(now)
 
     @property
     def candidate(self) -> Register | None:
@@ -119,7 +119,7 @@ class Workers:
     def configure(self, message: Configure, now: float) -> None:
         """Make the candidate the active worker. If it cannot be reached, `receive` will return that it is lost."""
         worker = next(iter(self._registered.values()))
-        worker.liveness.hear(now)  # nobody watched it while it waited in line
+        worker.liveness.note_message(now)  # nobody watched it while it waited in line
         self._active = ActiveWorker(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
         self._send(worker.identity, message)
 
@@ -163,7 +163,7 @@ class Workers:
         try:
             content = decode_from_worker(message.body)
         except ProtocolError as error:
-            log.error("worker %s: %s", show(message.peer), error)
+            log.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._terminate(worker, "it sent something that is not a message")
             else:  # perhaps a `Register` with an impossible number: its sender must not wait for an answer
@@ -173,9 +173,9 @@ class Workers:
             self._register(message, content, now)
         elif isinstance(content, Heartbeat):
             if (sender := self._registered.get(content.identity.encode())) is not None:
-                sender.liveness.beat(content.process, now)
+                sender.liveness.note_heartbeat(content.process, now)
         elif self._active is None or worker is not self._active.worker:
-            log.debug("a message of %s came too late", show(message.peer))
+            log.debug("a message of %s came too late", printable_identity(message.peer))
         elif isinstance(content, Fault):
             log.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
             self._remove(worker, "it failed")  # its process ends by itself
@@ -183,7 +183,7 @@ class Workers:
             self._handle_answer(self._active, content, now)
 
     def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, now: float) -> None:
-        active.worker.liveness.hear(now)
+        active.worker.liveness.note_message(now)
         deadlines = active.deadlines
         match answer:
             case Configured(epoch=active.epoch) if not deadlines.ready:
@@ -237,4 +237,4 @@ class Workers:
         try:
             self._listener.send(identity, encode(content))
         except (PeerGone, PeerSlow):  # the monitor will report the one, and a deadline the other
-            log.debug("worker %s cannot be reached", show(identity))
+            log.debug("worker %s cannot be reached", printable_identity(identity))

@@ -8,7 +8,7 @@ from services.worker.config import WorkerConfig
 from services.worker.service import serve
 from shared.config import load
 from shared.errors import QuireError
-from shared.process import follow, refuse, set_log_level, start_logging
+from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
 from shared.transport import check_address
 
 
@@ -18,13 +18,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
         set_log_level(config.log_level)
-        follow(config.supervisor)
+        end_with_supervisor(config.supervisor)
         check_address(config.scheduler)  # before seconds are spent on a model
         from services.worker.runner import Runner  # torch takes seconds to import
 
         return serve(config, Runner(config, alone=True))
     except QuireError as error:
-        return refuse("worker", error)
+        return report_error("worker", error)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import zmq
 
 from services.worker.config import WorkerConfig
 from shared.errors import ProtocolError
+from shared.heartbeat import HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import (
     VERSION,
     Configure,
@@ -36,8 +37,7 @@ from shared.protocol import (
     decode_to_worker,
     encode,
 )
-from shared.reporter import Loop, Reporter, Watcher, supervisor_watcher
-from shared.transport import Monitor, dial, identity, show
+from shared.transport import Monitor, connect, new_identity, printable_identity
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Service:
         self._runner = runner
         self._stops = 0
         self._fed = -float("inf")  # when the watchdog was set last
-        self.loop = Loop()
+        self.loop = LoopTimer()
         self.identity = ""  # of the present connection
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class Service:
         """Serve one scheduler after the other until told to stop, or until none has come for too long."""
         to_scheduler = Watcher(self._config.scheduler, lambda: self.identity)
         to_supervisor = supervisor_watcher(self._config.supervisor_address, "worker")
-        with zmq.Context() as context, Reporter(self.loop, [to_scheduler, *to_supervisor]):
+        with zmq.Context() as context, HeartbeatSender(self.loop, [to_scheduler, *to_supervisor]):
             try:
                 while True:
                     status: int | None = _Connection(self, self._config, self._runner, context).run().value
@@ -137,10 +137,10 @@ class _Connection:
         self._epoch: Epoch | None = None
 
     def run(self) -> End:
-        name = identity("worker")
-        with dial(self._context, self._config.scheduler, name) as (socket, monitor):
-            self._service.identity = show(name)
-            socket.send(encode(self._register(show(name))))
+        name = new_identity("worker")
+        with connect(self._context, self._config.scheduler, name) as (socket, monitor):
+            self._service.identity = printable_identity(name)
+            socket.send(encode(self._register(printable_identity(name))))
             end = self._serve(socket, monitor)
             socket.close(linger=LINGER_MS if end is End.FAILED else 0)
             return end
@@ -152,9 +152,9 @@ class _Connection:
         patience = time.monotonic() + self._config.scheduler_timeout
         while True:
             self._service.feed_watchdog()
-            self._service.loop.waiting()
+            self._service.loop.begin_wait()
             events = dict(poller.poll(int(TICK * 1000)))
-            self._service.loop.turned()
+            self._service.loop.begin_turn()
             if socket in events:  # before the monitor: what the scheduler said last still counts
                 end = self._answer(socket)
             elif monitor.drain():

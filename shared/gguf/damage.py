@@ -1,21 +1,21 @@
-"""A last net under the reading of GGUF files: what no check foresaw is still told in one line that names the file."""
+"""`damage_as_model_error`: turns unexpected exceptions while reading a GGUF file into one line that names the file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.errors import ModelError
 
-_SYMPTOMS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError)
+_EXCEPTIONS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 @contextmanager
-def blamed_on(what: object) -> Iterator[None]:
-    """What a damaged file can make numpy, `tokenizers` or ourselves raise within becomes a `ModelError` about `what`.
+def damage_as_model_error(subject: object) -> Iterator[None]:
+    """Raise a `ModelError` about `subject` for what a damaged file makes numpy, `tokenizers` or Quire raise.
 
-    Such a file deserves a check of its own, with a message that says what is wrong; this is for until it has one.
+    It is for damage that no check foresaw. A check of its own gives a better message.
     """
     try:
         yield
-    except _SYMPTOMS as error:
+    except _EXCEPTIONS as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"{what} cannot be read ({type(error).__name__}: {reason})") from error
+        raise ModelError(f"{subject} cannot be read ({type(error).__name__}: {reason})") from error

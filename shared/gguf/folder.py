@@ -1,9 +1,8 @@
-"""A GGUF file as a model folder: what its header says, as the files that every other part reads, and a pointer to it.
+"""Makes a model folder for a GGUF file: the files that the rest of Quire reads, made from its header, and a pointer.
 
-The folder lies in the cache under a digest of the file's name, size and first bytes, wherever the file is. It appears
-by a rename, so it is there in whole or not at all, whatever is killed when; services that start at the same time wait
-for the first one's work. Weights are not copied: gguf.json says where they lie, and is written anew, by a rename
-too, when the file has moved.
+The folder is in the cache, under a digest of the file's name, size and first bytes. It is made under another name and
+then renamed, so that a killed process leaves no incomplete folder. Services that start at the same time wait for the
+first to finish it. Weights are not copied: gguf.json has the path of the file, and is replaced when the file has moved.
 """
 
 import fcntl
@@ -20,20 +19,20 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ModelError
-from shared.gguf.damage import blamed_on
+from shared.gguf.damage import damage_as_model_error
 from shared.gguf.parts import find_parts
 
 FORMAT = 2
-"""Of the folder; raised when what is written changes, so that older folders are made anew."""
+"""The version of the folder's content. A change of the content bumps it, so that older folders are made anew."""
 
 POINTER = "gguf.json"
-SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
-TOKENIZER = "tokenizer.json"
-HEAD = 8 * 1024 * 1024  # bytes that tell files apart; headers with their vocabularies are some megabytes
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+TOKENIZER_FILE = "tokenizer.json"
+DIGEST_BYTES = 8 * 1024 * 1024  # covers the headers, which with their vocabularies have some megabytes
 
 
 class Pointer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a folder says of its origin."""
+    """The content of gguf.json, which says what a folder was made from."""
 
     format: int
     files: list[str]  # absolute paths, the first one with the header
@@ -41,28 +40,28 @@ class Pointer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def model_folder(file: Path, cache: Path, sampling: Mapping[str, Any] | None = None) -> Path:
-    """The folder, in `cache`, of the model in a GGUF file, or in a split set of which it is one; made if need be.
+    """Return the folder in `cache` of the model in a GGUF file, or in the split set that has it. Make it if needed.
 
-    GGUF says nothing of how a model likes to be sampled; `sampling` goes into generation_config.json. Raises
-    `ModelError` for a file that is missing, damaged or not supported, naming what is wrong.
+    `sampling` goes into generation_config.json, since GGUF has no sampling defaults. Raise `ModelError` if the file is
+    missing, damaged or not supported, naming what is wrong.
     """
-    with blamed_on(file):
+    with damage_as_model_error(file):
         return _find_or_make(find_parts(file.absolute()), cache, dict(sampling or {}))
 
 
 def _find_or_make(parts: tuple[Path, ...], cache: Path, sampling: Mapping[str, Any]) -> Path:
     target = cache / _digest(parts, sampling)
-    wanted = [str(part) for part in parts]
-    if (found := _whole(target)) and found.files == wanted:
+    paths = [str(part) for part in parts]
+    if (pointer := _read_complete(target)) and pointer.files == paths:
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _only_one(target.with_name(f".{target.name}.lock")):
-            found = _whole(target)
-            if found is None:
+        with _locked(target.with_name(f".{target.name}.lock")):
+            pointer = _read_complete(target)
+            if pointer is None:
                 _make(parts, target, sampling)
-            elif found.files != wanted:
-                _write_pointer(target, msgspec.structs.replace(found, files=wanted))
+            elif pointer.files != paths:
+                _write_pointer(target, msgspec.structs.replace(pointer, files=paths))
     except OSError as error:
         raise ModelError(
             f"cannot put the settings of {parts[0]} into {target}: {error}; QUIRE_CACHE names another place"
@@ -71,25 +70,25 @@ def _find_or_make(parts: tuple[Path, ...], cache: Path, sampling: Mapping[str, A
 
 
 def read_pointer(folder: Path) -> Pointer | None:
-    """Where the weights of a folder that this version made are; None if it is no such folder."""
+    """Return the pointer of a folder that this version made; None if it is no such folder."""
     try:
-        found = msgspec.json.decode((folder / POINTER).read_bytes(), type=Pointer)
+        pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=Pointer)
     except (OSError, msgspec.DecodeError):
         return None
-    return found if found.format == FORMAT else None
+    return pointer if pointer.format == FORMAT else None
 
 
-def origin(folder: Path) -> Path:
-    """What a user knows of a folder: the GGUF file that it was made of, if it was made of one."""
+def display_path(folder: Path) -> Path:
+    """Return the path that a user knows: of the GGUF file that the folder was made from, or of the folder itself."""
     pointer = read_pointer(folder)
     return Path(pointer.files[0]) if pointer else folder
 
 
-def _whole(folder: Path) -> Pointer | None:
-    """As `read_pointer`, of a folder from which nobody has taken a file."""
-    found = read_pointer(folder)
-    files = SETTINGS if found is None or found.no_tokenizer else (*SETTINGS, TOKENIZER)
-    return found if all((folder / name).is_file() for name in files) else None
+def _read_complete(folder: Path) -> Pointer | None:
+    """Return the pointer of a folder that has all its files; None if somebody removed one."""
+    pointer = read_pointer(folder)
+    files = CONFIG_FILES if pointer is None or pointer.no_tokenizer else (*CONFIG_FILES, TOKENIZER_FILE)
+    return pointer if all((folder / name).is_file() for name in files) else None
 
 
 def _digest(parts: tuple[Path, ...], sampling: Mapping[str, Any]) -> str:
@@ -98,7 +97,7 @@ def _digest(parts: tuple[Path, ...], sampling: Mapping[str, Any]) -> str:
         try:
             with part.open("rb") as file:
                 digest.update(f"{part.name} {os.fstat(file.fileno()).st_size}\n".encode())
-                digest.update(file.read(HEAD))
+                digest.update(file.read(DIGEST_BYTES))
         except OSError as error:
             raise ModelError(f"{part} cannot be read: {error}") from error
     return digest.hexdigest()[:32]
@@ -106,7 +105,7 @@ def _digest(parts: tuple[Path, ...], sampling: Mapping[str, Any]) -> str:
 
 def _make(parts: tuple[Path, ...], target: Path, sampling: Mapping[str, Any]) -> None:
     partial, old = target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.old")
-    for leftover in (partial, old):  # of a start that was killed: nobody else can be here
+    for leftover in (partial, old):  # from a process that was killed; the lock keeps others out
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir()
     try:
@@ -120,21 +119,21 @@ def _make(parts: tuple[Path, ...], target: Path, sampling: Mapping[str, Any]) ->
 
 
 def _write(parts: tuple[Path, ...], folder: Path, sampling: Mapping[str, Any]) -> None:
-    from shared.gguf.config import model_config  # with the gguf package; not needed where the folder is there
+    from shared.gguf.config import model_config  # imports the gguf package, only to make a folder
     from shared.gguf.header import read_header
     from shared.gguf.tensors import find_sources
-    from shared.gguf.tokenizer import Unconvertible, build_tokenizer, check_kinds, end_token_ids, tokenizer_config
+    from shared.gguf.tokenizer import Unconvertible, build_tokenizer, check_types, end_token_ids, tokenizer_config
 
     header = read_header(parts[0])
-    check_kinds(header)
+    check_types(header)
     config = model_config(header)
-    find_sources(header, config)  # now, when the user looks, and not in a worker's log
-    ends = end_token_ids(header, config["vocab_size"])
-    generation = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    find_sources(header, config)  # so that errors show now, and not later in a worker's log
+    eos_ids = end_token_ids(header, config["vocab_size"])
+    generation = {"eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids} if eos_ids else {}
     reason = ""
     try:
         tokenizer = build_tokenizer(header.metadata).to_str()
-        (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
     except Unconvertible as error:
         reason = f"no tokenizer can be made of {parts[0]}: {error}; name the original one's folder with --tokenizer"
     _write_json(folder / "config.json", config)
@@ -154,7 +153,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # falls with the process, however it ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
         yield

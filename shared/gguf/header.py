@@ -1,8 +1,8 @@
-"""What a GGUF file says before its weights: metadata, and where each tensor lies.
+"""Reads a GGUF file's header: the metadata, and the type, shape and offset of each tensor.
 
-The `gguf` package has a reader, which takes seconds for a vocabulary of usual size, since each string becomes arrays of
-its own; so the bytes are walked here, and the package's tables say what they mean. Every bound is checked against the
-file's size: whatever is cut short or damaged is a `ModelError` naming the file and what could not be read.
+The `gguf` package's own reader takes seconds for a usual vocabulary, since it makes arrays of each string. This module
+parses the bytes itself, with the package's tables of types. Every bound is checked against the file's size: a file that
+is cut short or damaged is a `ModelError` naming the file and what could not be read.
 """
 
 import math
@@ -31,8 +31,8 @@ from shared.gguf.parts import find_parts
 V = TypeVar("V")
 
 VERSIONS = (2, GGUF_VERSION)
-MOST = 2**24  # dimensions, tensors or keys: more of them are damage
-LONGEST = 1024  # characters of a name
+MAX_COUNT = 2**24  # tensors or keys; a larger count means damage
+MAX_NAME_LENGTH = 1024  # characters
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -50,13 +50,13 @@ _SCALARS = {
 
 
 class StoredTensor(Struct, frozen=True):
-    """One tensor of a file."""
+    """A tensor in a file."""
 
     name: str
     shape: tuple[int, ...]  # rows first, as in numpy; quantised along the last dimension
     type: GGMLQuantizationType
     path: Path
-    offset: int  # of its first byte in the file
+    offset: int  # of its first byte, from the start of the file
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,7 @@ class StoredTensor(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True):
-    """Of one model, whose tensors may lie in several files."""
+    """The header of one model, whose tensors may be in several files."""
 
     paths: tuple[Path, ...]  # the first has the metadata
     metadata: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Header(Struct, frozen=True):
 
 
 def read_header(path: Path) -> Header:
-    """The header of a model, of all its parts if it is split. Raises `ModelError`."""
+    """Return the header of a model, from all its parts if it is split. Raise `ModelError` if it cannot be read."""
     paths = find_parts(path)
     parts = [_read(part) for part in paths]
     metadata = parts[0].metadata
@@ -101,16 +101,16 @@ def read_header(path: Path) -> Header:
 def _read(path: Path) -> Header:
     try:
         with path.open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:  # nothing that could be mapped
+            if not os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
                 raise ModelError(f"{path} is not a GGUF file: it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Walk(path, data).header()
+                return _HeaderReader(path, data).header()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
 
-class _Place(NamedTuple):
-    """A tensor as the header has it."""
+class _TensorInfo(NamedTuple):
+    """A tensor as the header describes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -118,8 +118,8 @@ class _Place(NamedTuple):
     offset: int  # from the end of the header
 
 
-class _Walk:
-    """A place in the bytes of one file."""
+class _HeaderReader:
+    """Reads the bytes of one file from the position `at` on."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at, self.size = path, data, 0, len(data)
@@ -135,44 +135,44 @@ class _Walk:
             raise ModelError(f"{self.path} {what} (supported: little-endian, versions {VERSIONS[0]} to {VERSIONS[-1]})")
         tensors, keys = self.count("tensors"), self.count("keys")
         metadata = self.distinct("key", (self.key() for _ in range(keys)))
-        places = self.distinct("tensor", ((place.name, place) for place in (self.tensor() for _ in range(tensors))))
+        infos = self.distinct("tensor", ((info.name, info) for info in (self.tensor() for _ in range(tensors))))
         alignment = metadata.get(Keys.General.ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ModelError(f"{self.path}: {Keys.General.ALIGNMENT} is {alignment!r}")
         start = -(-self.at // alignment) * alignment
-        return Header((self.path,), metadata, {name: self.placed(place, start) for name, place in places.items()})
+        return Header((self.path,), metadata, {name: self.stored(info, start) for name, info in infos.items()})
 
     def distinct(self, what: str, named: Iterable[tuple[str, V]]) -> dict[str, V]:
-        """By their names, which must differ: which of two would be meant?"""
-        found: dict[str, V] = {}
+        """Return a dict of the pairs. Raise `ModelError` if a name comes twice."""
+        values: dict[str, V] = {}
         for name, value in named:
-            if name in found:
+            if name in values:
                 raise ModelError(f"{self.path}: there are two {what}s called {name}")
-            found[name] = value
-        return found
+            values[name] = value
+        return values
 
     def key(self) -> tuple[str, Any]:
         name = self.name("key")
         self.reading = f"key {name}"
-        return name, self.value(self.kind())
+        return name, self.value(self.value_type())
 
-    def value(self, kind: GGUFValueType) -> Any:
-        if kind == GGUFValueType.STRING:
+    def value(self, type: GGUFValueType) -> Any:
+        if type == GGUFValueType.STRING:
             return self.string()
-        if kind != GGUFValueType.ARRAY:
-            value = np.frombuffer(self.take(np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind])[0]
-            # a 32-bit float as the shortest decimal that means it, which is what was written
-            return float(str(value)) if kind == GGUFValueType.FLOAT32 else value.item()
-        kind, length = self.kind(), self.number("<u8")
-        if kind == GGUFValueType.ARRAY:  # no known key has one
+        if type != GGUFValueType.ARRAY:
+            value = np.frombuffer(self.take(np.dtype(_SCALARS[type]).itemsize), _SCALARS[type])[0]
+            # the shortest decimal that rounds to this float32, which is what the converter was given
+            return float(str(value)) if type == GGUFValueType.FLOAT32 else value.item()
+        type, length = self.value_type(), self.number("<u8")
+        if type == GGUFValueType.ARRAY:  # no known key has one
             raise ModelError(f"{self.path}: {self.reading} is an array of arrays, which is not supported")
-        if kind == GGUFValueType.STRING:
+        if type == GGUFValueType.STRING:
             if length * 8 > self.size - self.at:
                 raise self.cut_short()
             return self.strings(length)
-        return np.frombuffer(self.take(length * np.dtype(_SCALARS[kind]).itemsize), _SCALARS[kind]).tolist()
+        return np.frombuffer(self.take(length * np.dtype(_SCALARS[type]).itemsize), _SCALARS[type]).tolist()
 
-    def kind(self) -> GGUFValueType:
+    def value_type(self) -> GGUFValueType:
         number = self.number("<u4")
         try:
             return GGUFValueType(number)
@@ -180,8 +180,8 @@ class _Walk:
             raise ModelError(f"{self.path}: {self.reading} has a value of unknown type {number}") from error
 
     def strings(self, count: int) -> list[str]:
-        """As `string` each, in a loop that a vocabulary's hundred thousands of them can afford."""
-        data, at, found = self.data, self.at, []
+        """Read `count` strings. The loop is written for speed: a vocabulary has hundreds of thousands."""
+        data, at, strings = self.data, self.at, []
         length = struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -189,34 +189,34 @@ class _Walk:
                 end = at + 8 + size
                 if end > self.size:
                     raise self.cut_short()
-                found.append(data[at + 8 : end].decode("utf-8", "replace"))
+                strings.append(data[at + 8 : end].decode("utf-8", "replace"))
                 at = end
         except struct.error as error:
             raise self.cut_short() from error
         self.at = at
-        return found
+        return strings
 
     def string(self) -> str:
         return self.strings(1)[0]
 
     def name(self, what: str) -> str:
-        """What messages can show: behind a damaged length lie weights."""
+        """Read a name, and check that error messages can show it: a damaged length leads into the weights."""
         name = self.string()
-        if len(name) > LONGEST or not name.isprintable():
+        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise ModelError(f"{self.path} is damaged: behind {self.reading} there is a {what} called {name[:32]!r}...")
         return name
 
-    def tensor(self) -> _Place:
+    def tensor(self) -> _TensorInfo:
         name = self.name("tensor")
         self.reading = f"tensor {name}"
         dimensions = self.number("<u4")
         if dimensions > 8:
             raise ModelError(f"{self.path}: tensor {name} has {dimensions} dimensions")
         shape = tuple(self.number("<u8") for _ in range(dimensions))[::-1]
-        return _Place(name, shape, self.number("<u4"), self.number("<u8"))
+        return _TensorInfo(name, shape, self.number("<u4"), self.number("<u8"))
 
-    def placed(self, place: _Place, start: int) -> StoredTensor:
-        name, shape, number, offset = place
+    def stored(self, info: _TensorInfo, start: int) -> StoredTensor:
+        name, shape, number, offset = info
         try:
             tensor = StoredTensor(name, shape, GGMLQuantizationType(number), self.path, start + offset)
         except ValueError as error:
@@ -230,12 +230,12 @@ class _Walk:
 
     def count(self, what: str) -> int:
         number = self.number("<u8")
-        if number > MOST:
+        if number > MAX_COUNT:
             raise ModelError(f"{self.path} is damaged: it says to have {number} {what}")
         return number
 
-    def number(self, kind: str) -> int:
-        return int(np.frombuffer(self.take(np.dtype(kind).itemsize), kind)[0])
+    def number(self, dtype: str) -> int:
+        return int(np.frombuffer(self.take(np.dtype(dtype).itemsize), dtype)[0])
 
     def take(self, count: int) -> bytes:
         if self.at + count > self.size:

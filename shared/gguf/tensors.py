@@ -1,8 +1,8 @@
-"""A model's tensors under Hugging Face's names and in its layouts, found in the GGUF files that hold them.
+"""Finds a model's tensors in GGUF files, under Hugging Face's names and in its layouts.
 
-Llama's files turn neighbouring rows of a head together, where Hugging Face turns halves; Gemma's norms have 1 added;
-experts are stacked in one tensor; GPT-2's matrices are stored outputs first. `find_sources` says for each of Hugging
-Face's tensors what it is made of, and holds the file against what the model needs; `Source.read` makes it.
+`find_sources` checks that the files have the tensors that the model needs, and returns a `TensorSource` for each, which
+reads it. GGUF's layouts differ: Llama's files rotate neighbouring rows of a head together, where Hugging Face rotates
+halves; Gemma's norms have 1 added; experts are stacked in one tensor; GPT-2's matrices are (outputs, inputs).
 """
 
 import re
@@ -16,27 +16,27 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from shared.errors import ModelError
-from shared.gguf.blocks import Codes, check_type, read_codes, read_part
 from shared.gguf.header import Header, StoredTensor
-from shared.gguf.layout import LAYOUTS
+from shared.gguf.shapes import SHAPES
+from shared.gguf.tensor_data import QuantizedMatrix, check_type, read_quantized, read_tensor
 
-FREQUENCIES = frozenset({"rope_freqs.weight"})
-HELPERS: dict[str, frozenset[str]] = {
+ROPE_FACTORS = frozenset({"rope_freqs.weight"})
+CONFIG_TENSORS: dict[str, frozenset[str]] = {
     "Phi3ForCausalLM": frozenset({"rope_factors_long.weight", "rope_factors_short.weight"}),
     "GPT2LMHeadModel": frozenset(),
 }
-"""Tensors whose numbers config.json has, by architecture; all others have `FREQUENCIES`."""
+"""Tensors whose values are in config.json, by architecture; `ROPE_FACTORS` for those not listed."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
-class Source(Struct, frozen=True):
-    """What one of Hugging Face's tensors is made of."""
+class TensorSource(Struct, frozen=True):
+    """Where the data of one of Hugging Face's tensors is, and how its layout differs."""
 
     tensor: StoredTensor
-    expert: int | None = None  # its number among those stacked in the tensor
-    heads: int = 0  # whose rows lie in pairs; 0: none do
+    expert: int | None = None  # index among the experts stacked in the tensor
+    heads: int = 0  # number of heads whose rows are in pairs; 0: they are not
     subtract: float = 0.0
     transposed: bool = False
 
@@ -46,44 +46,44 @@ class Source(Struct, frozen=True):
         return shape[::-1] if self.transposed else shape
 
     def read(self, threads: int = 1) -> NDArray[Any]:
-        """Its numbers, as floats."""
-        values = read_part(self.tensor, self.expert, threads)
+        """Return the tensor as floats."""
+        values = read_tensor(self.tensor, self.expert, threads)
         if self.heads:
             values = halves_from_pairs(values, self.heads)
         if self.subtract:
             values = values - np.float32(self.subtract)
         return values.T if self.transposed else values
 
-    def read_codes(self) -> Codes | None:
-        """Its codes (outputs, inputs), if it is a matrix that is stored as plain blocks of 4 or 8 bits.
+    def read_quantized(self) -> QuantizedMatrix | None:
+        """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` has no such form of its type.
 
-        Its outputs are in Hugging Face's order; they are the rows, also where Hugging Face has them as columns.
+        Outputs are in Hugging Face's order. They are the rows, also where they are Hugging Face's columns.
         """
         if self.subtract:
             return None
-        found = read_codes(self.tensor, self.expert)
-        if found is None or not self.heads:
-            return found
-        order = halves_from_pairs(np.arange(len(found.codes)), self.heads)
-        leasts = None if found.leasts is None else found.leasts[order]
-        return found._replace(codes=found.codes[order], steps=found.steps[order], leasts=leasts)
+        matrix = read_quantized(self.tensor, self.expert)
+        if matrix is None or not self.heads:
+            return matrix
+        order = halves_from_pairs(np.arange(len(matrix.quants)), self.heads)
+        mins = None if matrix.mins is None else matrix.mins[order]
+        return matrix._replace(quants=matrix.quants[order], scales=matrix.scales[order], mins=mins)
 
 
-def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, Source]:
-    """By Hugging Face's names. Raises `ModelError` naming the tensor that is missing, superfluous or wrong."""
+def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Return the sources by Hugging Face's names. Raise `ModelError` naming a missing, superfluous or wrong tensor."""
     architecture = config["architectures"][0]
-    shapes = LAYOUTS[architecture](config)
+    shapes = SHAPES[architecture](config)
     names = _GGUFNames(header, config)
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for name, shape in shapes.items():
         stored = names.find(name)
         source = sources[name] = _source(name, stored, config)
         check_type(stored)
         if source.shape != shape or (source.expert is not None and stored.shape[0] != names.experts):
-            expected = shape[::-1] if source.transposed else shape
-            wanted = list(expected if source.expert is None else (names.experts, *expected))
-            raise ModelError(f"{stored}: the model's settings ask for the shape {wanted}")
-    used = {source.tensor.name for source in sources.values()} | HELPERS.get(architecture, FREQUENCIES)
+            matrix = shape[::-1] if source.transposed else shape
+            expected = list(matrix if source.expert is None else (names.experts, *matrix))
+            raise ModelError(f"{stored}: the model's settings ask for the shape {expected}")
+    used = {source.tensor.name for source in sources.values()} | CONFIG_TENSORS.get(architecture, ROPE_FACTORS)
     for name, tensor in header.tensors.items():
         if name not in used:
             raise ModelError(f"{tensor}: a {architecture} with these settings has no such tensor")
@@ -91,42 +91,42 @@ def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, Source]
 
 
 class _GGUFNames:
-    """GGUF's name for each of Hugging Face's, by the `gguf` package's table."""
+    """Maps Hugging Face's names to GGUF's, by the `gguf` package's table."""
 
     def __init__(self, header: Header, config: Mapping[str, Any]) -> None:
         architecture = header.metadata[Keys.General.ARCHITECTURE]
-        kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        arch_id = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
         layers = config.get("num_hidden_layers") or config["n_layer"]
-        self.header, self.map = header, get_tensor_name_map(MODEL_ARCH(kind), layers)
+        self.header, self.map = header, get_tensor_name_map(MODEL_ARCH(arch_id), layers)
         self.experts = config.get("num_local_experts") or config.get("num_experts")
 
     def find(self, name: str) -> StoredTensor:
-        found = self.map.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
-        if found is None or found not in self.header.tensors:
-            raise ModelError(f"{self.header.paths[0]}: tensor {found} (Hugging Face's {name}) is missing")
-        return self.header.tensors[found]
+        gguf_name = self.map.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
+        if gguf_name is None or gguf_name not in self.header.tensors:
+            raise ModelError(f"{self.header.paths[0]}: tensor {gguf_name} (Hugging Face's {name}) is missing")
+        return self.header.tensors[gguf_name]
 
 
-def _source(name: str, stored: StoredTensor, config: Mapping[str, Any]) -> Source:
+def _source(name: str, stored: StoredTensor, config: Mapping[str, Any]) -> TensorSource:
     expert = _EXPERT.search(name)
-    heads, kind = 0, config["model_type"]
-    if kind in ("llama", "mixtral") and ".q_proj." in name:
+    heads, model_type = 0, config["model_type"]
+    if model_type in ("llama", "mixtral") and ".q_proj." in name:
         heads = config["num_attention_heads"]
-    elif kind in ("llama", "mixtral") and ".k_proj." in name:
+    elif model_type in ("llama", "mixtral") and ".k_proj." in name:
         heads = config["num_key_value_heads"]
-    return Source(
+    return TensorSource(
         stored,
         expert=int(expert[1]) if expert else None,
         heads=heads,
-        subtract=1.0 if kind.startswith("gemma") and name.endswith("norm.weight") else 0.0,
-        transposed=kind == "gpt2" and name.endswith(_TRANSPOSED),
+        subtract=1.0 if model_type.startswith("gemma") and name.endswith("norm.weight") else 0.0,
+        transposed=model_type == "gpt2" and name.endswith(_TRANSPOSED),
     )
 
 
 def halves_from_pairs(values: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Reorder the output rows [heads * dim, ...] of a rotated projection, or its biases.
+    """Reorder the output rows (heads * dim, ...) of a projection that rotary embeddings rotate, or its biases.
 
-    GGUF turns neighbouring rows of a head (0, 1), (2, 3), ... together; Hugging Face turns row i with row i + dim / 2.
+    GGUF rotates neighbouring rows of a head (0, 1), (2, 3), ... together, Hugging Face row i with row i + dim / 2.
     """
     pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))

@@ -1,8 +1,8 @@
-"""tokenizer.json and tokenizer_config.json from a GGUF file's vocabulary.
+"""Builds tokenizer.json and tokenizer_config.json from a GGUF file's vocabulary.
 
-Two kinds: `gpt2` is byte-level BPE with its merges and a named rule of splitting text into words; `llama` is a
-SentencePiece BPE model, whose merges follow from its pieces' scores. What cannot be made to give the original's ids
-for every text is an `Unconvertible` saying why, and the model is then served with a tokenizer that the user names.
+There are two types of vocabularies. `gpt2` is byte-level BPE with its merges and the name of a pre-tokenizer. `llama`
+is a SentencePiece BPE model, whose merges follow from the scores of its pieces. If the result would not give the
+original's ids for every text, `Unconvertible` says why, and the model needs a tokenizer that the user names.
 """
 
 import logging
@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from shared.errors import ModelError
 from shared.gguf.header import Header
-from shared.gguf.splitting import KNOWN, splitting
+from shared.gguf.pre_tokenizers import SUPPORTED, find_parts
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,15 @@ SPECIAL = {
     "unk_token": Keys.Tokenizer.UNK_ID,
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end an answer in a chat; files often name just one end, which may be that of a document."""
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+"""Control tokens that end an answer in a chat. Files often name only one end token, which may be a document's."""
 
-PREFIX, WORD = "▁", " "
+SPACE_PIECE, SPACE = "▁", " "
 
 INSTRUCTION = "[INST]"
-"""A control token of Mistral's since version 3; there, what follows a special token does not begin a word by itself."""
+"""A control token of Mistral since version 3. There, text after a special token gets no space in front."""
 
-
-KINDS: dict[str, Any] = {
+VALUE_TYPES: dict[str, Any] = {
     Keys.Tokenizer.MODEL: str,
     Keys.Tokenizer.PRE: str,
     Keys.Tokenizer.LIST: list[str],
@@ -54,23 +53,23 @@ KINDS: dict[str, Any] = {
 }
 
 
-def check_kinds(header: Header) -> None:
-    """Raises `ModelError` if the vocabulary, or a setting of it, is no such thing at all."""
-    for key, kind in KINDS.items():
+def check_types(header: Header) -> None:
+    """Raise `ModelError` if a value of the vocabulary has a wrong type."""
+    for key, type in VALUE_TYPES.items():
         if key in header.metadata:
             try:
-                convert(header.metadata[key], kind)
+                convert(header.metadata[key], type)
             except ValidationError as error:
                 raise ModelError(f"{header.paths[0]}: {key}: {error}") from error
 
 
 class Unconvertible(Exception):
-    """Why no tokenizer can be made of a file."""
+    """Raised, with the reason, if no tokenizer can be made from a file."""
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The file's tokenizer. Raises `Unconvertible`."""
-    kind = metadata.get(Keys.Tokenizer.MODEL)
+    """Return the file's tokenizer. Raise `Unconvertible` if it cannot be made."""
+    model = metadata.get(Keys.Tokenizer.MODEL)
     tokens = metadata.get(Keys.Tokenizer.LIST) or []
     if len(set(tokens)) != len(tokens):
         raise Unconvertible("its vocabulary has a token twice")
@@ -78,7 +77,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         if not 0 <= metadata.get(key, 0) < max(len(tokens), 1):
             raise Unconvertible(f"{key} is {metadata[key]}, and it has {len(tokens)} tokens")
     try:
-        return _build(kind, metadata, tokens)
+        return _build(model, metadata, tokens)
     except Unconvertible:
         raise
     except Exception as error:  # the library raises nothing narrower
@@ -86,36 +85,36 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         raise Unconvertible(f"its vocabulary is damaged: {reason}") from error
 
 
-def _build(kind: Any, metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
+def _build(model: Any, metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     if not tokens:
         raise Unconvertible(f"{Keys.Tokenizer.LIST} is missing or empty")
     if (types := len(metadata.get(Keys.Tokenizer.TOKEN_TYPE) or [])) != len(tokens):
         raise Unconvertible(f"{Keys.Tokenizer.TOKEN_TYPE} has {types} types, and there are {len(tokens)} tokens")
-    if kind == "gpt2":
+    if model == "gpt2":
         tokenizer, adds_bos = _byte_level(metadata, tokens)
-    elif kind == "llama":
+    elif model == "llama":
         tokenizer, adds_bos = _sentence_piece(metadata, tokens), True
     else:
-        raise Unconvertible(f"{Keys.Tokenizer.MODEL} {kind!r} is not known here (known: gpt2, llama)")
+        raise Unconvertible(f"{Keys.Tokenizer.MODEL} {model!r} is not known here (known: gpt2, llama)")
     _add_tokens(tokenizer, metadata, tokens)
-    _add_ends(tokenizer, metadata, tokens, adds_bos)
+    _add_post_processor(tokenizer, metadata, tokens, adds_bos)
     return tokenizer
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """tokenizer_config.json: the chat template, and which special token plays which part."""
+    """Return tokenizer_config.json: the chat template, and the special tokens by their roles."""
     tokens = metadata.get(Keys.Tokenizer.LIST) or []
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for part, key in SPECIAL.items():
+    for role, key in SPECIAL.items():
         if (id := metadata.get(key)) is not None and 0 <= id < len(tokens):
-            config[part] = tokens[id]
+            config[role] = tokens[id]
     if template := metadata.get(Keys.Tokenizer.CHAT_TEMPLATE):
         config["chat_template"] = template
     return config
 
 
 def end_token_ids(header: Header, vocab_size: int) -> list[int]:
-    """What ends an answer: the tokens that the file calls so, and known ends of a turn in its vocabulary.
+    """Return the ids of end tokens: those that the file names, and `TURN_ENDS` in its vocabulary.
 
     Ids that the model does not have are left out, with a warning.
     """
@@ -127,31 +126,31 @@ def end_token_ids(header: Header, vocab_size: int) -> list[int]:
             logger.warning("%s: %s %d is ignored: the model has %d tokens", header.paths[0], key, id, vocab_size)
         elif id is not None:
             named.append(id)
-    known = [
+    turn_ends = [
         id
         for id, (token, type) in enumerate(zip(tokens, types, strict=False))
-        if type == TokenType.CONTROL and token in ENDS
+        if type == TokenType.CONTROL and token in TURN_ENDS
     ]
-    return list(dict.fromkeys([*named, *known]))
+    return list(dict.fromkeys([*named, *turn_ends]))
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
     name = metadata.get(Keys.Tokenizer.PRE)
-    rule = splitting(str(name))
-    if rule is None:
-        raise Unconvertible(f"{Keys.Tokenizer.PRE} {name!r} is not known here (known: {', '.join(KNOWN)})")
+    parts = find_parts(str(name))
+    if parts is None:
+        raise Unconvertible(f"{Keys.Tokenizer.PRE} {name!r} is not known here (known: {', '.join(SUPPORTED)})")
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = list(_named_merges(metadata, vocabulary))
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
-    if rule.normalizer is not None:
-        tokenizer.normalizer = rule.normalizer
-    tokenizer.pre_tokenizer = rule.pre_tokenizer
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=parts.ignore_merges))
+    if parts.normalizer is not None:
+        tokenizer.normalizer = parts.normalizer
+    tokenizer.pre_tokenizer = parts.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, rule.adds_bos
+    return tokenizer, parts.adds_bos
 
 
 def _named_merges(metadata: Metadata, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """The pairs of tokens that make a third, as the file lists them."""
+    """Yield the merges that the file lists, each a pair of tokens that make a third one."""
     listed = metadata.get(Keys.Tokenizer.MERGES)
     if not listed:
         raise Unconvertible(f"{Keys.Tokenizer.MERGES} is missing or empty")
@@ -180,36 +179,36 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
         byte_fallback=TokenType.BYTE in types,
     )
     tokenizer = Tokenizer(model)
-    spaces = normalizers.Replace(WORD, PREFIX)
-    back: list[Any] = [decoders.Replace(PREFIX, WORD), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(SPACE, SPACE_PIECE)
+    decoding: list[Any] = [decoders.Replace(SPACE_PIECE, SPACE), decoders.ByteFallback(), decoders.Fuse()]
     adds_prefix = metadata.get(Keys.Tokenizer.ADD_PREFIX, True)
     if adds_prefix and INSTRUCTION in tokens and types[tokens.index(INSTRUCTION)] == TokenType.CONTROL:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(PREFIX, prepend_scheme="first", split=False)
-        back.append(decoders.Strip(WORD, 1, 0))
-    elif adds_prefix:  # the text begins a word, and so does what follows a special token
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(PREFIX), spaces])
-        back.append(decoders.Strip(WORD, 1, 0))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE_PIECE, prepend_scheme="first", split=False)
+        decoding.append(decoders.Strip(SPACE, 1, 0))
+    elif adds_prefix:  # a space goes in front of the text and of text after a special token
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_PIECE), spaces])
+        decoding.append(decoders.Strip(SPACE, 1, 0))
     else:
         tokenizer.normalizer = spaces
-    tokenizer.decoder = decoders.Sequence(back)
+    tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
 
 
 def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Every way to make an ordinary piece of two others, best score first: SentencePiece merges what scores best."""
+    """Yield every pair of pieces that make an ordinary piece, best score first, as SentencePiece merges them."""
     pieces = {token: id for id, token in enumerate(tokens) if types[id] == TokenType.NORMAL}
-    found = []
+    merges = []
     for piece, id in pieces.items():
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in pieces and right in pieces:
-                found.append((-scores[id], id, pieces[left], pieces[right], left, right))
-    for *_, left, right in sorted(found):
+                merges.append((-scores[id], id, pieces[left], pieces[right], left, right))
+    for *_, left, right in sorted(merges):
         yield left, right
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str]) -> None:
-    """Tokens that are found in a text as they are written, before anything else."""
+    """Add the tokens that are matched literally in a text before it is split."""
     strips = _strips_right(metadata)
     special, ordinary = [], []
     for token, type in zip(tokens, metadata[Keys.Tokenizer.TOKEN_TYPE], strict=True):
@@ -222,25 +221,25 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str])
 
 
 def _strips_right(metadata: Metadata) -> Any:
-    """Whether a special token swallows the white space behind it, which no key tells: Phi-3's do, but for three."""
-    phi = metadata.get(Keys.General.ARCHITECTURE) == MODEL_ARCH_NAMES[MODEL_ARCH.PHI3]
-    if phi and metadata.get(Keys.Tokenizer.MODEL) == "llama":
+    """Return a function that says whether a token strips white space after it. No key says so: most of Phi-3's do."""
+    is_phi = metadata.get(Keys.General.ARCHITECTURE) == MODEL_ARCH_NAMES[MODEL_ARCH.PHI3]
+    if is_phi and metadata.get(Keys.Tokenizer.MODEL) == "llama":
         return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")
     return lambda token: False
 
 
-def _add_ends(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str], adds_bos: bool) -> None:
-    """Put the tokens around each text that the file asks for."""
+def _add_post_processor(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str], adds_bos: bool) -> None:
+    """Add the tokens before and after each text that the file asks for."""
     first, last = metadata.get(Keys.Tokenizer.BOS_ID), metadata.get(Keys.Tokenizer.EOS_ID)
-    around = []
+    used = []
     if metadata.get(Keys.Tokenizer.ADD_BOS, adds_bos) and first is not None:
-        around.append((tokens[first], first))
-    before = [token for token, _ in around]
+        used.append((tokens[first], first))
+    before = [token for token, _ in used]
     after = []
     if metadata.get(Keys.Tokenizer.ADD_EOS, False) and last is not None:
-        around.append((tokens[last], last))
+        used.append((tokens[last], last))
         after = [tokens[last]]
-    if around:
+    if used:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A", *after], pair=[*before, "$A", *after, "$B:1"], special_tokens=around
+            single=[*before, "$A", *after], pair=[*before, "$A", *after, "$B:1"], special_tokens=used
         )

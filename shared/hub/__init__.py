@@ -1,1 +1,1 @@
-"""Where models come from: the hub, a local folder or file, or the embedded model."""
+"""Finds the files of a model: on Hugging Face's hub, in a local folder or file, or in the embedded model."""

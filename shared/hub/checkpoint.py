@@ -1,8 +1,8 @@
-"""Where a model's files are: from a folder, a GGUF file, a Hugging Face name, or nothing, to a local folder.
+"""`locate`: the local folder of a model, given a folder, a GGUF file, a Hugging Face name or nothing.
 
-Every service that reads model files calls `locate` and gets the same folder. Downloads go through huggingface_hub and
-into its own cache, so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they always do. A GGUF file, such as the
-embedded model, gets a folder in Quire's cache the first time somebody asks for it.
+Every service that reads model files calls it and gets the same folder. Downloads use huggingface_hub and its own cache,
+so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` have their usual meaning. A GGUF file, such as the embedded model, gets a
+folder in Quire's cache when it is first used.
 """
 
 import hashlib
@@ -12,26 +12,26 @@ from pathlib import Path
 
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
-from shared.gguf.parts import FILES, is_gguf
-from shared.hub.download import download, gguf_files, wanted_files
+from shared.gguf.parts import GGUF_GLOB, is_gguf
+from shared.hub.download import download, files_to_fetch, gguf_files
 from shared.hub.embedded import RECOMMENDED, embedded_file
 
 TEXT_FILES = ("config.json", "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json")
 
 
 def cache_folder() -> Path:
-    """Where Quire keeps what it makes: `QUIRE_CACHE`, or the user's cache folder."""
+    """Return the folder of the files that Quire makes: `QUIRE_CACHE`, or one in the user's cache folder."""
     if own := os.environ.get("QUIRE_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire"
 
 
 def locate(model: str, revision: str | None = None, cache: str | None = None) -> Path:
-    """The local folder of `model`: a folder, a GGUF file, a Hugging Face name (downloaded if need be), such a name with
-    the type of the GGUF file that is meant (`owner/name:Q4_K_M`), or '' for the embedded one. `cache` is the folder for
-    downloads, if it is not to be Hugging Face's own.
+    """Return the local folder of `model`, and download it if needed.
 
-    Raises `ModelError`, with what to do about it, if it cannot be had.
+    `model` is a folder, a GGUF file, a Hugging Face name, such a name with a GGUF type (`owner/name:Q4_K_M`), or '' for
+    the embedded model. `cache` is the folder for downloads, by default Hugging Face's own. Raise `ModelError`, which
+    says what to do about it, if the model cannot be found.
     """
     if not model:
         return model_folder(embedded_file(), cache_folder() / "gguf", RECOMMENDED)
@@ -50,28 +50,28 @@ def locate(model: str, revision: str | None = None, cache: str | None = None) ->
     if quantisation:
         choose = partial(gguf_files, quantisation=quantisation)
         folder = download(name, revision, choose, cache)
-        files = choose([str(file.relative_to(folder)) for file in folder.rglob(FILES)])
+        files = choose([str(file.relative_to(folder)) for file in folder.rglob(GGUF_GLOB)])
         return model_folder(folder / files[0], cache_folder() / "gguf")
-    return _checked(download(model, revision, wanted_files, cache))
+    return _checked(download(model, revision, files_to_fetch, cache))
 
 
 def locate_tokenizer(name: str, revision: str | None = None, cache: str | None = None) -> Path:
-    """The local folder of a tokenizer: a model's, as `locate` has it, or one that holds nothing else."""
+    """Return the local folder of a tokenizer: of a whole model, as `locate` returns it, or of a tokenizer alone."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     try:
         if is_gguf(path.name) or path.exists() or ":" in name or _looks_like_path(name):
             return locate(name, revision, cache)
-        return download(name, revision, partial(wanted_files, weights=False), cache)
+        return download(name, revision, partial(files_to_fetch, weights=False), cache)
     except ModelError as error:
         raise ModelError(f"--tokenizer: {error}") from error
 
 
 def text_digest(folder: Path) -> str:
-    """Sixteen hexadecimal digits of what tells text from tokens in a model's folder, whichever service reads it.
+    """Return a digest of a model folder's tokenizer files, in sixteen hexadecimal digits.
 
-    The chat template is not part of it: it makes text, and may differ.
+    The chat template is not part of it: it produces text, and a gateway's may differ.
     """
     digest = hashlib.sha256()
     for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
@@ -81,7 +81,7 @@ def text_digest(folder: Path) -> str:
 
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        files = sorted(folder.glob(FILES))
+        files = sorted(folder.glob(GGUF_GLOB))
         hint = f"; name the file itself: {files[0]}" if files else ""
         raise ModelError(f"{folder} has no config.json, so it is not a model folder{hint}")
     return folder

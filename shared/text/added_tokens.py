@@ -1,10 +1,10 @@
-"""The tokens that files beside tokenizer.json name, read as transformers' `AutoTokenizer` reads them.
+"""Adds the tokens that the files beside tokenizer.json name, as transformers' `AutoTokenizer` does.
 
-A tokenizer.json can lack tokens that its model was trained with: people add some, and older programs wrote them into
-tokenizer_config.json, special_tokens_map.json or added_tokens.json only. Such a token has the id that the vocabulary
-gives it, or else the next free one, in this order: those of added_tokens_decoder (or, without it, added_tokens.json) by
-their ids, those with a name such as eos_token, and the extra special ones. Where added_tokens_decoder is there,
-the two older files say nothing of tokens.
+A tokenizer.json can lack tokens that its model was trained with: people add some, and older programs wrote them only
+into tokenizer_config.json, special_tokens_map.json or added_tokens.json. Such a token gets the id that the vocabulary
+gives it, or else the next free one, in this order: the tokens of added_tokens_decoder (or, without it, of
+added_tokens.json) by their ids, those with a name such as eos_token, and the extra special ones. If there is an
+added_tokens_decoder, the two older files are not read for tokens.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from shared.text.json_file import read_json, whole_number
+from shared.text.json_file import as_integer, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens by name, as chat templates call them."""
+    """Return the special tokens by the names that chat templates use."""
     config, older = _config(folder), read_json(folder / "special_tokens_map.json")
     named = {name: _token((older | config).get(name)) for name in NAMES}
     return {name: token.content for name, token in named.items() if token is not None}
@@ -34,23 +34,23 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def add_tokens(backend: tokenizers.Tokenizer, folder: Path, vocab_size: int | None) -> None:
     """Add to `backend` the tokens that files beside tokenizer.json name.
 
-    A token whose id the model does not have, since it is not below `vocab_size`, is left out with a line in the log: a
-    prompt that held it could not be computed.
+    A token whose id is not below `vocab_size` is left out with a line in the log, since the model could not compute a
+    prompt with it.
     """
     config = _config(folder)
-    here = backend.get_added_tokens_decoder()
+    present = backend.get_added_tokens_decoder()
     named = list(_named(config).values())
-    wanted = {token.content: token for token in _listed(config, folder, here)}
-    known = wanted.keys() | {token.content for token in here.values()}
-    wanted |= {token.content: token for token in (*named, *_extra(config)) if token.content not in known}
-    always = {token.content for token in named} | {token.content for token in here.values() if token.special}
-    for token in wanted.values():
-        token.special = token.special or token.content in always  # what is special once stays so for the library
-    backend.add_tokens(_inside(list(wanted.values()), backend, vocab_size, folder))
+    new = {token.content: token for token in _listed(config, folder, present)}
+    contents = new.keys() | {token.content for token in present.values()}
+    new |= {token.content: token for token in (*named, *_extra(config)) if token.content not in contents}
+    special = {token.content for token in named} | {token.content for token in present.values() if token.special}
+    for token in new.values():
+        token.special = token.special or token.content in special  # the library keeps a token special once it is
+    backend.add_tokens(_below_vocab_size(list(new.values()), backend, vocab_size, folder))
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special_tokens_map.json over it if tokens are not listed with their ids."""
+    """Return tokenizer_config.json, with special_tokens_map.json over it if there is no added_tokens_decoder."""
     config = read_json(folder / "tokenizer_config.json")
     if isinstance(config.get("added_tokens_decoder"), dict):
         return config
@@ -61,29 +61,29 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _are_named(config: Mapping[str, Any]) -> bool:
-    """True if the newer field of extra special tokens has names of the model's own."""
+    """Return whether the newer field of extra special tokens gives them names of the model's own."""
     return isinstance(config.get("extra_special_tokens"), dict) and bool(config["extra_special_tokens"])
 
 
-def _listed(config: Mapping[str, Any], folder: Path, here: Mapping[int, AddedToken]) -> list[AddedToken]:
-    """The tokens that are listed with their ids, in the order of these, unless they are `here` just so."""
+def _listed(config: Mapping[str, Any], folder: Path, present: Mapping[int, AddedToken]) -> list[AddedToken]:
+    """Return the tokens that are listed with their ids, in the order of the ids, without those equal to `present`."""
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        numbered = {whole_number(id): _token(value) for id, value in listed.items()}
+        numbered = {as_integer(id): _token(value) for id, value in listed.items()}
     else:
-        # not those of special_tokens_map.json, nor those beside named ones: transformers reads both too late
+        # without special_tokens_map.json's and those beside named ones, which transformers reads later than this
         extra = [] if _are_named(config) else _extra(read_json(folder / "tokenizer_config.json"))
         special = {token.content for token in (*_named(config).values(), *extra)}
         older = read_json(folder / "added_tokens.json")
-        numbered = {whole_number(id): AddedToken(text, special=text in special) for text, id in older.items()}
-        numbered = {id: token for id, token in numbered.items() if id not in here}
-    same = {repr(token) for token in here.values()}
+        numbered = {as_integer(id): AddedToken(text, special=text in special) for text, id in older.items()}
+        numbered = {id: token for id, token in numbered.items() if id not in present}
+    same = {repr(token) for token in present.values()}
     ordered = sorted((id, token) for id, token in numbered.items() if id is not None and token is not None)
     return [token for _, token in ordered if repr(token) not in same]
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """The special tokens with a name: those that every tokenizer may have, and those of the model's own."""
+    """Return the special tokens with a name: those that every tokenizer may have, and the model's own."""
     own = [name for name in config if name.endswith("_token") and name not in NAMES]
     extra = config.get("extra_special_tokens")
     values = {name: config.get(name) for name in (*NAMES, *own)} | (extra if isinstance(extra, dict) else {})
@@ -92,7 +92,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """The special tokens without a name. Where the newer field names its tokens, the older one has those without."""
+    """Return the special tokens without a name. If the newer field names its tokens, they are in the older field."""
     values = config.get("extra_special_tokens")
     if not isinstance(values, list) or not values:
         values = config.get("additional_special_tokens")
@@ -101,7 +101,7 @@ def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _token(value: Any) -> AddedToken | None:
-    """A token, special if it is written as a mere string; None for what is no token."""
+    """Return a token, which is special if it is written as a string; None if `value` is no token."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str) or not value["content"]:
@@ -109,10 +109,10 @@ def _token(value: Any) -> AddedToken | None:
     return AddedToken(value["content"], **{flag: value[flag] for flag in FLAGS if isinstance(value.get(flag), bool)})
 
 
-def _inside(
+def _below_vocab_size(
     tokens: list[AddedToken], backend: tokenizers.Tokenizer, vocab_size: int | None, folder: Path
 ) -> list[AddedToken]:
-    """Return those whose ids the model has."""
+    """Return the tokens whose ids the model has."""
     new = [token for token in tokens if backend.token_to_id(token.content) is None]
     if not new or vocab_size is None:
         return tokens
@@ -124,21 +124,20 @@ def _inside(
 
 
 def disagrees_on_prefix_space(backend: tokenizers.Tokenizer, folder: Path) -> bool:
-    """True if tokenizer_config.json asks for a space before a text where tokenizer.json puts none, or the other way.
+    """Return whether tokenizer_config.json and tokenizer.json differ on a space before a text.
 
-    Most classes of byte-level tokenizers take a setting that is left open as no. Only transformers knows which class
-    applies.
+    Most classes of byte-level tokenizers read a missing setting as no. Only transformers knows which class applies.
     """
     parts = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
-    puts = [put for part in parts for put in _prefix_spaces(json.loads(part.__getstate__()))]
-    asked = read_json(folder / "tokenizer_config.json").get("add_prefix_space")
-    if asked is None:
-        return ("ByteLevel", True) in puts
-    return bool(puts) and any(put for _, put in puts) != asked
+    adds_space = [entry for part in parts for entry in _prefix_spaces(json.loads(part.__getstate__()))]
+    setting = read_json(folder / "tokenizer_config.json").get("add_prefix_space")
+    if setting is None:
+        return ("ByteLevel", True) in adds_space
+    return bool(adds_space) and any(adds for _, adds in adds_space) != setting
 
 
 def _prefix_spaces(part: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield the kinds of a tokenizer's parts that can put a space before a text, and whether they do."""
+    """Yield the types of a tokenizer's parts that can add a space before a text, and whether they do."""
     match part.get("type"):
         case "Sequence":
             for inner in part.get("pretokenizers") or part.get("normalizers") or ():

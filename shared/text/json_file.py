@@ -1,4 +1,4 @@
-"""JSON files beside a model, which people and programs of all kinds have written: objects, and numbers in them."""
+"""Reads the JSON files of a model folder. Many programs write them, so types of values cannot be relied on."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from shared.errors import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, `{}` if there is no such file. Raises `ModelError` if it is not one."""
+    """Return the object in a JSON file, or {} if there is no such file. Raise `ModelError` if it holds no object."""
     if not path.is_file():
         return {}
     try:
@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in `text`. Raises `ValueError` if it is something else."""
+    """Return the JSON object in `text`. Raise `ValueError` if it is something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -31,20 +31,20 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     return value
 
 
-def number(value: Any) -> float | None:
-    """Return the finite number that a JSON value is or spells, as `"0.5"` does; None if it is none."""
+def as_number(value: Any) -> float | None:
+    """Return a JSON value as a finite number, also if it is a string such as "0.5"; None if it is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
-def whole_number(value: Any) -> int | None:
-    """Return what `number` does if it has no fraction, as 50.0; None otherwise."""
+def as_integer(value: Any) -> int | None:
+    """Return a JSON value as an integer, also if it is 50.0 or "50"; None if it is no integer."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    found = number(value)
-    return int(found) if found is not None and found.is_integer() else None
+    number = as_number(value)
+    return int(number) if number is not None and number.is_integer() else None

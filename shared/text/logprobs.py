@@ -65,7 +65,7 @@ def prompt_entries(
     length = 0
     entries = []
     for at, (token, known) in enumerate(zip(prompt, [None, *found], strict=True)):
-        offset = length + detokenizer.breaks(token) if offsets is None else offsets[at]
+        offset = length + detokenizer.breaks_character(token) if offsets is None else offsets[at]
         entries.append(make_entry(tokenizer, token, known, offset, detokenizer.at_start))
         length += len(detokenizer.push(token))
     return entries

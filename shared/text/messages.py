@@ -1,9 +1,9 @@
-"""Chat messages as a request gives them, made plain for a chat template.
+"""Normalises the chat messages of a request for a chat template.
 
-A template sees each message's `content` in the form that it reads (`content.py`), whichever way a client wrote it; null
-or missing is ''. Tool calls in a history have their JSON arguments parsed, since templates print them as objects. A
-field that is null, or an empty list of tool calls, is left out, since templates ask whether it is there. Other fields
-of a message reach the template as they are, and so do those of a part, where the template reads parts.
+A template gets each message's `content` in the format that it reads (`content_format.py`), however a client wrote it;
+null or missing content is ''. The JSON arguments of tool calls are parsed, since templates print them as objects. A
+field that is null, or an empty list of tool calls, is left out, since templates test whether a field is there. Other
+fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
 """
 
 import json
@@ -12,42 +12,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from shared.errors import InvalidRequest, brief
-from shared.text.content import ContentForms, Message, text_part
+from shared.text.content_format import ContentFormats, Message, text_part
 
 
-def plain_messages(messages: Sequence[Any], forms: ContentForms) -> list[Message]:
-    """The messages with contents in these forms. Raises `InvalidRequest` naming the one at fault."""
+def normalize_messages(messages: Sequence[Any], formats: ContentFormats) -> list[Message]:
+    """Return the messages with contents in these formats. Raise `InvalidRequest` naming the wrong field."""
     if not messages:
         raise InvalidRequest("messages must not be empty", "messages")
-    return [_plain(message, f"messages[{at}]", forms) for at, message in enumerate(messages)]
+    return [_normalize(message, f"messages[{at}]", formats) for at, message in enumerate(messages)]
 
 
 def append_text(message: Message, text: str) -> None:
-    """Add to the end of a plain message's content."""
+    """Add text to the end of a normalised message's content."""
     if isinstance(message["content"], str):
         message["content"] += text
     else:
         message["content"][-1]["text"] += text
 
 
-def _plain(message: Any, where: str, forms: ContentForms) -> Message:
+def _normalize(message: Any, where: str, formats: ContentFormats) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object", where)
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{where}.role must be a string", f"{where}.role")
-    plain = {name: value for name, value in message.items() if value is not None}
-    plain["content"] = forms.of(plain["role"]).write(_parts(message.get("content"), f"{where}.content"))
-    if "tool_calls" in plain:
-        plain["tool_calls"] = _tool_calls(plain["tool_calls"], f"{where}.tool_calls")
-        if not plain["tool_calls"]:
-            del plain["tool_calls"]
-    if "function_call" in plain:  # what tool_calls took the place of
-        plain["function_call"] = _function(plain["function_call"], f"{where}.function_call")
-    return plain
+    result = {name: value for name, value in message.items() if value is not None}
+    result["content"] = formats.of(result["role"]).write(_parts(message.get("content"), f"{where}.content"))
+    if "tool_calls" in result:
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+        if not result["tool_calls"]:
+            del result["tool_calls"]
+    if "function_call" in result:  # the predecessor of tool_calls
+        result["function_call"] = _function(result["function_call"], f"{where}.function_call")
+    return result
 
 
 def _parts(content: Any, where: str) -> list[Message]:
-    """The content as text parts, with whatever fields they have beside the text. Raises `InvalidRequest`."""
+    """Return the content as text parts, with any fields that they have beside the text. Raise `InvalidRequest`."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -74,14 +74,14 @@ def _tool_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _tool_call(call: Mapping[str, Any], where: str) -> Message:
-    plain = {name: value for name, value in call.items() if value is not None}
-    if "function" not in plain and "name" in plain:  # some templates take a call without the wrapping
-        return _function(plain, where)
-    return plain | {"function": _function(plain.get("function"), f"{where}.function")}
+    fields = {name: value for name, value in call.items() if value is not None}
+    if "function" not in fields and "name" in fields:  # some templates take a call without the wrapping
+        return _function(fields, where)
+    return fields | {"function": _function(fields.get("function"), f"{where}.function")}
 
 
 def _function(function: Any, where: str) -> Message:
-    """A called function, its arguments as an object. Raises `InvalidRequest`."""
+    """Return a called function with its arguments as an object. Raise `InvalidRequest`."""
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where} must be an object", where)
     if not isinstance(function.get("name"), str):
@@ -90,7 +90,7 @@ def _function(function: Any, where: str) -> Message:
 
 
 def _arguments(arguments: Any, where: str) -> Mapping[str, Any]:
-    """The object that `arguments` is or, as in OpenAI's API, whose JSON it is; nothing at all stands for {}."""
+    """Return the arguments, which are an object or, as in OpenAI's API, its JSON. None and '' stand for {}."""
     if isinstance(arguments, str):
         try:
             arguments = _parse(arguments) if arguments.strip() else None
@@ -104,7 +104,7 @@ def _arguments(arguments: Any, where: str) -> Mapping[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Read JSON, with no numbers that only Python can read or print. Raises `ValueError`."""
+    """Parse JSON without the numbers that only Python accepts. Raise `ValueError`."""
     return json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
 
 

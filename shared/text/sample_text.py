@@ -17,7 +17,7 @@ from shared.params import SamplingParams
 from shared.protocol import FinishReason, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import LogprobEntry, make_entry
-from shared.text.stops import StopMatcher
+from shared.text.stop_strings import StopMatcher
 from shared.text.tokenizer import Tokenizer
 
 
@@ -112,7 +112,7 @@ class SampleText:
         return self._push(self._detokenizer.push(token))
 
     def _place(self, token: int, found: TokenLogprobs) -> "_Pending":
-        offset = self._decoded + self._detokenizer.breaks(token)
+        offset = self._decoded + self._detokenizer.breaks_character(token)
         return _Pending(token, found, offset, self._detokenizer.at_start)
 
     def _push(self, piece: str) -> str:

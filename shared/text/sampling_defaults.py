@@ -1,7 +1,7 @@
-"""Sampling defaults in a model's generation_config.json: values for what a request leaves open.
+"""Sampling defaults from a model's generation_config.json, for the fields that a request leaves open.
 
-Nobody who serves a model wrote this file, so nothing in it ends a start: what can be read is read, the rest is left out
-and named in one line of the log.
+Whoever serves a model did not write this file, so an error in it does not prevent the start. Usable values are used,
+and one log line names the others.
 """
 
 import logging
@@ -14,18 +14,18 @@ from msgspec import Struct
 
 from shared.errors import ConfigError, InvalidRequest, ModelError, brief
 from shared.params import SamplingParams
-from shared.text.json_file import number, read_json, whole_number
+from shared.text.json_file import as_integer, as_number, read_json
 
 logger = logging.getLogger(__name__)
 
 KEYS = {"max_tokens": "max_new_tokens"}
-"""The file's names of fields where they differ from ours."""
+"""The file's names of fields, if they differ from Quire's."""
 
-WHOLE = ("top_k", "max_tokens")
+INTEGERS = ("top_k", "max_tokens")
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
-    """Values for fields of `SamplingParams` that a request did not give; None: no opinion."""
+    """Defaults for fields of `SamplingParams`; None: the model has none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -36,54 +36,55 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, folder: Path) -> "SamplingDefaults":
-        """Read `folder`/generation_config.json, if it is there. A file that is no JSON object says nothing."""
+        """Read generation_config.json in `folder`. No file, or one without a JSON object, gives no defaults."""
         path = folder / "generation_config.json"
         try:
             config = read_json(path)
         except ModelError as error:
             logger.warning("%s; no sampling defaults are taken from it", error)
             return cls()
-        return cls.read(config, path)
+        return cls.from_config(config, path)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], path: Path) -> "SamplingDefaults":
-        """Take the usable values out of what `path` holds, and log those that are not."""
-        defaults, unusable = cls._sort(config)
+    def from_config(cls, config: Mapping[str, Any], path: Path) -> "SamplingDefaults":
+        """Return the usable values of the content of `path`, and log the others."""
+        defaults, unusable = cls._parse(config)
         if unusable:
             logger.warning("%s: ignored, since it is out of range or no number: %s", path, ", ".join(unusable))
         return defaults
 
     @classmethod
-    def demand(cls, config: Mapping[str, Any], place: str) -> "SamplingDefaults":
-        """Take the values that a user wrote at `place`. Raise `ConfigError` for one that cannot be used."""
-        defaults, unusable = cls._sort(config)
+    def from_override(cls, config: Mapping[str, Any], flag: str) -> "SamplingDefaults":
+        """Return the values that a user gave with `flag`. Raise `ConfigError` if one cannot be used."""
+        defaults, unusable = cls._parse(config)
         if unusable:
-            raise ConfigError(f"{place}: {unusable[0]} is out of range or no number")
+            raise ConfigError(f"{flag}: {unusable[0]} is out of range or no number")
         return defaults
 
     @classmethod
-    def _sort(cls, config: Mapping[str, Any]) -> tuple["SamplingDefaults", list[str]]:
-        """Return the usable values, and the others as words for people."""
+    def _parse(cls, config: Mapping[str, Any]) -> tuple["SamplingDefaults", list[str]]:
+        """Return the usable values, and descriptions of the others."""
         usable: dict[str, Any] = {}
         unusable: list[str] = []
         for name in cls.__struct_fields__:
             key = KEYS.get(name, name)
-            if (given := config.get(key)) is None:
+            if (raw := config.get(key)) is None:
                 continue
-            if (value := _usable(name, given)) is None:
-                unusable.append(f"{key} {brief(given)}")
+            if (value := _usable(name, raw)) is None:
+                unusable.append(f"{key} {brief(raw)}")
             else:
                 usable[name] = value
         return cls(**usable), unusable
 
-    def given(self) -> dict[str, Any]:
-        """The fields that have a value."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields that have a value."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
-def _usable(name: str, given: Any) -> float | int | None:
-    value = whole_number(given) if name in WHOLE else number(given)
-    if value is None or (name == "max_tokens" and value < 1):  # 0 would end every answer before it begins
+def _usable(name: str, raw: Any) -> float | int | None:
+    """Return the value as a number; None if it is none or is out of range."""
+    value = as_integer(raw) if name in INTEGERS else as_number(raw)
+    if value is None or (name == "max_tokens" and value < 1):  # 0 would make every answer empty
         return None
     try:
         SamplingParams(**{name: value})  # type: ignore[arg-type]

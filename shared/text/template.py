@@ -1,9 +1,9 @@
-"""`ChatTemplate`: the model's Jinja template, which makes a prompt of messages.
+"""`ChatTemplate`: the model's Jinja template, which turns messages into a prompt.
 
-Found in tokenizer_config.json, chat_template.jinja or chat_template.json, or in a file that the user names. It runs in
-a sandbox, with what templates in the field expect: `raise_exception`, `strftime_now`, `tojson` that leaves non-ASCII
-letters alone, loop controls, `{% generation %}`, and the special tokens by name. Whatever goes wrong while it runs is
-the messages' fault, hence `InvalidRequest`; a template that does not parse, or shows no message, is a `ModelError`.
+It is in tokenizer_config.json, chat_template.jinja or chat_template.json, or in a file that the user names. It runs in
+a sandbox, with what templates expect: `raise_exception`, `strftime_now`, a `tojson` that does not escape non-ASCII
+letters, loop controls, `{% generation %}`, and the special tokens by name. An error while it runs is taken for the
+messages' fault (`InvalidRequest`). A template that does not parse, or prints no message, is a `ModelError`.
 """
 
 import json
@@ -20,22 +20,22 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shared.errors import InvalidRequest, ModelError
-from shared.gguf.folder import origin
-from shared.text.content import ContentForms, Form, Message, find_forms
+from shared.gguf.folder import display_path
+from shared.text.content_format import ContentFormat, ContentFormats, Message, detect_content_formats
 from shared.text.json_file import read_json
-from shared.text.messages import append_text, plain_messages
+from shared.text.messages import append_text, normalize_messages
 
-TRIAL = 10.0
-"""Seconds for the first messages, which take a millisecond each."""
+SANITY_CHECK_TIMEOUT = 10.0
+"""Seconds for rendering the probes, which take a millisecond each."""
 
-FORMS = {"string": Form.STRING, "openai": Form.PARTS}
-"""vLLM's words for the forms of content that a template may be given."""
+FORMATS = {"string": ContentFormat.STRING, "openai": ContentFormat.PARTS}
+"""The values of --chat-template-content-format, which are vLLM's, except `auto`."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
 
 
 class ChatTemplate:
-    """`render` messages to the text of a prompt. A `source` of None stands for a model that has no template."""
+    """Renders messages to the text of a prompt. A `source` of None stands for a model that has no template."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class ChatTemplate:
         content_format: str = "auto",
         variables: Mapping[str, Any] = {},
     ) -> None:
-        """Compile `source`. Raise `ModelError`, naming `origin` if there is one, for a template that does not parse.
+        """Compile `source`. Raise `ModelError`, which names `origin`, if the template does not parse.
 
-        `content_format` is the form of content that all messages get, `string` or `openai`; `auto`: what the template
-        is found to read. `variables` are for the template where a call of `render` does not name them.
+        `content_format` is the format of all messages' content, `string` or `openai`; `auto` means the format that the
+        template is found to read. `variables` are the template's, unless a call of `render` gives them.
         """
         self._special = dict(special or {})
         self._origin = origin
-        self._form = FORMS.get(content_format)
+        self._format = FORMATS.get(content_format)
         self._variables = dict(variables)
         environment = _environment()
         self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
@@ -76,30 +76,30 @@ class ChatTemplate:
         content_format: str = "auto",
         variables: Mapping[str, Any] = {},
     ) -> "ChatTemplate":
-        """The template of a model folder, or the one in `file`. Raises `ModelError`."""
+        """Return the template of a model folder, or the one in `file`. Raise `ModelError` if it cannot be used."""
         try:
             source = _find(folder) if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {why}") from error
-        return cls(source, special, file or origin(folder), content_format=content_format, variables=variables)
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {reason}") from error
+        return cls(source, special, file or display_path(folder), content_format=content_format, variables=variables)
 
     @property
     def exists(self) -> bool:
         return self._template is not None
 
-    def try_out(self, seconds: float = TRIAL) -> None:
-        """Raise `ModelError` for a template that cannot serve.
+    def sanity_check(self, seconds: float = SANITY_CHECK_TIMEOUT) -> None:
+        """Raise `ModelError` if the template cannot be served.
 
-        That is one which short messages keep busy for so long, since it would stop a server, and one which shows
-        nothing of a user's message, since the model would answer something else.
+        That is one that takes so long for short messages, since it would block a server, and one that prints nothing
+        of a user's message, since the model would answer something else.
         """
-        thread = Thread(target=lambda: self._forms, daemon=True)  # which the process ends with
+        thread = Thread(target=lambda: self._formats, daemon=True)  # ends with the process
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
             raise self._error(f"the chat template has made nothing of one short message in {seconds:.0f} s")
-        if self._forms.shows_nothing:
+        if self._formats.shows_nothing:
             raise self._error(
                 "the chat template shows nothing of a user's message, whether its content is a string or a list of "
                 "text parts"
@@ -113,36 +113,37 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt, special tokens included (so encode it without adding any).
+        """Return the prompt with its special tokens (so encode it without adding any).
 
-        With `continue_final_message` it ends with the last message's content, its white space kept, whatever the
-        template would have put behind it. `variables` are for the template, under any name that it does not have
-        from here: not a special token's, nor a function's. Raises `InvalidRequest`.
+        With `continue_final_message` it ends with the last message's content, white space included, without what the
+        template would put after it. `variables` are passed to the template; the names of special tokens and functions
+        are reserved. Raise `InvalidRequest` if the template does not take the messages.
         """
-        given = dict(variables or {})
-        if taken := sorted(self._reserved & given.keys()):
+        extra = dict(variables or {})
+        if taken := sorted(self._reserved & extra.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(taken)}", "chat_template_kwargs")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
             )
-        plain = plain_messages(messages, self._forms)
+        normalized = normalize_messages(messages, self._formats)
         if not continue_final_message:
-            return self._run(plain, add_generation_prompt, given)
-        mark = uuid.uuid4().hex  # the content's end in the output, even if the template trims or repeats it
-        append_text(plain[-1], mark)
-        before, found, _ = self._run(plain, False, given).rpartition(mark)
-        if not found:
+            return self._run(normalized, add_generation_prompt, extra)
+        mark = uuid.uuid4().hex  # marks the content's end in the output, even if the template trims or repeats it
+        append_text(normalized[-1], mark)
+        prompt, is_marked, _ = self._run(normalized, False, extra).rpartition(mark)
+        if not is_marked:
             raise InvalidRequest("the chat template leaves out the final message's content", "messages")
-        return before
+        return prompt
 
     @cached_property
-    def _forms(self) -> ContentForms:
-        """The form of content that the template reads, found when it is first needed."""
+    def _formats(self) -> ContentFormats:
+        """The formats of content that the template reads, detected at the first use."""
         if self._template is None:
-            return ContentForms()
-        found = find_forms(lambda messages: self._run(messages, True, {}))  # also if the user knows: it tries it out
-        return found if self._form is None else ContentForms({"user": self._form})
+            return ContentFormats()
+        # detected also if the user has set the format, since `sanity_check` needs the probes
+        formats = detect_content_formats(lambda messages: self._run(messages, True, {}))
+        return formats if self._format is None else ContentFormats({"user": self._format})
 
     def _error(self, message: str) -> ModelError:
         return ModelError(message if self._origin is None else f"{self._origin}: {message}")
@@ -150,7 +151,7 @@ class ChatTemplate:
     def _run(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
-        context: dict[str, Any] = {"tools": None, "documents": None}  # templates ask whether these are none
+        context: dict[str, Any] = {"tools": None, "documents": None}  # templates test whether these are none
         context |= self._special | self._variables | variables
         context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -162,7 +163,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the model's own words, for training; here it is only its content."""
+    """`{% generation %}` marks the model's own words for training. Here it renders its content."""
 
     tags = {"generation"}
 
@@ -177,7 +178,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
@@ -193,17 +194,17 @@ def _find(folder: Path) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = read_json(folder / name).get("chat_template")
-        if isinstance(found, str):
-            return found
-        if isinstance(found, list):
-            return _pick(found, folder / name)
+        template = read_json(folder / name).get("chat_template")
+        if isinstance(template, str):
+            return template
+        if isinstance(template, list):
+            return _pick(template, folder / name)
     return None
 
 
 def _pick(named: list[Any], path: Path) -> str:
-    """The template called default among several named ones, or the only one."""
-    by_name = {one["name"]: one["template"] for one in named if isinstance(one, dict) and "name" in one}
+    """Return the template named default among several, or the only one."""
+    by_name = {item["name"]: item["template"] for item in named if isinstance(item, dict) and "name" in item}
     chosen = by_name.get("default", next(iter(by_name.values())) if len(by_name) == 1 else None)
     if not isinstance(chosen, str):
         raise ModelError(f"{path}: none of the chat templates is named default")

@@ -1,8 +1,9 @@
-"""What pyproject.toml's dependency groups stand for, and a program run with no packages but those of one.
+"""Run a program with the packages of one dependency group of pyproject.toml and no others.
 
-    python -m tests.deploy.groups GROUP MODULE [ARGUMENT...]
+    python tests/deploy/groups.py GROUP MODULE [ARGUMENT...]
 
-Runs MODULE as `python -m MODULE` would, while whatever GROUP does not install cannot be imported.
+runs MODULE as `python -m MODULE` would, while a package that GROUP does not install cannot be imported. The folder of
+this file is on the path, the repository's root is not: PYTHONPATH names the code to run.
 """
 
 import re
@@ -24,39 +25,39 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def requirements(group: str) -> list[str]:
-    """The requirements of a group, those of the groups that it includes among them."""
-    found: list[str] = []
+    """Return the requirements of a group, including those of the groups that it includes."""
+    lines: list[str] = []
     for entry in PYPROJECT["dependency-groups"][group]:
-        found += requirements(entry["include-group"]) if isinstance(entry, dict) else [entry]
-    return found
+        lines += requirements(entry["include-group"]) if isinstance(entry, dict) else [entry]
+    return lines
 
 
-def installed_by(wanted: Iterable[str]) -> set[str]:
-    """Normal names of the distributions that pip would install for these requirements, as far as they are there."""
-    found: set[str] = set()
-    waiting = [(requirement, frozenset[str]()) for requirement in map(Requirement, wanted)]
+def installed_by(lines: Iterable[str]) -> set[str]:
+    """Return the normalised names of the distributions here that pip would install for these requirements."""
+    names: set[str] = set()
+    waiting = [(requirement, frozenset[str]()) for requirement in map(Requirement, lines)]
     while waiting:
         requirement, extras = waiting.pop()
         if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras or {""}):
             continue
-        name = normal(requirement.name)
-        if name in found and not requirement.extras:
+        name = normalised(requirement.name)
+        if name in names and not requirement.extras:
             continue
         try:
             needs = requires(name) or []
         except PackageNotFoundError:
             continue
-        found.add(name)
+        names.add(name)
         waiting += [(Requirement(need), frozenset({"", *requirement.extras})) for need in needs]
-    return found
+    return names
 
 
-def normal(name: str) -> str:
+def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 class Absent(MetaPathFinder):
-    """Finds nothing for some top-level modules, as if they were not installed."""
+    """An import hook that raises for some top-level modules, as if they were not installed."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = frozenset(modules)
@@ -70,28 +71,28 @@ class Absent(MetaPathFinder):
 
 
 def absent(group: str) -> set[str]:
-    """Top-level modules that are installed here and would not be with the group alone; ours are no part of it."""
-    there = installed_by(requirements(group))
+    """Return the top-level modules installed here that the group does not install, apart from Quire's own."""
+    installed = installed_by(requirements(group))
     ours = {"quire", "services", "shared", "kernels"}
     return {
         module
         for module, owners in packages_distributions().items()
-        if module not in ours and not there & {normal(owner) for owner in owners}
+        if module not in ours and not installed & {normalised(owner) for owner in owners}
     }
 
 
 def main(group: str, module: str, *arguments: str) -> None:
-    """Become MODULE."""
-    gone = absent(group)
-    for name in [name for name in sys.modules if name.partition(".")[0] in gone]:
+    """Run `module` in this process with the packages of `group`."""
+    modules = absent(group)
+    for name in [name for name in sys.modules if name.partition(".")[0] in modules]:
         del sys.modules[name]
-    sys.meta_path.insert(0, Absent(gone))
+    sys.meta_path.insert(0, Absent(modules))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def declared() -> list[Any]:
-    """The project's own dependencies."""
+    """Return the project's own dependencies."""
     return list(PYPROJECT["project"]["dependencies"])
 
 

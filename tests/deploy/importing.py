@@ -1,4 +1,4 @@
-"""`python -m tests.deploy.importing PACKAGE...`: import every module of these packages, and say so."""
+"""Import every module of the packages named by the arguments, and print `imported`."""
 
 import importlib
 import pkgutil

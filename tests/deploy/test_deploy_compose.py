@@ -1,4 +1,4 @@
-"""docker-compose.yml and what it starts with, as far as no container engine is needed: `make compose-test` has one."""
+"""docker-compose.yml and its images, as far as no container engine is needed; `make compose-test` uses one."""
 
 import json
 import re
@@ -32,20 +32,20 @@ CONFIGS: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "worker": WorkerConfig,
 }
-FIXED = {"host", "port", "reuse_port", "uds", "metrics_port"}  # inside a container there is nothing to choose
+FIXED = {"host", "port", "reuse_port", "uds", "metrics_port"}  # not configurable in a container
 
 
 def service(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = COMPOSE["services"][name]
-    return found
+    config: dict[str, Any] = COMPOSE["services"][name]
+    return config
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_setting_of_a_service_can_be_given_by_environment_and_no_other(name: str) -> None:
     variables = [entry.partition("=")[0] for entry in service(name)["environment"]]
-    given = [variable for variable in variables if variable.startswith("QUIRE_")]
-    wanted = [knob.variable for knob in knobs(CONFIGS[name]) if knob.name not in INTERNAL | FIXED]
-    assert sorted(given) == sorted(wanted)
+    settings = [variable for variable in variables if variable.startswith("QUIRE_")]
+    expected = [knob.variable for knob in knobs(CONFIGS[name]) if knob.name not in INTERNAL | FIXED]
+    assert sorted(settings) == sorted(expected)
 
 
 def test_the_worker_computes_on_what_its_image_is_for() -> None:
@@ -54,7 +54,7 @@ def test_the_worker_computes_on_what_its_image_is_for() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_commands_are_ones_that_the_services_take(name: str) -> None:
+def test_the_services_take_their_commands(name: str) -> None:
     config = load(CONFIGS[name], service(name)["command"], {}, prog=name)
     assert config != CONFIGS[name]()
 
@@ -72,8 +72,8 @@ def test_the_services_address_each_other() -> None:
 
 
 def test_only_the_balancer_is_published_and_the_services_network_is_internal() -> None:
-    ours = [name for name, found in COMPOSE["services"].items() if "profiles" not in found]
-    assert [name for name in ours if "ports" in service(name)] == ["balancer"]
+    names = [name for name, config in COMPOSE["services"].items() if "profiles" not in config]
+    assert [name for name in names if "ports" in service(name)] == ["balancer"]
     assert COMPOSE["networks"]["engine"] == {"internal": True}
     assert service("scheduler")["networks"] == ["engine"]
     assert set(service("balancer")["networks"]) & set(service("gateway")["networks"]) == {"engine"}  # one address each
@@ -81,25 +81,25 @@ def test_only_the_balancer_is_published_and_the_services_network_is_internal() -
 
 @pytest.mark.parametrize("name", COMPOSE["services"])
 def test_every_container_is_confined_and_comes_back(name: str) -> None:
-    found = service(name)
-    assert found["cap_drop"] == ["ALL"]
-    assert found["security_opt"] == ["no-new-privileges:true"]
-    assert found["pids_limit"] == 4096
-    assert found["restart"] == "unless-stopped"
+    config = service(name)
+    assert config["cap_drop"] == ["ALL"]
+    assert config["security_opt"] == ["no-new-privileges:true"]
+    assert config["pids_limit"] == 4096
+    assert config["restart"] == "unless-stopped"
 
 
-def test_targets_and_volumes_are_there() -> None:
+def test_targets_and_volumes_exist() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
-    built = [found["build"] for file in (COMPOSE, GPU) for found in file["services"].values() if "build" in found]
+    built = [config["build"] for file in (COMPOSE, GPU) for config in file["services"].values() if "build" in config]
     assert {build["target"] for build in built} == {"balancer", "gateway", "scheduler", "worker-cpu", "worker-gpu"}
     assert {build["target"] for build in built} <= set(stages)
-    for found in COMPOSE["services"].values():
-        for volume in found.get("volumes", []):
+    for config in COMPOSE["services"].values():
+        for volume in config.get("volumes", []):
             source = volume.partition(":")[0]
             assert source in COMPOSE["volumes"] or source.startswith("${MODEL_FOLDER") or (ROOT / source).exists()
 
 
-def test_whatever_stops_has_time_to_drain() -> None:
+def test_every_service_has_time_to_drain() -> None:
     drain = SchedulerConfig().drain_timeout
     for name in ("balancer", *CONFIGS):
         (grace,) = re.findall(r"^\$\{STOP_GRACE_PERIOD:-(\d+)s\}$", service(name)["stop_grace_period"])
@@ -117,14 +117,14 @@ def test_errors_of_the_balancer_are_the_apis() -> None:
 
 
 def probe(*argv: str) -> tuple[int, str]:
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(ROOT / "deploy/probe.py"), *argv], capture_output=True, text=True, timeout=30, check=False
     )
-    return found.returncode, found.stdout
+    return process.returncode, process.stdout
 
 
 class Answers(BaseHTTPRequestHandler):
-    """200 at /well, 503 elsewhere."""
+    """Answers 200 at /well and 503 elsewhere."""
 
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/well" else 503)

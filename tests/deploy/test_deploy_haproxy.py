@@ -1,4 +1,4 @@
-"""deploy/haproxy.cfg on a real HAProxy, where there is one, before a gateway that only says what has reached it."""
+"""deploy/haproxy.cfg on a real HAProxy, if it is installed, in front of a gateway that echoes what reaches it."""
 
 import re
 import shutil
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.skipif(HAPROXY is None, reason="HAProxy is not installe
 
 
 class Gateway(BaseHTTPRequestHandler):
-    """Says the path and the length of the body, once all of it has come."""
+    """Answers with the path and the length of the body, after reading all of it."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         length = len(self.rfile.read(int(self.headers.get("Content-Length", 0))))
-        said = f"{self.path} {length}".encode()
+        answer = f"{self.path} {length}".encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(said)
+        self.wfile.write(answer)
 
     do_POST = do_GET
 
@@ -42,16 +42,16 @@ class Gateway(BaseHTTPRequestHandler):
         pass
 
 
-def instead(text: str, pattern: str, new: str) -> str:
-    """With the one line that matches replaced."""
-    found, count = re.subn(pattern, new, text, flags=re.MULTILINE)
+def replace_line(text: str, pattern: str, new: str) -> str:
+    """Return `text` with the one line replaced that matches."""
+    replaced, count = re.subn(pattern, new, text, flags=re.MULTILINE)
     assert count == 1, pattern
-    return found
+    return replaced
 
 
 @pytest.fixture(scope="module")
 def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Its port. Of the configuration only names, ports and one time are other than in the container."""
+    """The balancer's port. Its configuration differs from the container's in names, ports and one timeout only."""
     assert HAPROXY is not None
     front, monitoring = free_ports(2)
     with ExitStack() as stack:
@@ -60,12 +60,12 @@ def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         thread.start()
         stack.callback(thread.join)
         stack.callback(gateway.shutdown)
-        text = instead(CONFIG, r"bind :8000$", f"bind 127.0.0.1:{front}")
-        text = instead(text, r"bind :8404$", f"bind 127.0.0.1:{monitoring}")
-        text = instead(
+        text = replace_line(CONFIG, r"bind :8000$", f"bind 127.0.0.1:{front}")
+        text = replace_line(text, r"bind :8404$", f"bind 127.0.0.1:{monitoring}")
+        text = replace_line(
             text, r"server-template .*", f"server gateway 127.0.0.1:{gateway.server_port} init-addr last,libc"
         )
-        text = instead(text, r"timeout http-request .*", "timeout http-request 1s")
+        text = replace_line(text, r"timeout http-request .*", "timeout http-request 1s")
         file = tmp_path_factory.mktemp("haproxy") / "haproxy.cfg"
         file.write_text(text)
         process = subprocess.Popen([HAPROXY, "-W", "-db", "-f", str(file)], stdout=subprocess.DEVNULL)
@@ -80,7 +80,7 @@ def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def ask(port: int, method: str, target: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-    """Status and body of the answer; status 0 if there is nobody."""
+    """Return status and body of the answer; status 0 if nobody listens."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.putrequest(method, target, skip_accept_encoding=True)
@@ -97,11 +97,11 @@ def ask(port: int, method: str, target: str, body: bytes | None = None, **header
         connection.close()
 
 
-def test_the_configuration_has_no_fault() -> None:
+def test_the_configuration_is_valid() -> None:
     argv = [str(HAPROXY), "-c", "-f", str(Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg")]
-    found = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
-    assert found.returncode == 0, found.stderr
-    assert "WARNING" not in found.stderr
+    process = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+    assert process.returncode == 0, process.stderr
+    assert "WARNING" not in process.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_the_configuration_has_no_fault() -> None:
     ],
 )
 def test_no_spelling_of_metrics_reaches_a_gateway(balancer: int, target: str) -> None:
-    status, said = ask(balancer, "GET", target)
+    status, body = ask(balancer, "GET", target)
     assert status in (400, 404)
-    assert target.encode() not in said, "what a gateway would have said"
-    assert status == 400 or b'"type":"NotFoundError"' in said
+    assert target.encode() not in body, "a gateway answered"
+    assert status == 400 or b'"type":"NotFoundError"' in body
 
 
 @pytest.mark.parametrize("target", ["/v1/models", "/metrics2", "/v1/metrics"])
@@ -140,7 +140,7 @@ def test_long_headers_pass(balancer: int, name: str, length: int) -> None:
     assert ask(balancer, "GET", "/v1/models", **{name: "a" * length}) == (200, b"/v1/models 0")
 
 
-def test_a_body_that_stays_away_is_not_waited_for(balancer: int) -> None:
+def test_a_body_that_does_not_come_times_out(balancer: int) -> None:
     with socket.create_connection(("127.0.0.1", balancer), timeout=30) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         response = HTTPResponse(client)

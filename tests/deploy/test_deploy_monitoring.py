@@ -1,4 +1,4 @@
-"""The dashboard asks for what is exported, and Prometheus counts nothing twice."""
+"""The dashboard's metrics are exported, and Prometheus counts none of them twice."""
 
 import json
 import re
@@ -22,7 +22,7 @@ DATASOURCE: dict[str, Any] = yaml.safe_load(
 
 
 def samples(exposition: bytes) -> set[str]:
-    """Names of our metrics in an exposition, as queries write them."""
+    """Return the names of Quire's metrics in an exposition, as queries write them."""
     families = text_string_to_metric_families(exposition.decode())
     names = {sample.name for family in families for sample in family.samples}
     return {name for name in names if name.startswith(("vllm:", "quire:"))}
@@ -52,7 +52,7 @@ def test_every_metric_of_the_dashboard_is_exported() -> None:
 
 
 def test_the_dashboard_shows_what_operators_ask_for() -> None:
-    asked = " ".join(queries())
+    text = " ".join(queries())
     for name in (
         "num_requests_running",
         "num_requests_waiting",
@@ -76,10 +76,10 @@ def test_the_dashboard_shows_what_operators_ask_for() -> None:
         "request_num_preemptions_bucket",
         "cache_config_info",
     ):
-        assert name in asked
+        assert name in text
 
 
-def test_what_every_gateway_knows_of_an_engine_is_taken_from_the_scheduler_alone() -> None:
+def test_metrics_of_engines_are_scraped_from_the_scheduler_alone() -> None:
     jobs = {job["job_name"]: job for job in PROMETHEUS["scrape_configs"]}
     (rule,) = jobs["gateway"]["metric_relabel_configs"]
     assert rule["action"] == "drop"

@@ -55,7 +55,7 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
     rng = random.Random(seed)
     tokenizer = Tokenizer.load(locate(""))
     words = tokenizer.encode(TEXT, add_special_tokens=False)
-    ordinary = [id for id in range(tokenizer.vocab_size) if tokenizer.special_text(id) is None]
+    ordinary = [id for id in range(tokenizer.vocab_size) if tokenizer.special_token(id) is None]
     lengths = [1, longest, *EDGES]
     lengths += [round(longest ** rng.random() ** 1.3) for _ in range(count - len(lengths))]
     rng.shuffle(lengths)

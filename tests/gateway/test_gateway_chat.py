@@ -195,13 +195,13 @@ def test_a_wrong_generation_config_ends_the_start_only_if_it_was_named(
     """LDG-28."""
     folder = write_model_folder(tmp_path / "model", generation={"temperature": 5, "top_k": 50.0})
     settings: dict[str, Any] = {"model": str(folder), "generation_config": str(folder)}
-    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.given() == {"top_k": 50}
+    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.as_dict() == {"top_k": 50}
     assert caplog.text.count("temperature 5") == 1
     check_files(GatewayConfig(**settings))
-    assert ServedModel.load(GatewayConfig(**settings)).defaults.given() == {"top_k": 50}
+    assert ServedModel.load(GatewayConfig(**settings)).defaults.as_dict() == {"top_k": 50}
     assert caplog.text.count("temperature 5") == 2, "who checks says nothing that the gateway will say"
     (folder / "generation_config.json").write_text("[]")
-    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.given() == {}
+    assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.as_dict() == {}
     for refusing in (check_files, ServedModel.load):
         with pytest.raises(ModelError, match=r"generation_config\.json: must be a JSON object"):
             refusing(GatewayConfig(**settings))

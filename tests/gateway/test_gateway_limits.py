@@ -500,7 +500,7 @@ class Recorder(Tokenizer):
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(path: str) -> None:
     tokenizer = Recorder()
-    most = tokenizer.most_characters(256)
+    most = tokenizer.max_characters(256)
     async with serve(tokenizer=tokenizer) as client:
         for length, tokenized in ((most - 100, True), (most + 1, False)):
             text = "x" * length

@@ -28,7 +28,7 @@ def test_the_users_sampling_defaults_win(folder: Path) -> None:
     """API-02: --override-generation-config."""
     override = '{"temperature": 0, "max_new_tokens": 9, "do_sample": true}'
     found = ServedModel.load(GatewayConfig(model=str(folder), override_generation_config=override)).defaults
-    assert found.given() == {"temperature": 0.0, "top_k": 7, "max_tokens": 9}
+    assert found.as_dict() == {"temperature": 0.0, "top_k": 7, "max_tokens": 9}
     for wrong, said in (
         ('{"top_p": 2}', "--override-generation-config: top_p 2 is out of range"),
         ("{", "--override-generation-config {: is not JSON"),

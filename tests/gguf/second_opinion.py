@@ -1,4 +1,4 @@
-"""Transformers' models of GGUF files: by its own reader, as a second opinion, or from our tensors, which is faster."""
+"""Transformers' models of GGUF files, by its own reader as a second opinion, or from Quire's tensors (faster)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,24 +13,24 @@ from services.worker.checkpoint.weight_files import WeightFiles
 
 
 def read(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and tensors of the file as transformers' reader has them, for the kind of model that `folder` names.
+    """Return config and tensors of the file as transformers' reader has them, for the architecture of `folder`.
 
-    (Its `from_pretrained` would ask for a further package.)
+    (Its `from_pretrained` would need another package.)
     """
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    found = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=empty)
-    return found["config"], found["tensors"]
+    checkpoint = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=empty)
+    return checkpoint["config"], checkpoint["tensors"]
 
 
 def from_ours(folder: Path) -> PreTrainedModel:
-    """Transformers' model, in float32, of a GGUF file's folder with the tensors that our worker would load."""
+    """Return transformers' model, in float32, of a GGUF file's folder with the tensors that Quire's worker loads."""
     files = WeightFiles(folder)
     return from_tensors(folder, {name: files.get(name) for name in files.names})
 
 
 def from_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Transformers' model of these tensors, in float32."""
+    """Return transformers' model of these tensors, in float32."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected

@@ -1,4 +1,4 @@
-"""A GGUF file's folder: made once, never seen half done, made anew when it must be, and pointing to the weights."""
+"""A GGUF file's folder is made once and never seen incomplete, is made anew when it must, and points to the weights."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.gguf import folder as gguf_folder
 from shared.gguf.folder import FORMAT, POINTER, model_folder, read_pointer
-from tests.gguf.writing import plain_vocabulary, write
+from tests.gguf.gguf_writer import plain_vocabulary, write
 from tests.models.tiny import llama
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -33,20 +33,20 @@ def file(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that were written, one entry each time."""
-    asked: list[Path] = []
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that were written, in order."""
+    folders: list[Path] = []
     write_folder = gguf_folder._write
 
     def counted(parts: tuple[Path, ...], folder: Path, sampling: dict[str, object]) -> None:
-        asked.append(folder)
+        folders.append(folder)
         write_folder(parts, folder, sampling)
 
     monkeypatch.setattr(gguf_folder, "_write", counted)
-    return asked
+    return folders
 
 
-def test_it_holds_settings_and_no_weights(file: Path, tmp_path: Path) -> None:
+def test_it_has_configuration_and_no_weights(file: Path, tmp_path: Path) -> None:
     folder = model_folder(file, tmp_path / "cache", {"temperature": 0.5})
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", POINTER}
@@ -54,7 +54,7 @@ def test_it_holds_settings_and_no_weights(file: Path, tmp_path: Path) -> None:
     assert WeightFiles(folder).paths == [file]
 
 
-def test_it_is_made_once_by_starts_at_the_same_time(file: Path, tmp_path: Path, made: list[Path]) -> None:
+def test_it_is_made_once_by_starts_at_the_same_time(file: Path, tmp_path: Path, written: list[Path]) -> None:
     barrier = threading.Barrier(4)
 
     def start() -> None:
@@ -66,7 +66,7 @@ def test_it_is_made_once_by_starts_at_the_same_time(file: Path, tmp_path: Path, 
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1
+    assert len(written) == 1
 
 
 def test_a_killed_start_leaves_nothing_that_matters(file: Path, tmp_path: Path) -> None:
@@ -79,21 +79,21 @@ def test_a_killed_start_leaves_nothing_that_matters(file: Path, tmp_path: Path) 
     assert not (folder / "vocab.txt").exists()
 
 
-def test_a_folder_of_an_older_form_is_made_anew(
-    file: Path, tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+def test_a_folder_of_an_older_format_is_made_anew(
+    file: Path, tmp_path: Path, written: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model_folder(file, tmp_path / "cache")
     (folder / "config.json").write_text("{}")
     assert model_folder(file, tmp_path / "cache") == folder
-    assert len(made) == 1
+    assert len(written) == 1
     monkeypatch.setattr(gguf_folder, "FORMAT", FORMAT + 1)
     assert model_folder(file, tmp_path / "cache") == folder
-    assert len(made) == 2
+    assert len(written) == 2
     assert json.loads((folder / "config.json").read_bytes())["model_type"] == "llama"
     assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
 
 
-def test_a_file_that_moved_keeps_its_folder(file: Path, tmp_path: Path, made: list[Path]) -> None:
+def test_a_file_that_moved_keeps_its_folder(file: Path, tmp_path: Path, written: list[Path]) -> None:
     folder = model_folder(file, tmp_path / "cache")
     moved = tmp_path / "elsewhere" / file.name
     moved.parent.mkdir()
@@ -103,11 +103,13 @@ def test_a_file_that_moved_keeps_its_folder(file: Path, tmp_path: Path, made: li
     with pytest.raises(ModelError, match="there is no file"):
         WeightFiles(folder)  # a folder alone, whose file is gone
     assert model_folder(moved, tmp_path / "cache") == folder
-    assert len(made) == 1
+    assert len(written) == 1
     assert WeightFiles(folder).get(EMBEDDING).shape == (131, 60)
 
 
-def test_a_relative_path_is_kept_as_a_whole_one(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_kept_as_an_absolute_one(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(file.parent)
     pointer = read_pointer(model_folder(Path(file.name), tmp_path / "cache"))
     assert pointer is not None
@@ -144,20 +146,20 @@ def test_a_full_disk_is_a_clear_error(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_folder_that_lost_a_file_is_made_anew(name: str, file: Path, tmp_path: Path, made: list[Path]) -> None:
+def test_a_folder_that_lost_a_file_is_made_anew(name: str, file: Path, tmp_path: Path, written: list[Path]) -> None:
     folder = model_folder(file, tmp_path / "cache")
     before = (folder / name).read_bytes()
     (folder / name).unlink()
     assert model_folder(file, tmp_path / "cache") == folder
     assert (folder / name).read_bytes() == before
-    assert len(made) == 2
+    assert len(written) == 2
 
 
-def test_a_folder_that_never_had_a_tokenizer_is_whole(tmp_path: Path, made: list[Path]) -> None:
+def test_a_folder_that_never_had_a_tokenizer_is_complete(tmp_path: Path, written: list[Path]) -> None:
     vocabulary = plain_vocabulary(131) | {"pre": "strange"}
     file = write(llama(num_hidden_layers=1), tmp_path / "model.gguf", vocabulary=vocabulary)
     assert model_folder(file, tmp_path / "cache") == model_folder(file, tmp_path / "cache")
-    assert len(made) == 1
+    assert len(written) == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -174,7 +176,7 @@ def test_a_cache_that_is_a_file_is_a_clear_error(file: Path, tmp_path: Path) -> 
 
 
 def test_making_and_reading_it_takes_no_torch(file: Path, tmp_path: Path) -> None:
-    """The gateway, whose image has none, may be the first to ask for it."""
+    """The gateway, whose image has no torch, may be the first to make the folder."""
     code = (
         "import sys; from pathlib import Path; from shared.hub.checkpoint import locate\n"
         "from shared.text.tokenizer import Tokenizer\n"
@@ -183,7 +185,7 @@ def test_making_and_reading_it_takes_no_torch(file: Path, tmp_path: Path) -> Non
     )
     environment = {**os.environ, "QUIRE_CACHE": str(tmp_path / "cache")}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    code += "assert not {'gguf', 'numpy'} & sys.modules.keys()\n"  # now that it is there
+    code += "assert not {'gguf', 'numpy'} & sys.modules.keys()\n"  # since the folder is there now
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 

@@ -1,4 +1,4 @@
-"""Models in GGUF files through our worker, against transformers with the same (dequantised) weights."""
+"""Models in GGUF files, computed by Quire's worker and by transformers with the same (dequantised) weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +13,14 @@ from kernels.load import ops
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
 from tests.gguf import second_opinion
-from tests.gguf.writing import write
+from tests.gguf.gguf_writer import write
 from tests.models.tiny import Forward, llama, reference_logits
 from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 
 compiled = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-"""Rows of whole blocks of 32, which is what the plain quantised types have."""
+"""Sizes whose rows are whole blocks of 32, as the simple quantised types need."""
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -59,9 +59,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def mixed(name: str) -> GGMLQuantizationType:
-    """Of each kind that can be written, some: as the usual mixtures of types have it."""
-    kinds = ("Q4_0", "Q8_0", "Q5_1", "F16", "Q4_1", "BF16", "Q5_0", "F32")
-    return GGMLQuantizationType[kinds[sum(name.encode()) % len(kinds)]]
+    """Return one of all types that can be written, as files usually mix them."""
+    names = ("Q4_0", "Q8_0", "Q5_1", "F16", "Q4_1", "BF16", "Q5_0", "F32")
+    return GGMLQuantizationType[names[sum(name.encode()) % len(names)]]
 
 
 def compare(file: Path, model: PreTrainedModel, cache: Path, **config: object) -> None:
@@ -74,7 +74,8 @@ def compare(file: Path, model: PreTrainedModel, cache: Path, **config: object) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ldg_09_logits_of_mixed_types_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_of_mixed_types_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """LDG-09."""
     model = MODELS[name]()
     compare(write(model, tmp_path / "model.gguf", mixed), model, tmp_path / "cache")
 
@@ -85,7 +86,8 @@ def test_transformers_code_computes_a_gguf_file_too(tmp_path: Path) -> None:
     compare(file, model, tmp_path / "cache", model_impl="transformers")
 
 
-def test_ldg_09_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) -> None:
+def test_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) -> None:
+    """LDG-09."""
     model = llama(**WIDE, rope_parameters=LLAMA3 | {"original_max_position_embeddings": 32})
     file = write(model, tmp_path / "model.gguf")
     compare(file, model, tmp_path / "cache")
@@ -94,26 +96,28 @@ def test_ldg_09_frequencies_of_a_tensor_of_their_own_are_used(tmp_path: Path) ->
     assert (reference_logits(plain, TOKENS) - reference_logits(model, TOKENS)).abs().max() > 0.01
 
 
-def test_ldg_09_a_file_without_output_layer_is_tied(tmp_path: Path) -> None:
+def test_a_file_without_output_layer_is_tied(tmp_path: Path) -> None:
+    """LDG-09."""
     model = llama(**WIDE, tie_word_embeddings=True)
     compare(write(model, tmp_path / "model.gguf", mixed), model, tmp_path / "cache")
 
 
-def test_ldg_09_a_set_of_files_is_one_model(tmp_path: Path) -> None:
+def test_a_set_of_files_is_one_model(tmp_path: Path) -> None:
+    """LDG-09."""
     model = llama(**WIDE)
     write(model, tmp_path / "model.gguf", mixed, split=8)
     compare(tmp_path / "model-00003-of-00004.gguf", model, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
-def test_each_type_of_weights(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16"])
+def test_each_type_of_weights(type_name: str, tmp_path: Path) -> None:
     model = llama(**WIDE, num_hidden_layers=1)
-    file = write(model, tmp_path / "model.gguf", lambda name: GGMLQuantizationType[kind])
+    file = write(model, tmp_path / "model.gguf", lambda name: GGMLQuantizationType[type_name])
     compare(file, model, tmp_path / "cache")
 
 
 def plain_blocks(name: str) -> GGMLQuantizationType:
-    """Types that are computed with as they are; parts of one product are of different ones."""
+    """Return a type that matmuls take as it is stored. Matrices that are joined have different types."""
     return GGMLQuantizationType[("Q4_0", "Q8_0", "Q4_1")[sum(name.encode()) % 3]]
 
 
@@ -155,7 +159,7 @@ def test_types_that_are_not_computed_with_are_dequantised_and_named(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2"])
 def test_tensors_are_those_that_transformers_finds(name: str, tmp_path: Path) -> None:
-    """A reader that was written by others: names, order of rows, transposition, and what is subtracted."""
+    """Transformers' own reader agrees on names, order of rows, transposition and what is subtracted."""
     file = write(MODELS[name](), tmp_path / "model.gguf", mixed)
     folder = model_folder(file, tmp_path / "cache")
     files = WeightFiles(folder)

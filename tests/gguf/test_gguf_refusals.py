@@ -1,4 +1,4 @@
-"""What is wrong with a GGUF file is said in one line, before anything starts: the file, the tensor, its type."""
+"""A broken GGUF file is refused in one line before anything starts, which names the file, the tensor and its type."""
 
 import os
 import re
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
-from shared.gguf.damage import blamed_on
+from shared.gguf.damage import damage_as_model_error
 from shared.gguf.folder import model_folder, read_pointer
 from shared.gguf.header import read_header
 from shared.hub.checkpoint import locate
 from shared.hub.download import gguf_files
-from tests.gguf.writing import EMPTY, finish, plain_vocabulary, with_key, write
+from tests.gguf.gguf_writer import EMPTY, finish, plain_vocabulary, with_key, write
 from tests.models.tiny import llama
 from tests.models.variants import mixtral
 
@@ -55,11 +55,12 @@ def test_a_big_endian_file(tmp_path: Path) -> None:
     assert "is a big-endian file (supported: little-endian" in refusal(file)
 
 
-def test_ldg_09_a_file_that_is_cut_short(whole: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short(whole: bytes, tmp_path: Path) -> None:
+    """LDG-09."""
     last = max(read_header(saved(whole, tmp_path)).tensors.values(), key=lambda tensor: tensor.offset)
-    said = refusal(saved(whole[: last.offset + last.nbytes - 1], tmp_path))
-    assert f"model.gguf: tensor {last.name} (F32 " in said
-    assert "it is cut short" in said
+    message = refusal(saved(whole[: last.offset + last.nbytes - 1], tmp_path))
+    assert f"model.gguf: tensor {last.name} (F32 " in message
+    assert "it is cut short" in message
 
 
 def test_wherever_a_header_ends_there_is_an_error_and_no_crash(whole: bytes, tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_wherever_a_header_ends_there_is_an_error_and_no_crash(whole: bytes, tmp
 
 
 def test_bytes_that_were_damaged_are_an_error_or_another_model(whole: bytes, tmp_path: Path) -> None:
-    """Never anything else than a ModelError."""
+    """A damaged header raises ModelError and nothing else."""
     rng = np.random.default_rng(0)
     end = min(tensor.offset for tensor in read_header(saved(whole, tmp_path)).tensors.values())
     refused = 0
@@ -85,7 +86,7 @@ def test_bytes_that_were_damaged_are_an_error_or_another_model(whole: bytes, tmp
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("others", "message"),
     [
         (
             {"blk.1.ffn_up.weight": None},
@@ -108,8 +109,8 @@ def test_bytes_that_were_damaged_are_an_error_or_another_model(whole: bytes, tmp
         ({"token_embd.weight": np.zeros((130, 60))}, "tensor token_embd.weight (F64 [130, 60]): there are 131 tokens"),
     ],
 )
-def test_a_tensor_that_is_wrong(others: Mapping[str, NDArray[Any] | None], said: str, tmp_path: Path) -> None:
-    assert said in refusal(write(llama(), tmp_path / "model.gguf", others=others))
+def test_a_tensor_that_is_wrong(others: Mapping[str, NDArray[Any] | None], message: str, tmp_path: Path) -> None:
+    assert message in refusal(write(llama(), tmp_path / "model.gguf", others=others))
 
 
 def test_numbers_that_no_file_can_hold(whole: bytes, tmp_path: Path) -> None:
@@ -128,10 +129,10 @@ def test_a_vocabulary_that_is_none(tmp_path: Path) -> None:
 
 def test_experts_of_another_number(tmp_path: Path) -> None:
     wrong = {"blk.1.ffn_down_exps.weight": np.zeros((4, 60, 77), np.float32)}
-    said = refusal(write(mixtral(), tmp_path / "model.gguf", others=wrong))
+    message = refusal(write(mixtral(), tmp_path / "model.gguf", others=wrong))
     assert (
         "tensor blk.1.ffn_down_exps.weight (F32 [4, 60, 77]): the model's settings ask for the shape [5, 60, 77]"
-        in said
+        in message
     )
 
 
@@ -152,31 +153,33 @@ def test_a_key_that_is_there_twice(name: str, whole: bytes, tmp_path: Path) -> N
 def test_a_name_that_runs_into_the_weights_is_not_shown_in_whole(name: bytes, whole: bytes, tmp_path: Path) -> None:
     at = whole.index(name)
     content = whole[: at - 8] + struct.pack("<Q", len(whole) - at - 100) + whole[at:]
-    said = refusal(saved(content, tmp_path))
-    assert re.search(rf"model\.gguf is damaged: behind \w+ \S+ there is a \w+ called '{re.escape(name.decode())}", said)
-    assert len(said) < 300
-    assert said.isprintable()
+    message = refusal(saved(content, tmp_path))
+    assert re.search(
+        rf"model\.gguf is damaged: behind \w+ \S+ there is a \w+ called '{re.escape(name.decode())}", message
+    )
+    assert len(message) < 300
+    assert message.isprintable()
 
 
 def test_a_tensor_that_is_there_twice(whole: bytes, tmp_path: Path) -> None:
     content = whole.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight")
-    said = refusal(saved(content, tmp_path))
-    assert said == f"{tmp_path}/model.gguf: there are two tensors called blk.0.ffn_up.weight"
+    message = refusal(saved(content, tmp_path))
+    assert message == f"{tmp_path}/model.gguf: there are two tensors called blk.0.ffn_up.weight"
 
 
 @pytest.mark.parametrize("depth", [2, 3000])
 def test_arrays_of_arrays(depth: int, whole: bytes, tmp_path: Path) -> None:
     nested = struct.pack("<I", GGUFValueType.ARRAY) + struct.pack("<IQ", GGUFValueType.ARRAY, 1) * (depth - 1)
     content = with_key(whole, "own.key", nested + struct.pack("<IQ", GGUFValueType.UINT32, 0))
-    said = refusal(saved(content, tmp_path))
-    assert said == f"{tmp_path}/model.gguf: key own.key is an array of arrays, which is not supported"
+    message = refusal(saved(content, tmp_path))
+    assert message == f"{tmp_path}/model.gguf: key own.key is an array of arrays, which is not supported"
 
 
 @pytest.mark.parametrize("name", ["t-00000-of-00000.gguf", "t-00000-of-00002.gguf", "t-00003-of-00002.gguf"])
 def test_a_name_of_no_possible_part(name: str, whole: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(whole)
-    said = refusal(tmp_path / name)
-    assert said == f"{tmp_path / name}: its name says that it is part {name[2:7]} of {name[11:16]}; rename it"
+    message = refusal(tmp_path / name)
+    assert message == f"{tmp_path / name}: its name says that it is part {name[2:7]} of {name[11:16]}; rename it"
 
 
 def test_a_name_that_is_no_text(whole: bytes, tmp_path: Path) -> None:
@@ -208,8 +211,8 @@ def test_a_file_that_was_cut_short_later(whole: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("a\nb"), OverflowError("a b"), RecursionError("a b"), TypeError("a b"), IndexError("a b")]
 )
-def test_what_no_check_foresaw_is_one_line_too(error: Exception) -> None:
-    with pytest.raises(ModelError) as caught, blamed_on("x.gguf"):
+def test_an_unforeseen_exception_is_one_line_too(error: Exception) -> None:
+    with pytest.raises(ModelError) as caught, damage_as_model_error("x.gguf"):
         raise error
     assert str(caught.value) == f"x.gguf cannot be read ({type(error).__name__}: a b)"
     assert caught.value.__cause__ is error
@@ -218,13 +221,13 @@ def test_what_no_check_foresaw_is_one_line_too(error: Exception) -> None:
 def test_another_architecture(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     writer = GGUFWriter(file, "rwkv6")
-    said = refusal(finish(writer, file))
-    assert "architecture rwkv6 is not supported (supported: llama, qwen2, qwen3, qwen3moe, gemma, " in said
+    message = refusal(finish(writer, file))
+    assert "architecture rwkv6 is not supported (supported: llama, qwen2, qwen3, qwen3moe, gemma, " in message
 
 
 def test_a_setting_that_is_missing_or_of_another_kind(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    for value, said in ((None, "llama.attention.head_count is missing"), ([1, 2], "head_count: Expected `int`")):
+    for value, message in ((None, "llama.attention.head_count is missing"), ([1, 2], "head_count: Expected `int`")):
         writer = GGUFWriter(file, "llama")
         writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
         writer.add_tokenizer_model("none")
@@ -232,11 +235,12 @@ def test_a_setting_that_is_missing_or_of_another_kind(tmp_path: Path) -> None:
         writer.add_embedding_length(8)
         if value:
             writer.add_head_count(value)
-        assert said in refusal(finish(writer, file))
+        assert message in refusal(finish(writer, file))
         file.unlink()
 
 
-def test_ldg_09_a_set_of_files(tmp_path: Path) -> None:
+def test_a_set_of_files(tmp_path: Path) -> None:
+    """LDG-09."""
     model = llama()
     write(model, tmp_path / "model.gguf", split=8)
     files = sorted(tmp_path.glob("*.gguf"))

@@ -1,4 +1,4 @@
-"""A GGUF file as a user serves it, with the tokenizer of another folder, since the file's own cannot be made."""
+"""A GGUF file is served with the tokenizer of another folder, since none can be made from the file."""
 
 import signal
 from pathlib import Path
@@ -10,7 +10,7 @@ from quire.checks import check_model
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.text.tokenizer import Tokenizer
-from tests.gguf.writing import plain_vocabulary, write
+from tests.gguf.gguf_writer import plain_vocabulary, write
 from tests.models.tiny import llama
 from tests.quire.serving import serving
 from tests.quire.test_quire_serve import post

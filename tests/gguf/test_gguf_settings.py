@@ -1,4 +1,4 @@
-"""Settings of a GGUF file that no model can have, or that would be served as another model: one line names the key."""
+"""Metadata that no model can have, or that would be served as another model, is refused in one line naming the key."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
-from tests.gguf.writing import write
+from tests.gguf.gguf_writer import write
 from tests.models.tiny import llama
 from tests.models.variants import gemma2, gpt2, mixtral, phi3, qwen2
 
@@ -79,23 +79,23 @@ TENSORS = [
 def refusal(file: Path) -> str:
     with pytest.raises(ModelError) as caught:
         model_folder(file, file.parent / "cache")
-    said = str(caught.value)
-    assert said.startswith(f"{file}: ")
-    assert "\n" not in said
-    return said
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ")
+    assert "\n" not in message
+    return message
 
 
-@pytest.mark.parametrize(("name", "extra", "said"), KEYS)
-def test_a_setting_that_cannot_be(name: str, extra: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert said in refusal(write(MODELS[name](), tmp_path / "model.gguf", extra=extra))
+@pytest.mark.parametrize(("name", "extra", "message"), KEYS)
+def test_an_impossible_setting(name: str, extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refusal(write(MODELS[name](), tmp_path / "model.gguf", extra=extra))
 
 
-@pytest.mark.parametrize(("name", "others", "said"), TENSORS)
-def test_factors_that_cannot_be(name: str, others: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert said in refusal(write(MODELS[name](), tmp_path / "model.gguf", others=others))
+@pytest.mark.parametrize(("name", "others", "message"), TENSORS)
+def test_impossible_factors(name: str, others: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refusal(write(MODELS[name](), tmp_path / "model.gguf", others=others))
 
 
-def test_a_factor_alone_stretches_evenly(tmp_path: Path) -> None:
+def test_a_factor_without_a_type_means_linear_scaling(tmp_path: Path) -> None:
     file = write(MODELS["llama"](), tmp_path / "model.gguf", extra={"llama.rope.scaling.factor": 4.0})
     rope = json.loads((model_folder(file, tmp_path / "cache") / "config.json").read_bytes())["rope_parameters"]
     assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)

@@ -1,4 +1,4 @@
-"""Texts through a GGUF file's tokenizer and through the original it was made from give the same ids."""
+"""A GGUF file's tokenizer and the original that it was made from give the same ids for texts."""
 
 import hashlib
 import inspect
@@ -23,9 +23,9 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.hub.checkpoint import locate
-from shared.text.tokenizer import Tokenizer, check_there
+from shared.text.tokenizer import Tokenizer, check_tokenizer_files
+from tests.gguf.gguf_writer import EMPTY, plain_vocabulary, with_key, write
 from tests.gguf.texts import ADDED, CORPUS, SPECIAL, TEXTS
-from tests.gguf.writing import EMPTY, plain_vocabulary, with_key, write
 from tests.models.tiny import llama
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -50,21 +50,23 @@ def smollm(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Backend
 
 def split_by(pattern: str, *, ignore_merges: bool) -> Callable[..., Backend]:
     def original(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Backend:
-        made = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
-        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), BYTES])
-        made.decoder = decoders.ByteLevel()
-        return made
+        backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), BYTES]
+        )
+        backend.decoder = decoders.ByteLevel()
+        return backend
 
     return original
 
 
 def deepseek_coder(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Backend:
-    made = Backend(models.BPE(vocab=vocabulary, merges=merges))
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     cut = partial(pre_tokenizers.Split, behavior="isolated")
     first = [cut("\n"), cut("\r"), cut(Regex(r"\s?\p{L}+")), cut(Regex(r"\s?\p{P}+")), cut(Regex("[一-龥ࠀ-一가-퟿]+"))]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*first, pre_tokenizers.Digits(individual_digits=True), BYTES])
-    made.decoder = decoders.ByteLevel()
-    return made
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, pre_tokenizers.Digits(individual_digits=True), BYTES])
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 ORIGINALS: dict[str, Callable[..., Backend]] = {
@@ -83,7 +85,7 @@ ORIGINALS: dict[str, Callable[..., Backend]] = {
 
 
 def trained(make: Callable[..., Backend]) -> tuple[Backend, list[str], list[tuple[str, str]]]:
-    """A tokenizer of this kind with a vocabulary of its own, its tokens and its merges."""
+    """Return a trained tokenizer, its tokens and its merges."""
     learner = make({SPECIAL[1]: 0}, [])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
@@ -129,7 +131,8 @@ def test_there_are_fifty_texts() -> None:
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_ldg_12_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
+def test_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
+    """LDG-12."""
     original, tokens, merges = trained(ORIGINALS[name])
     ours = Tokenizer.load(folder_of(byte_level(name, tokens, merges), tmp_path))
     for text in TEXTS:
@@ -138,8 +141,8 @@ def test_ldg_12_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
         assert ours.decode(expected, skip_special_tokens=False) == original.decode(expected, skip_special_tokens=False)
     first = [tokens.index(SPECIAL[0])] if name in ("llama-bpe", "tekken") else []
     assert ours.encode("x") == [*first, *original.encode("x", add_special_tokens=False).ids]
-    assert ours.special_text(tokens.index(SPECIAL[1])) == SPECIAL[1]
-    assert ours.special_text(tokens.index(ADDED[0])) is None
+    assert ours.special_token(tokens.index(SPECIAL[1])) == SPECIAL[1]
+    assert ours.special_token(tokens.index(ADDED[0])) is None
 
 
 def sentence_piece(*, prefix: bool, user_defined: Sequence[str] = ()) -> sentencepiece.SentencePieceProcessor:
@@ -165,7 +168,7 @@ def sentence_piece(*, prefix: bool, user_defined: Sequence[str] = ()) -> sentenc
 def of_sentence_piece(
     model: sentencepiece.SentencePieceProcessor, user_defined: Sequence[str] = (), **more: Any
 ) -> dict[str, Any]:
-    """As the usual converter writes it."""
+    """Return the vocabulary as the usual converter writes it."""
     tokens, types = [], []
     for id in range(model.vocab_size()):
         token, type = model.id_to_piece(id), TokenType.NORMAL
@@ -193,7 +196,7 @@ def of_sentence_piece(
 
 
 def expected_ids(model: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
-    """SentencePiece itself knows no special tokens within a text: what lies between them is a text each."""
+    """Return SentencePiece's ids, encoding the parts between special tokens one by one, as it knows none itself."""
     ids: list[int] = []
     for part in re.split("(" + "|".join(map(re.escape, SPECIAL)) + ")", text):
         ids += [model.piece_to_id(part)] if part in SPECIAL else model.encode(part)
@@ -201,7 +204,8 @@ def expected_ids(model: sentencepiece.SentencePieceProcessor, text: str) -> list
 
 
 @pytest.mark.parametrize("prefix", [True, False], ids=["as Llama 2", "as Gemma"])
-def test_ldg_12_sentence_piece_tokenizers(prefix: bool, tmp_path: Path) -> None:
+def test_sentence_piece_tokenizers(prefix: bool, tmp_path: Path) -> None:
+    """LDG-12."""
     added = [] if prefix else [text.replace(" ", "▁") for text in ADDED]
     model = sentence_piece(prefix=prefix, user_defined=added)
     more = {} if prefix else {"add_space_prefix": False}
@@ -217,7 +221,7 @@ def test_ldg_12_sentence_piece_tokenizers(prefix: bool, tmp_path: Path) -> None:
     assert len({id for text in TEXTS for id in ours.encode(text)}) > 300
 
 
-def test_behind_mistrals_instruction_tokens_no_word_begins(tmp_path: Path) -> None:
+def test_text_after_mistrals_instruction_tokens_gets_no_space(tmp_path: Path) -> None:
     model = sentence_piece(prefix=True)
     vocabulary = of_sentence_piece(model)
     vocabulary["token_list"][model.piece_to_id(SPECIAL[0])] = "[INST]"
@@ -228,7 +232,7 @@ def test_behind_mistrals_instruction_tokens_no_word_begins(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"pre": "falcon"}, r"tokenizer\.ggml\.pre 'falcon' is not known here \(known: gpt-2, .*--tokenizer"),
         ({"model": "t5"}, r"tokenizer\.ggml\.model 't5' is not known here.*--tokenizer"),
@@ -238,10 +242,13 @@ def test_behind_mistrals_instruction_tokens_no_word_begins(tmp_path: Path) -> No
         ({"eos_token_id": 131}, "eos_token_id is 131, and it has 131 tokens"),
     ],
 )
-def test_ldg_12_what_would_be_guessed_needs_the_original(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_would_be_a_guess_needs_the_original(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """LDG-12."""
     folder = folder_of(plain_vocabulary(131) | changes, tmp_path)
-    for ask in (check_there, Tokenizer.load):
-        with pytest.raises(ModelError, match=said):
+    for ask in (check_tokenizer_files, Tokenizer.load):
+        with pytest.raises(ModelError, match=message):
             ask(folder)
 
 
@@ -264,18 +271,21 @@ MISSING = {
     [("gpt2", case) for case in MISSING if "scores" not in case]
     + [("llama", case) for case in MISSING if "merges" not in case],
 )
-def test_ldg_12_a_vocabulary_that_lacks_a_part_needs_the_original(kind: str, case: str, tmp_path: Path) -> None:
-    key, (value, said) = case.partition(",")[0], MISSING[case]
+def test_a_vocabulary_that_lacks_a_part_needs_the_original(kind: str, case: str, tmp_path: Path) -> None:
+    """LDG-12."""
+    key, (value, message) = case.partition(",")[0], MISSING[case]
     vocabulary = plain_vocabulary(131) | {"model": kind, "token_scores": [0.5] * 131}
     extra = {f"tokenizer.ggml.{key}": value}
     file = write(llama(num_hidden_layers=1), tmp_path / "model.gguf", vocabulary=vocabulary, extra=extra)
     if "empty" in case:
         file.write_bytes(with_key(file.read_bytes(), f"tokenizer.ggml.{key}", EMPTY))
-    with pytest.raises(ModelError, match=f"^no tokenizer can be made of {file}: {re.escape(said)}; name.*--tokenizer$"):
+    with pytest.raises(
+        ModelError, match=f"^no tokenizer can be made of {file}: {re.escape(message)}; name.*--tokenizer$"
+    ):
         Tokenizer.load(model_folder(file, tmp_path / "cache"))
 
 
-def test_ends_of_turns_end_an_answer(tmp_path: Path) -> None:
+def test_tokens_that_end_a_turn_end_an_answer(tmp_path: Path) -> None:
     vocabulary = plain_vocabulary(131)
     vocabulary["token_list"][5:7] = ["<|im_end|>", "<|eot_id|>"]
     vocabulary["token_types"][5:7] = [TokenType.CONTROL, TokenType.NORMAL]
@@ -297,8 +307,8 @@ def test_an_end_that_the_model_does_not_have_is_ignored(
     assert f"{file}: tokenizer.ggml.{key} 4294967295 is ignored: the model has 131 tokens" in caplog.text
 
 
-def test_the_embedded_models_ids_are_as_ever() -> None:
-    """By the tokenizer that was compared with the makers' own."""
+def test_the_embedded_models_ids_do_not_change() -> None:
+    """The expected ids are those of the tokenizer that was compared with its makers' own."""
     ours = Tokenizer.load(locate(""))
     ids = [ours.encode(text) for text in TEXTS]
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16] == "b754b93fb17efa04"

@@ -1,7 +1,7 @@
-"""LDG-12 on real vocabularies: those that llama.cpp keeps beside the ids that the original tokenizers give for texts.
+"""LDG-12 on the real vocabularies that llama.cpp keeps, with the ids that the original tokenizers give for texts.
 
-They are too large to be kept here: `QUIRE_TEST_VOCABULARIES` names the folder `models` of a copy of llama.cpp. The test
-is for who changes how tokenizers are made; it was passed by the rules that stand in shared/gguf/splitting.py.
+They are too large for this repository: `QUIRE_TEST_VOCABULARIES` names the folder `models` of a copy of llama.cpp. Run
+this test after a change of how tokenizers are made. The rules in shared/gguf/pre_tokenizers.py have passed it.
 """
 
 import os
@@ -18,7 +18,7 @@ NAMES = ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "starcoder", "refa
 
 @pytest.mark.skipif(not FOLDER, reason="QUIRE_TEST_VOCABULARIES is not set")
 @pytest.mark.parametrize("name", NAMES)
-def test_ldg_12_real_vocabularies(name: str) -> None:
+def test_real_vocabularies(name: str) -> None:
     file = Path(FOLDER or "") / f"ggml-vocab-{name}.gguf"
     tokenizer = build_tokenizer(read_header(file).metadata)
     texts = Path(f"{file}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")

@@ -4,7 +4,7 @@ SPECIAL = ("<|begin|>", "<|im_end|>")
 """Control tokens of the tests' vocabularies."""
 
 ADDED = ("<tool>", "    ")
-"""User-defined tokens of theirs."""
+"""User-defined tokens of the tests' vocabularies."""
 
 TEXTS = [
     "",
@@ -61,4 +61,4 @@ TEXTS = [
 ]  # fmt: skip
 
 CORPUS = [text for text in TEXTS if not text.startswith("<|")] * 4
-"""To train small tokenizers on."""
+"""The texts on which small tokenizers are trained."""

@@ -34,7 +34,7 @@ def test_the_same_seed_asks_the_same(dataset: str) -> None:
 def test_random_prompts_have_exactly_their_lengths_and_only_ordinary_tokens() -> None:
     for request in draw(random_input_len=30, random_output_len=7, random_prefix_len=5):
         assert (len(request.prompt), request.prompt_len, request.output_len) == (35, 35, 7)
-        assert all(TOKENIZER.special_text(id) is None for id in request.prompt if isinstance(id, int))
+        assert all(TOKENIZER.special_token(id) is None for id in request.prompt if isinstance(id, int))
     begins = [request.prompt[:5] for request in draw(random_input_len=30, random_prefix_len=5)]
     assert all(begin == begins[0] for begin in begins)
     assert len({tuple(request.prompt[5:]) for request in draw(random_input_len=30, random_prefix_len=5)}) == 20

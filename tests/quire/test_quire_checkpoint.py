@@ -9,9 +9,10 @@ from huggingface_hub import HfApi, constants
 from services.gateway.config import GatewayConfig
 from services.gateway.model import tokenizer_folder
 from shared.errors import ConfigError, ModelError
+from shared.hub import checkpoint
 from shared.hub.checkpoint import locate, locate_tokenizer
-from shared.hub.download import checkpoint, gguf_files, wanted_files
-from tests.gguf.writing import write
+from shared.hub.download import files_to_fetch, gguf_files
+from tests.gguf.gguf_writer import write
 from tests.models.tiny import llama
 
 
@@ -83,10 +84,10 @@ def test_one_format_of_weights_is_fetched() -> None:
     small = ["config.json", "tokenizer.json"]
     other = ["README.md", "onnx/model.onnx", "tf_model.h5", "flax_model.msgpack", "model.gguf"]
     safe = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert wanted_files([*small, *other, *safe, "pytorch_model.bin"]) == [*safe, *small]
-    assert wanted_files([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
-    assert wanted_files([*small, *other, *safe], weights=False) == small
-    assert wanted_files(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
+    assert files_to_fetch([*small, *other, *safe, "pytorch_model.bin"]) == [*safe, *small]
+    assert files_to_fetch([*small, *other, "pytorch_model.bin"]) == ["pytorch_model.bin", *small]
+    assert files_to_fetch([*small, *other, *safe], weights=False) == small
+    assert files_to_fetch(["adapter.safetensors", *small]) == ["adapter.safetensors", *small]
 
 
 def test_downloads_go_to_the_folder_and_revision_that_were_named(
@@ -123,7 +124,7 @@ def test_a_gguf_file_is_chosen_by_its_type() -> None:
     with pytest.raises(ModelError, match=r"Q4_K_M may be any of a-Q4_K_M\.gguf, b-Q4_K_M\.gguf"):
         gguf_files(["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], "Q4_K_M")
     with pytest.raises(ModelError, match="name one by its type, as in owner/name:Q4_K_M: a-Q4_K_M"):
-        wanted_files([*GGUF, "config.json"])
+        files_to_fetch([*GGUF, "config.json"])
 
 
 def test_a_gguf_file_on_hugging_face_is_named_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
+from shared.hub import embedded
 from shared.hub.checkpoint import cache_folder, locate
-from shared.hub.download import embedded
 from tests.gguf import second_opinion
 
 

@@ -56,7 +56,7 @@ class FakeListener:
         body = content if isinstance(content, bytes) else encode(content)
         self.inbox.append(FakeMessage(peer, body, fd, pid))
 
-    def cut_floods(self) -> None:
+    def disconnect_floods(self) -> None:
         """Nobody floods it."""
 
     def leave(self, fd: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import Struct
 
 from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_ROWS, MAX_TURN_BYTES, Gateways
-from shared.liveness import GATEWAY_PATIENCE, INDULGENCE
+from shared.liveness import GATEWAY_TIMEOUT, GRACE_PERIOD
 from shared.protocol import (
     VERSION,
     Abort,
@@ -234,8 +234,8 @@ def nonsense(world: World) -> None:
 
 def silence(world: World) -> None:
     world.beat(B)
-    world.receive(GATEWAY_PATIENCE + 1)
-    world.gateways.expire(GATEWAY_PATIENCE + 1)
+    world.receive(GATEWAY_TIMEOUT + 1)
+    world.gateways.expire(GATEWAY_TIMEOUT + 1)
 
 
 def unreachable(world: World) -> None:
@@ -250,8 +250,8 @@ def stuck(world: World) -> None:
     world.gateways.flush(1.0)
     for peer in (A, B):
         world.beat(peer)
-    world.receive(GATEWAY_PATIENCE + 2)
-    world.gateways.expire(GATEWAY_PATIENCE + 2)
+    world.receive(GATEWAY_TIMEOUT + 2)
+    world.gateways.expire(GATEWAY_TIMEOUT + 2)
 
 
 def comes_again(world: World) -> None:
@@ -306,12 +306,12 @@ def test_one_that_is_heard_is_not_given_up(world: World) -> None:
 )
 def test_one_that_was_given_up_is_told_so_whatever_it_says(world: World, content: Struct) -> None:
     """PRC-21."""
-    world.gateways.expire(GATEWAY_PATIENCE + 1.0)
+    world.gateways.expire(GATEWAY_TIMEOUT + 1.0)
     for peer in (A, b"reporter"):
         world.net.hear(peer, content, 1)
     world.net.unreachable.add(B)
     world.net.hear(B, submit(9), 2)
-    assert world.receive(GATEWAY_PATIENCE + 2.0) == []
+    assert world.receive(GATEWAY_TIMEOUT + 2.0) == []
     assert set(world.flush(A)) == {UnknownGateway()}
     assert world.flush(B) == []
 
@@ -325,7 +325,7 @@ def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World
         world.receive(quarter / 4)
         world.gateways.expire(quarter / 4)
         given_up += [(quarter / 4, orphan) for orphan in world.gateways.take_orphans()]
-    assert given_up == [(GATEWAY_PATIENCE + 0.25, Abort(mine))]
+    assert given_up == [(GATEWAY_TIMEOUT + 0.25, Abort(mine))]
     assert world.remembered == [other]
 
 
@@ -334,9 +334,9 @@ def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: Worl
     for quarter in range(5):
         world.beat(A, ProcessStats(cpu_wait_seconds=quarter / 4))
         world.receive(quarter / 4)
-    world.gateways.expire(1.0 + GATEWAY_PATIENCE + INDULGENCE)
+    world.gateways.expire(1.0 + GATEWAY_TIMEOUT + GRACE_PERIOD)
     assert id in world.remembered
-    world.gateways.expire(1.1 + GATEWAY_PATIENCE + INDULGENCE)
+    world.gateways.expire(1.1 + GATEWAY_TIMEOUT + GRACE_PERIOD)
     assert world.gateways.take_orphans() == [Abort(id)]
 
 
@@ -369,7 +369,7 @@ def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(world: World) -> No
     assert positions == list(range(100))
     assert len(messages) <= 3  # what was stuck first (news and a status), and all the rest
     assert world.gateways.flushed
-    world.gateways.expire(2.0 + GATEWAY_PATIENCE / 2)
+    world.gateways.expire(2.0 + GATEWAY_TIMEOUT / 2)
     assert world.remembered == [id]
 
 

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from services.scheduler.workers import MESSAGES, WorkerLost, WorkerReady, Workers
-from shared.liveness import INDULGENCE, Usage
+from shared.cpu_usage import Process
+from shared.liveness import GRACE_PERIOD, CpuUsage
 from shared.protocol import (
     VERSION,
     Configure,
@@ -28,7 +29,6 @@ from shared.protocol import (
     Stop,
     decode_to_worker,
 )
-from shared.usage import Process
 from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
 
@@ -169,13 +169,13 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
         assert process.poll() is None
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 3.0 + INDULGENCE), ("cuda:0", 3.0)])
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 3.0 + GRACE_PERIOD), ("cuda:0", 3.0)])
 def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
     device: str, seconds: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a GPU a thread may spin while it waits, which says nothing."""
     clock = [0.0]
-    monkeypatch.setattr(Process, "usage", lambda self: Usage(clock[0], 0.0, True))
+    monkeypatch.setattr(Process, "cpu_usage", lambda self: CpuUsage(clock[0], 0.0, True))
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     net.hear(A, replace(REGISTER, pid=process.pid, device=device), 1, pid=process.pid)

@@ -1,4 +1,4 @@
-"""Settings from flags, environment and file; every service's own settings are held to the same rules."""
+"""Settings from flags, environment and file. The services' own settings follow the same rules."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,12 +10,12 @@ from msgspec import Meta, Struct
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from shared.config import arguments, flag_parser, knobs, load, read_file, resolve
+from shared.config import flag_parser, knobs, load, read_file, resolve, to_flags
 from shared.errors import ConfigError
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One knob of each kind."""
+    """A knob of each type."""
 
     name: Annotated[str, Meta(min_length=1, description="A name of 100%.")] = "x"
     size: Annotated[int, Meta(ge=1, le=9, description="A size.")] = 3
@@ -39,15 +39,15 @@ def test_defaults() -> None:
     assert read() == Sample()
 
 
-def test_flags_of_every_kind() -> None:
+def test_flags_of_every_type() -> None:
     argv = ["--name=a b", "--size", "9", "--share=1", "--limit=7", "--fast", "--no-safe", "--policy=priority"]
-    wanted = Sample(name="a b", size=9, share=1.0, limit=7, fast=True, safe=False, policy="priority", block_size=8)
-    assert read(*argv, "--block-size=8") == wanted
+    expected = Sample(name="a b", size=9, share=1.0, limit=7, fast=True, safe=False, policy="priority", block_size=8)
+    assert read(*argv, "--block-size=8") == expected
     assert read("--keys=a", "--keys=b,c").keys == ["a", "b,c"]
     assert read("--keys", "a", "b", "--fast", "--keys", "c").keys == ["a", "b", "c"]
 
 
-def test_environment_of_every_kind() -> None:
+def test_environment_of_every_type() -> None:
     environment = {
         "QUIRE_NAME": "n",
         "QUIRE_SIZE": "2",
@@ -59,19 +59,19 @@ def test_environment_of_every_kind() -> None:
         "QUIRE_OTHER": "?",
         "SIZE": "7",
     }
-    wanted = Sample(name="n", size=2, limit=4, fast=True, safe=False, block_size=8, keys=["a", "b"])
-    assert read(environment=environment) == wanted
+    expected = Sample(name="n", size=2, limit=4, fast=True, safe=False, block_size=8, keys=["a", "b"])
+    assert read(environment=environment) == expected
 
 
 def test_flags_win_over_environment_which_wins_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("name: file\nsize: 5\nblock-size: 8\nkeys: [a, b]\nlimit: null\n")
-    found = read(f"--config={file}", "--name=flag", environment={"QUIRE_NAME": "environment", "QUIRE_SIZE": "6"})
-    assert found == Sample(name="flag", size=6, block_size=8, keys=["a", "b"])
+    config = read(f"--config={file}", "--name=flag", environment={"QUIRE_NAME": "environment", "QUIRE_SIZE": "6"})
+    assert config == Sample(name="flag", size=6, block_size=8, keys=["a", "b"])
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--size=0"], "--size '0': Expected `int` >= 1"),
         (["--size=ten"], "--size 'ten'"),
@@ -86,10 +86,10 @@ def test_flags_win_over_environment_which_wins_over_the_file(tmp_path: Path) -> 
         (["--config=/nowhere.yaml"], "--config /nowhere.yaml"),
     ],
 )
-def test_what_is_wrong_is_named(argv: list[str], said: str) -> None:
+def test_a_wrong_setting_is_named(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(*argv)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_place_of_a_wrong_value_is_named(tmp_path: Path) -> None:
@@ -111,25 +111,25 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_arguments_lead_back_to_the_config(config: type[Struct]) -> None:
-    """For each knob, another value than the default's survives the way by flags."""
-    assert arguments(config()) == []
+def test_to_flags_leads_back_to_the_config(config: type[Struct]) -> None:
+    """Each knob is set to another value than its default, which survives the flags."""
+    assert to_flags(config()) == []
     for knob in knobs(config):
-        for value in OTHERS:
+        for value in OTHER_VALUES:
             try:
-                changed = msgspec.convert({**NEEDED.get(knob.name, {}), knob.name: value}, config, strict=False)
+                changed = msgspec.convert({**PREREQUISITES.get(knob.name, {}), knob.name: value}, config, strict=False)
             except (msgspec.ValidationError, ConfigError):
                 continue
             if getattr(changed, knob.name) != knob.default:
                 break
         else:
             pytest.fail(f"no other value for {knob.flag}")
-        assert load(config, arguments(changed), {}, prog="x") == changed
+        assert load(config, to_flags(changed), {}, prog="x") == changed
 
 
-NEEDED = {"priority_ageing": {"scheduling_policy": "priority"}}
+PREREQUISITES = {"priority_ageing": {"scheduling_policy": "priority"}}
 
-OTHERS: list[object] = [
+OTHER_VALUES: list[object] = [
     True,
     False,
     7,
@@ -159,21 +159,21 @@ def test_every_knob_says_what_it_does_and_what_it_takes(
 ) -> None:
     for knob in knobs(config):
         assert knob.doc.endswith((".", ")")), knob.name
-        assert knob.kind
+        assert knob.type_text
     with pytest.raises(SystemExit):
         load(config, ["--help"], {}, prog="x")
-    said = capsys.readouterr().out
-    assert all(knob.flag in said and knob.variable in said for knob in knobs(config))
+    output = capsys.readouterr().out
+    assert all(knob.flag in output and knob.variable in output for knob in knobs(config))
     if config is Sample:
-        assert "--policy {fcfs,priority}" in said
+        assert "--policy {fcfs,priority}" in output
 
 
-def test_kinds_are_shown_with_their_bounds() -> None:
-    kinds = {knob.name: knob.kind for knob in knobs(Sample)}
-    assert kinds["size"] == "int ≥ 1 ≤ 9"
-    assert kinds["limit"] == "int ≥ 1"
-    assert kinds["policy"] == "fcfs | priority"
-    assert kinds["keys"] == "list of str"
+def test_types_are_shown_with_their_bounds() -> None:
+    types = {knob.name: knob.type_text for knob in knobs(Sample)}
+    assert types["size"] == "int ≥ 1 ≤ 9"
+    assert types["limit"] == "int ≥ 1"
+    assert types["policy"] == "fcfs | priority"
+    assert types["keys"] == "list of str"
 
 
 def test_one_parser_serves_several_configs() -> None:
@@ -188,8 +188,8 @@ def test_a_string_is_a_list_of_one_and_what_is_empty_is_unset(tmp_path: Path) ->
     """API-03: plain strings in files, and variables that are there but empty."""
     file = tmp_path / "settings.yaml"
     file.write_text("keys: just one\nname: 12\nsize: null\n")
-    found = read(f"--config={file}", environment={"QUIRE_LIMIT": "", "QUIRE_FAST": " ", "QUIRE_POLICY": ""})
-    assert found == Sample(keys=["just one"], name="12")
+    config = read(f"--config={file}", environment={"QUIRE_LIMIT": "", "QUIRE_FAST": " ", "QUIRE_POLICY": ""})
+    assert config == Sample(keys=["just one"], name="12")
     file.write_text("keys: [1, two]\n")
     assert read(f"--config={file}", environment={"QUIRE_KEYS": ""}).keys == ["1", "two"]
 
@@ -205,7 +205,7 @@ def test_dates_in_a_files_objects_are_strings(tmp_path: Path) -> None:
     assert read(f"--config={file}").name == '{"day": "2020-01-02"}'
 
 
-def test_a_file_may_say_nothing(tmp_path: Path) -> None:
+def test_a_file_may_be_empty(tmp_path: Path) -> None:
     """API-03: a file of comments is no mistake."""
     file = tmp_path / "settings.yaml"
     for text in ("", "# size: 5\n"):
@@ -214,7 +214,7 @@ def test_a_file_may_say_nothing(tmp_path: Path) -> None:
 
 
 def test_lists_may_be_json() -> None:
-    """API-02: vLLM's start lines spell lists so."""
+    """API-02: vLLM's command lines write lists so."""
     assert read("--keys", '["a", "b,c"]').keys == ["a", "b,c"]
     assert read(environment={"QUIRE_KEYS": '["a,b"]'}).keys == ["a,b"]
     assert read("--keys", "[]").keys == read(environment={"QUIRE_KEYS": "[]"}).keys == []

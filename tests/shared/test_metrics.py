@@ -1,4 +1,4 @@
-"""The families that an engine's snapshot turns into."""
+"""The metrics that are computed from an engine's snapshot."""
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,16 +26,16 @@ def samples(snapshots: dict[str, Snapshot]) -> dict[tuple[str, str, str], float]
 
 
 def test_gauges_and_counters_of_each_engine() -> None:
-    found = samples({"0": SNAPSHOT, "1": Snapshot(running=1, preemptions=5)})
-    assert found["vllm:num_requests_running", "0", ""] == 3
-    assert found["vllm:num_requests_waiting", "0", ""] == 2
-    assert found["vllm:kv_cache_usage_perc", "0", ""] == 0.25
-    assert found["vllm:num_preemptions_total", "0", ""] == 7
-    assert found["vllm:generation_tokens_total", "0", ""] == 9
-    assert found["quire:sequences_finished_total", "0", "abort"] == 4
-    assert found["quire:sequences_finished_total", "0", "stop"] == 0
-    assert found["vllm:num_requests_running", "1", ""] == 1
-    assert found["vllm:num_preemptions_total", "1", ""] == 5
+    metrics = samples({"0": SNAPSHOT, "1": Snapshot(running=1, preemptions=5)})
+    assert metrics["vllm:num_requests_running", "0", ""] == 3
+    assert metrics["vllm:num_requests_waiting", "0", ""] == 2
+    assert metrics["vllm:kv_cache_usage_perc", "0", ""] == 0.25
+    assert metrics["vllm:num_preemptions_total", "0", ""] == 7
+    assert metrics["vllm:generation_tokens_total", "0", ""] == 9
+    assert metrics["quire:sequences_finished_total", "0", "abort"] == 4
+    assert metrics["quire:sequences_finished_total", "0", "stop"] == 0
+    assert metrics["vllm:num_requests_running", "1", ""] == 1
+    assert metrics["vllm:num_preemptions_total", "1", ""] == 5
 
 
 def test_an_engine_without_blocks_uses_none() -> None:
@@ -50,7 +50,7 @@ def test_waste_is_what_held_blocks_do_not_store() -> None:
 
 
 def test_every_field_of_a_snapshot_is_exported() -> None:
-    """Each field, set alone, changes the exposition."""
+    """Setting any single field changes the exported metrics."""
     zero = samples({"0": Snapshot(blocks=10, block_size=8)})
     for field in Snapshot.__struct_fields__:
         value = [5] if field == "step_tokens" else 5
@@ -59,31 +59,33 @@ def test_every_field_of_a_snapshot_is_exported() -> None:
         assert engine, field
 
 
-def test_what_vllm_and_its_guides_call_by_these_names_is_there() -> None:
-    """API-04: with vLLM's labels and buckets, and with the figures that are meant."""
-    steps = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
-    steps[0], steps[2], steps[-1] = 4, 3, 1
+def test_metrics_of_vllm_and_its_guides_have_their_names() -> None:
+    """API-04: with vLLM's labels and buckets, and with the right values."""
+    counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
+    counts[0], counts[2], counts[-1] = 4, 3, 1
     snapshot = Snapshot(
         waiting=5, waiting_deferred=2, blocks=100, blocks_free=75, block_size=16, prefix_caching=True,
         max_model_len=640, generation_tokens=9, tokens_per_second=2.5, prompt_tokens=30, prompt_tokens_cached=12,
-        step_tokens=steps, step_tokens_sum=20_000, rejected_by_requests=3, rejected_by_tokens=1,
+        step_tokens=counts, step_tokens_sum=20_000, rejected_by_requests=3, rejected_by_tokens=1,
     )  # fmt: skip
-    found = samples({"0": snapshot})
-    assert found["vllm:request_throughput_tok_per_second", "0", ""] == 2.5
-    assert found["vllm:generation_token_count", "0", ""] == 9
-    assert found["vllm:gpu_cache_usage", "0", ""] == 0.25
-    assert found["vllm:num_requests_waiting_by_reason", "0", "capacity"] == 3
-    assert found["vllm:num_requests_waiting_by_reason", "0", "deferred"] == 2
-    assert found["vllm:prompt_tokens_by_source_total", "0", "local_compute"] == 18
-    assert found["vllm:prompt_tokens_by_source_total", "0", "local_cache_hit"] == 12
-    assert found["vllm:prompt_tokens_cached_total", "0", ""] == 12
-    assert found["vllm:cache_config_info", "0", "16,100,True,1600,2.50"] == 1
-    assert found["vllm:admission_rejections_total", "0", "max_num_queued_reqs"] == 3
-    assert found["vllm:admission_rejections_total", "0", "max_num_queued_tokens"] == 1
-    buckets = [found["vllm:iteration_tokens_total_bucket", "0", le] for le in ("1.0", "8.0", "16.0", "16384.0", "+Inf")]
+    metrics = samples({"0": snapshot})
+    assert metrics["vllm:request_throughput_tok_per_second", "0", ""] == 2.5
+    assert metrics["vllm:generation_token_count", "0", ""] == 9
+    assert metrics["vllm:gpu_cache_usage", "0", ""] == 0.25
+    assert metrics["vllm:num_requests_waiting_by_reason", "0", "capacity"] == 3
+    assert metrics["vllm:num_requests_waiting_by_reason", "0", "deferred"] == 2
+    assert metrics["vllm:prompt_tokens_by_source_total", "0", "local_compute"] == 18
+    assert metrics["vllm:prompt_tokens_by_source_total", "0", "local_cache_hit"] == 12
+    assert metrics["vllm:prompt_tokens_cached_total", "0", ""] == 12
+    assert metrics["vllm:cache_config_info", "0", "16,100,True,1600,2.50"] == 1
+    assert metrics["vllm:admission_rejections_total", "0", "max_num_queued_reqs"] == 3
+    assert metrics["vllm:admission_rejections_total", "0", "max_num_queued_tokens"] == 1
+    buckets = [
+        metrics["vllm:iteration_tokens_total_bucket", "0", le] for le in ("1.0", "8.0", "16.0", "16384.0", "+Inf")
+    ]
     assert buckets == [4, 4, 7, 7, 8]
-    assert found["vllm:iteration_tokens_total_sum", "0", ""] == 20_000
-    assert found["vllm:iteration_tokens_total_count", "0", ""] == 8
+    assert metrics["vllm:iteration_tokens_total_sum", "0", ""] == 20_000
+    assert metrics["vllm:iteration_tokens_total_count", "0", ""] == 8
 
 
 def test_scrapes_follow_the_snapshots() -> None:

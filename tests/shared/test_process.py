@@ -1,4 +1,4 @@
-"""A service ends with its supervisor, and its log lines are what they look like."""
+"""A service ends with its supervisor, and no log line can be forged."""
 
 import logging
 import subprocess
@@ -11,15 +11,16 @@ from shared.process import LogFormatter, printable
 
 CHILD = """
 import os, time
-from shared.process import follow
-follow(os.getppid())
+from shared.process import end_with_supervisor
+end_with_supervisor(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
 SUPERVISOR = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
-def test_prc_01_a_service_ends_with_its_supervisor() -> None:
+def test_a_service_ends_with_its_supervisor() -> None:
+    """PRC-01."""
     argv = [sys.executable, "-c", SUPERVISOR, CHILD]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
@@ -29,7 +30,7 @@ def test_prc_01_a_service_ends_with_its_supervisor() -> None:
 
 
 def test_a_service_whose_supervisor_is_gone_does_not_start() -> None:
-    argv = [sys.executable, "-c", "from shared.process import follow; follow(1_000_000_000)"]
+    argv = [sys.executable, "-c", "from shared.process import end_with_supervisor; end_with_supervisor(1_000_000_000)"]
     assert subprocess.run(argv, check=False).returncode == 1
 
 
@@ -52,7 +53,7 @@ HARMFUL = [
 
 
 @pytest.mark.parametrize("text", HARMFUL)
-def test_what_steers_a_terminal_or_ends_a_line_is_escaped(text: str) -> None:
+def test_characters_that_control_a_terminal_or_end_a_line_are_escaped(text: str) -> None:
     """HTTP-07."""
     assert printable(f"a{text}b").isprintable()
     assert printable(f"a{text}b").startswith("a\\")
@@ -66,7 +67,7 @@ def test_other_text_stays_as_it_is(text: str) -> None:
 
 
 def logged(message: str, *values: object, error: BaseException | None = None, stack: str | None = None) -> list[str]:
-    """The lines of a record."""
+    """Return the lines of a formatted record."""
     trace = None if error is None else (type(error), error, error.__traceback__)
     record = logging.LogRecord("name", logging.INFO, __file__, 1, message, values, trace, sinfo=stack)
     return LogFormatter().format(record).split("\n")

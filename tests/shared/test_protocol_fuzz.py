@@ -1,4 +1,4 @@
-"""Decoders against whatever a peer may send: a message or a `ProtocolError`, and nothing else."""
+"""Decoders return a message or raise `ProtocolError`, and nothing else, whatever a peer sends."""
 
 from array import array
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared import protocol
 from shared.errors import ProtocolError
-from shared.protocol import MAX_FRAME, Submit, encode, id_of_submit, pack_tokens, unpack_tokens
+from shared.protocol import MAX_FRAME, Submit, decode_submit_id, encode, pack_tokens, unpack_tokens
 from tests.shared.hostile import FLOATS, INTEGERS, STRINGS, changed, leaves
 from tests.shared.test_protocol_golden import EXAMPLES, SIDES
 
@@ -28,13 +28,13 @@ nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.
 
 
 def decode_all(data: bytes) -> list[object]:
-    found: list[object] = []
+    messages: list[object] = []
     for decode in DECODERS:
         try:
-            found.append(decode(data))
+            messages.append(decode(data))
         except ProtocolError as error:
             assert str(error).startswith("not a message of protocol version")  # noqa: PT017  (nothing is raised here)
-    return found
+    return messages
 
 
 @given(st.binary(max_size=200))
@@ -50,7 +50,7 @@ def test_random_values_behind_a_tag(tag: int, fields: list[object]) -> None:
 @settings(max_examples=500)
 @given(st.sampled_from(WHOLE), st.data())
 def test_mutated_messages(whole: bytes, data: st.DataObject) -> None:
-    """Bytes are changed, cut out and put in; what still decodes can be encoded again."""
+    """Bytes are changed, removed and inserted. A message that still decodes can be encoded again."""
     changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, max(len(changed) - 1, 0)))
@@ -67,7 +67,7 @@ def test_mutated_messages(whole: bytes, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_no_value_is_beyond_its_range(name: str) -> None:
-    """PRC-26: NaN, infinity, numbers that no array holds and endless strings are no messages, whatever the field."""
+    """PRC-26: NaN, infinity, numbers too large for arrays and too long strings are refused in every field."""
     _, decode, _ = SIDES[name.partition(".")[0]]
     whole = encode(EXAMPLES[name])
     for path, value in leaves(msgspec.msgpack.decode(whole)):
@@ -87,7 +87,7 @@ def test_no_value_is_beyond_its_range(name: str) -> None:
 
 @pytest.mark.parametrize("field", [10, 12])
 def test_lists_of_a_request_are_bounded(field: int) -> None:
-    """PRC-26: its biases, and its stop tokens."""
+    """PRC-26: the lists of biases and of stop tokens."""
     whole = encode(EXAMPLES["FROM_GATEWAY.Submit"])
     (one, *_) = msgspec.msgpack.decode(whole)[4][field - 1]
     protocol.decode_from_gateway(changed(whole, (4, field - 1), [one] * 2**20))
@@ -96,17 +96,17 @@ def test_lists_of_a_request_are_bounded(field: int) -> None:
 
 
 @pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))
-def test_the_id_of_a_submit_is_known_whatever_comes_behind_it(whole: bytes) -> None:
-    """PRC-26: so it can be refused; nothing else passes for one."""
+def test_the_id_of_a_submit_is_decoded_whatever_follows(whole: bytes) -> None:
+    """PRC-26: so it can be refused. No other message is taken for a `Submit`."""
     is_submit = whole == encode(EXAMPLES["FROM_GATEWAY.Submit"])
     shared_tag = msgspec.msgpack.decode(whole)[0] == 2 and not is_submit  # of the other directions
     if is_submit:
-        assert id_of_submit(whole) == 9
-        assert [id_of_submit(changed(whole, (1,), id)) for id in (-1, 2**64 - 1, True, 1.5, None)] == [None] * 5
-        assert id_of_submit(changed(whole, (8,), {"a": float("nan")})) == 9
+        assert decode_submit_id(whole) == 9
+        assert [decode_submit_id(changed(whole, (1,), id)) for id in (-1, 2**64 - 1, True, 1.5, None)] == [None] * 5
+        assert decode_submit_id(changed(whole, (8,), {"a": float("nan")})) == 9
     elif not shared_tag:
-        assert id_of_submit(whole) is None
-    assert id_of_submit(whole[:2]) is None
+        assert decode_submit_id(whole) is None
+    assert decode_submit_id(whole[:2]) is None
 
 
 @pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))
@@ -117,15 +117,15 @@ def test_truncated_messages(whole: bytes) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_messages_of_one_direction_do_not_pass_for_others_silently(name: str) -> None:
-    """Tags are reused across directions, but shapes differ; where both fit, it is the same kind of message."""
+    """Directions share tags but not shapes. If a message fits two directions, it is the same in both."""
     others = [decode for side, (_, decode, _) in SIDES.items() if side != name.partition(".")[0]]
     for decode in others:
         try:
-            found = decode(encode(EXAMPLES[name]))
+            message = decode(encode(EXAMPLES[name]))
         except ProtocolError:
             continue
-        same = found == EXAMPLES[name]  # a beat is a beat to everybody
-        assert same or not msgspec.structs.fields(found), (name, found)  # empty ones (Stop, UnknownGateway) may
+        same = message == EXAMPLES[name]  # a heartbeat is one in every direction
+        assert same or not msgspec.structs.fields(message), (name, message)  # or without fields (Stop)
 
 
 @pytest.mark.parametrize(

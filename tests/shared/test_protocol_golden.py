@@ -1,4 +1,4 @@
-"""The wire, byte by byte. A test that fails here says that two versions cannot talk: raise `VERSION` as well."""
+"""The wire, byte by byte. If a test fails here, two versions cannot talk to each other: bump `VERSION` as well."""
 
 import msgspec
 import pytest
@@ -84,7 +84,7 @@ def test_each_message_has_an_example(side: str) -> None:
 
 
 def test_examples_set_every_field() -> None:
-    """Else a change of a field's type or place would not show."""
+    """Otherwise a change of a field's type or position could go unnoticed."""
     for name, example in EXAMPLES.items():
         for field in msgspec.structs.fields(example):
             assert field.default is msgspec.NODEFAULT or getattr(example, field.name) != field.default, (name, field)
@@ -92,18 +92,18 @@ def test_examples_set_every_field() -> None:
 
 def structs_of(value: object) -> list[Struct]:
     if isinstance(value, (list, tuple)):
-        return [found for item in value for found in structs_of(item)]
+        return [struct for item in value for struct in structs_of(item)]
     if not isinstance(value, Struct):
         return []
     parts = [getattr(value, field.name) for field in msgspec.structs.fields(value)]
-    return [value, *(found for part in parts for found in structs_of(part))]
+    return [value, *(struct for part in parts for struct in structs_of(part))]
 
 
 def test_everything_on_the_wire_is_a_closed_frozen_array() -> None:
-    kinds = {type(one) for example in EXAMPLES.values() for one in structs_of(example)}
-    assert len(kinds) > len(EXAMPLES)
-    for kind in kinds:
-        config = kind.__struct_config__
-        assert config.array_like, kind
-        assert config.forbid_unknown_fields, kind
-        assert config.frozen, kind
+    types = {type(struct) for example in EXAMPLES.values() for struct in structs_of(example)}
+    assert len(types) > len(EXAMPLES)
+    for type_ in types:
+        config = type_.__struct_config__
+        assert config.array_like, type_
+        assert config.forbid_unknown_fields, type_
+        assert config.frozen, type_

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from shared import intake
+from shared import unread
 from shared.errors import ConfigError
 from shared.protocol import MAX_FRAME
 from shared.transport import (
@@ -28,10 +28,10 @@ from shared.transport import (
     PeerGone,
     PeerSlow,
     check_address,
-    dial,
-    identity,
+    connect,
     listen,
-    show,
+    new_identity,
+    printable_identity,
 )
 
 PATIENCE = 5000  # ms
@@ -40,9 +40,9 @@ BOUND = 1_000_000  # of bytes that a peer may have unread, in these tests
 
 @pytest.fixture
 def context() -> Iterator["zmq.Context[Any]"]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
 
 
 @pytest.fixture
@@ -58,16 +58,16 @@ def wait(listener: Listener) -> Message:
     return message
 
 
-def gone(listener: Listener) -> list[int]:
-    found: list[int] = []
-    while not found:
+def disconnected(listener: Listener) -> list[int]:
+    fds: list[int] = []
+    while not fds:
         assert listener.monitor.socket.poll(PATIENCE)
-        found = listener.monitor.drain()
-    return found
+        fds = listener.monitor.drain()
+    return fds
 
 
 def fill(listener: Listener, peer: bytes) -> int:
-    """Send numbers until no more are taken; how many were."""
+    """Send numbers until no more are taken, and return how many were."""
     for number in range(100 * HIGH_WATER):
         try:
             listener.send(peer, b"%d" % number + b" " * 10_000)
@@ -78,17 +78,17 @@ def fill(listener: Listener, peer: bytes) -> int:
 
 @pytest.fixture
 def port() -> int:
-    """One that is free."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("over", ["ipc", "tcp"])
-def test_a_message_tells_who_sent_it_and_by_which_connection(context: Any, address: str, port: int, over: str) -> None:
+def test_a_message_carries_its_sender_and_its_connection(context: Any, address: str, port: int, over: str) -> None:
     address = address if over == "ipc" else f"tcp://127.0.0.1:{port}"
     with listen(context, address) as listener:
-        with dial(context, address, b"one") as (one, _), dial(context, address, b"two") as (two, _):
+        with connect(context, address, b"one") as (one, _), connect(context, address, b"two") as (two, _):
             one.send(b"hello")
             first = wait(listener)
             two.send(b"hi")
@@ -100,9 +100,9 @@ def test_a_message_tells_who_sent_it_and_by_which_connection(context: Any, addre
             listener.send(b"two", b"answer")
             assert two.recv() == b"answer"
             two.close(0)
-            assert gone(listener) == [second.fd]
+            assert disconnected(listener) == [second.fd]
             assert listener.monitor.connected == {first.fd}
-        assert gone(listener) == [first.fd]
+        assert disconnected(listener) == [first.fd]
 
 
 def test_sending_to_nobody_is_an_error(context: Any, address: str) -> None:
@@ -111,7 +111,7 @@ def test_sending_to_nobody_is_an_error(context: Any, address: str) -> None:
 
 
 def test_sending_to_one_that_does_not_read_is_an_error_and_loses_nothing(context: Any, address: str) -> None:
-    with listen(context, address) as listener, dial(context, address, b"slow") as (slow, _):
+    with listen(context, address) as listener, connect(context, address, b"slow") as (slow, _):
         slow.send(b"hello")
         wait(listener)
         sent = fill(listener, b"slow")
@@ -121,8 +121,8 @@ def test_sending_to_one_that_does_not_read_is_an_error_and_loses_nothing(context
         assert slow.recv() == b"again"
 
 
-def test_messages_of_other_shapes_are_passed_over(context: Any, address: str) -> None:
-    with listen(context, address) as listener, dial(context, address, b"odd") as (odd, _):
+def test_messages_of_other_shapes_are_skipped(context: Any, address: str) -> None:
+    with listen(context, address) as listener, connect(context, address, b"odd") as (odd, _):
         odd.send_multipart([b"a", b"b"])
         odd.send_multipart([b"a"] * 50)
         odd.send(b"fine")
@@ -132,7 +132,7 @@ def test_messages_of_other_shapes_are_passed_over(context: Any, address: str) ->
 
 @contextmanager
 def raw_peer(port: int) -> Iterator[socket.socket]:
-    """A peer that may send what libzmq would not: the bytes of ZMTP themselves. Its handshake is over."""
+    """Yield a connected peer, its handshake done, that can send any bytes of ZMTP, also those that libzmq would not."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00")
     with socket.create_connection(("127.0.0.1", port)) as peer:
@@ -155,7 +155,7 @@ def frame(body: bytes, *, more: bool) -> bytes:
 
 
 def flood(port: int) -> None:
-    """Messages with pings between them, as a peer with heartbeats of its own sends them, until no more are taken."""
+    """Send messages with pings between them, as a peer with ZMTP heartbeats does, until no more are taken."""
     with raw_peer(port) as peer, suppress(TimeoutError):
         for _ in range(200):
             peer.sendall((b"\x00\x05hello" + command(b"PING", b"\x00\x0acontext")) * 100)
@@ -190,9 +190,9 @@ def test_a_peer_that_floods_pings_and_leaves_over_tcp_harms_nobody(port: int) ->
         assert victim.wait(10) == 0
 
 
-def test_tcp_connections_are_probed_and_given_up_by_the_kernel_and_not_by_pings(context: Any, port: int) -> None:
+def test_the_kernel_and_not_pings_detects_dead_tcp_connections(context: Any, port: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
-    with listen(context, address) as listener, dial(context, address, b"one") as (one, monitor):
+    with listen(context, address) as listener, connect(context, address, b"one") as (one, monitor):
         one.send(b"hello")
         fds = [wait(listener).fd]
         monitor.drain()
@@ -202,21 +202,21 @@ def test_tcp_connections_are_probed_and_given_up_by_the_kernel_and_not_by_pings(
             with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
                 assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
                 options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
-                found = [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
-                assert found == [KEEPALIVE_S, KEEPALIVE_S, KEEPALIVE_PROBES, USER_TIMEOUT_MS]
+                values = [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+                assert values == [KEEPALIVE_S, KEEPALIVE_S, KEEPALIVE_PROBES, USER_TIMEOUT_MS]
         for end in (listener.socket, one):
             assert end.getsockopt(zmq.HEARTBEAT_IVL) == 0
 
 
-def cut(listener: Listener, peer: socket.socket, data: bytes) -> int:
-    """Send data again and again until the connection is ended from the other side; how many bytes were sent."""
+def send_until_disconnected(listener: Listener, peer: socket.socket, data: bytes) -> int:
+    """Send data until the listener ends the connection, and return how many bytes were sent."""
     sent = 0
     while sent < 100 * BOUND:
         try:
             sent += peer.send(data)
         except OSError:
             return sent
-        listener.cut_floods()
+        listener.disconnect_floods()
         listener.monitor.drain()
     return sent
 
@@ -227,44 +227,45 @@ def test_what_a_peer_may_have_unread_over_tcp_is_bounded(
     context: Any, port: int, monkeypatch: pytest.MonkeyPatch, more: bool, size: int
 ) -> None:
     """PRC-28. Its connection is ended, and the next one's is not, though it sends more in all: it is read."""
-    monkeypatch.setattr(intake, "MAX_UNREAD", BOUND)
+    monkeypatch.setattr(unread, "MAX_UNREAD", BOUND)
     with listen(context, f"tcp://127.0.0.1:{port}") as listener:
         with raw_peer(port) as peer:
-            assert BOUND < cut(listener, peer, frame(bytes(size), more=more) * (BOUND // 8 // size + 1)) < 50 * BOUND
+            data = frame(bytes(size), more=more) * (BOUND // 8 // size + 1)
+            assert BOUND < send_until_disconnected(listener, peer, data) < 50 * BOUND
         while listener.socket.poll(200):
             listener.receive()
         with raw_peer(port) as fair:
             for _ in range(20):
                 fair.sendall(frame(bytes(BOUND // 10), more=False))
                 assert len(wait(listener).body) == BOUND // 10
-                listener.cut_floods()
+                listener.disconnect_floods()
             fair.sendall(frame(b"last", more=False))
             assert wait(listener).body == b"last"
 
 
-def test_small_messages_earn_no_credit_for_later(context: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_messages_give_no_credit_for_later_ones(context: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """PRC-28. A frame is counted as more than it is, but never as more than what came."""
-    monkeypatch.setattr(intake, "MAX_UNREAD", BOUND)
+    monkeypatch.setattr(unread, "MAX_UNREAD", BOUND)
     with listen(context, f"tcp://127.0.0.1:{port}") as listener, raw_peer(port) as peer:
         for _ in range(100):
             peer.sendall(frame(b"", more=False) * 1_000)
             for _ in range(1_000):
                 wait(listener)
         listener.monitor.drain()
-        listener.cut_floods()
-        assert cut(listener, peer, frame(bytes(1_000), more=True) * 100) < 50 * BOUND
+        listener.disconnect_floods()
+        assert send_until_disconnected(listener, peer, frame(bytes(1_000), more=True) * 100) < 50 * BOUND
 
 
 def test_a_frame_beyond_the_limit_ends_the_connection(context: Any, address: str) -> None:
-    with listen(context, address) as listener, dial(context, address, b"big") as (big, _):
+    with listen(context, address) as listener, connect(context, address, b"big") as (big, _):
         big.send(b"hello")
         fd = wait(listener).fd
         big.send(bytes(MAX_FRAME + 1))
-        assert fd in gone(listener)
+        assert fd in disconnected(listener)
 
 
-def test_a_dialler_sees_the_end_of_its_listener(context: Any, address: str) -> None:
-    with dial(context, address, b"patient") as (socket, monitor):
+def test_a_connected_socket_sees_the_end_of_its_listener(context: Any, address: str) -> None:
+    with connect(context, address, b"patient") as (socket, monitor):
         socket.send(b"hello")
         with listen(context, address) as listener:
             wait(listener)
@@ -279,7 +280,7 @@ def test_a_dialler_sees_the_end_of_its_listener(context: Any, address: str) -> N
 def test_no_connection_is_too_quick_to_be_seen(context: Any, address: str) -> None:
     with listen(context, address):
         for number in range(100):
-            with dial(context, address, b"%d" % number) as (_, monitor):
+            with connect(context, address, b"%d" % number) as (_, monitor):
                 while not monitor.connected:
                     assert monitor.socket.poll(PATIENCE)
                     assert monitor.drain() == []
@@ -295,7 +296,7 @@ def test_an_ipc_path_is_guarded_private_and_left_clean(context: Any, address: st
     assert list(path.parent.iterdir()) == []
     path.write_text("left by a process that was killed")
     path.with_suffix(".sock.lock").touch()
-    with listen(context, address) as listener, dial(context, address, b"one") as (one, _):
+    with listen(context, address) as listener, connect(context, address, b"one") as (one, _):
         one.send(b"hello")
         assert wait(listener).body == b"hello"
 
@@ -336,7 +337,7 @@ def test_tcp_for_other_hosts_needs_insecure(context: Any, host: str) -> None:
 def test_insecure_tcp_binds(context: Any, port: int) -> None:
     with (
         listen(context, f"tcp://0.0.0.0:{port}", insecure=True) as listener,
-        dial(context, f"tcp://127.0.0.1:{port}", b"one") as (one, _),
+        connect(context, f"tcp://127.0.0.1:{port}", b"one") as (one, _),
     ):
         one.send(b"hello")
         assert wait(listener).body == b"hello"
@@ -349,7 +350,7 @@ def test_loopback_needs_nothing(context: Any, port: int, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("udp://1.2.3.4:5", "ipc:// or tcp://"),
         ("/tmp/a.sock", "ipc:// or tcp://"),
@@ -363,8 +364,8 @@ def test_loopback_needs_nothing(context: Any, port: int, host: str) -> None:
         ("tcp://localhost:65536", "tcp://host:port"),
     ],
 )
-def test_wrong_addresses_are_clear_errors(address: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_addresses_are_clear_errors(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_address(address)
 
 
@@ -379,10 +380,10 @@ def test_a_folder_that_is_missing_is_a_clear_error(context: Any) -> None:
 
 
 def test_identities_are_never_the_same() -> None:
-    made = {identity("worker") for _ in range(1000)}
-    assert len(made) == 1000
-    assert all(name.startswith(b"worker-%d-" % os.getpid()) for name in made)
+    identities = {new_identity("worker") for _ in range(1000)}
+    assert len(identities) == 1000
+    assert all(identity.startswith(b"worker-%d-" % os.getpid()) for identity in identities)
 
 
-def test_identities_are_shown_whatever_is_in_them() -> None:
-    assert show(b"\x00\xff\nworker") == "\\x00\\xff\\x0aworker"
+def test_identities_are_escaped_for_logs() -> None:
+    assert printable_identity(b"\x00\xff\nworker") == "\\x00\\xff\\x0aworker"

@@ -1,4 +1,4 @@
-"""One example of each message, with every field set, and its bytes on the wire."""
+"""Examples: one of each message, with every field set."""
 
 from msgspec import Struct
 

@@ -13,7 +13,6 @@ import zmq.asyncio
 
 from services.gateway.backend import Backend
 from shared.errors import Unavailable
-from shared.intake import MAX_UNREAD
 from shared.protocol import (
     VERSION,
     Abort,
@@ -28,7 +27,8 @@ from shared.protocol import (
     encode,
     pack_tokens,
 )
-from shared.transport import dial
+from shared.transport import connect
+from shared.unread import MAX_UNREAD
 from tests.scripted import CHAIN, Script, ScriptedRunner, expected_chain
 from tests.shared.test_transport import frame, raw_peer
 from tests.system.running import Child, Engine, complete, engine, rest, serving, until
@@ -38,7 +38,7 @@ from tests.system.running import Child, Engine, complete, engine, rest, serving,
 async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
     context = zmq.asyncio.Context()
     try:
-        with dial(context, address, b"stranger") as (found, _):
+        with connect(context, address, b"stranger") as (found, _):
             yield found
     finally:
         context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""Tokens that tokenizer.json lacks, and spaces before a text: as transformers' own tokenizer has them."""
+"""Tokens that tokenizer.json lacks, and spaces before a text, are those of transformers' own tokenizer."""
 
 import json
 import subprocess
@@ -40,9 +40,9 @@ def write(folder: Path, settings: dict[str, Any], **files: dict[str, Any]) -> Pa
     return folder
 
 
-def change(folder: Path, how: Callable[[tokenizers.Tokenizer], object]) -> None:
+def change(folder: Path, edit: Callable[[tokenizers.Tokenizer], object]) -> None:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    how(backend)
+    edit(backend)
     backend.save(str(folder / "tokenizer.json"))
 
 
@@ -57,7 +57,7 @@ def assert_as_transformers(folder: Path) -> Tokenizer:
         for skip in (False, True):
             assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip), text
     special = {id: token.content for id, token in reference.added_tokens_decoder.items() if token.special}
-    assert {id: name for id in range(len(reference)) if (name := tokenizer.special_text(id))} == special
+    assert {id: name for id in range(len(reference)) if (name := tokenizer.special_token(id))} == special
     assert tokenizer.vocab_size == len(reference)
     return tokenizer
 
@@ -142,7 +142,7 @@ def test_a_space_before_a_text(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """LDG-29: it is the class of the tokenizer that says if the setting counts."""
+    """LDG-29: the tokenizer's class decides if the setting counts."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     folder = write(tmp_path / "model", config | asked)
     if how is not None:
@@ -151,7 +151,7 @@ def test_a_space_before_a_text(
 
 
 @pytest.mark.parametrize("how", [metaspace, prepend])
-def test_a_space_before_a_text_of_other_kinds(
+def test_a_space_before_a_text_of_other_types(
     how: Callable[[tokenizers.Tokenizer], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LDG-29."""
@@ -190,11 +190,11 @@ def test_tokens_that_the_model_does_not_have_are_left_out(tmp_path: Path, caplog
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.token_id("<|new|>") == SIZE
     assert tokenizer.token_id("<plain>") is None
-    assert tokenizer.special_text(tokenizer.encode("hello")[0]) == "hello"
+    assert tokenizer.special_token(tokenizer.encode("hello")[0]) == "hello"
     assert "tokens ['<plain>'] are left out: the model has only" in caplog.text
 
 
-def test_what_is_no_token_is_passed_over(tmp_path: Path) -> None:
+def test_an_entry_that_is_no_token_is_skipped(tmp_path: Path) -> None:
     """LDG-29."""
     config = {
         "added_tokens_decoder": {"x": NEW, "400": 5, "401": {"special": True}, "402": {"content": ""}, "403": PLAIN},

@@ -1,8 +1,8 @@
-"""Whatever ids a model emits, in whatever kind of vocabulary, its text is that of decoding all of them at once.
+"""For any ids that a model emits, in any type of vocabulary, streaming gives the text of decoding them all at once.
 
-The library is the judge of every kind. Where bytes of a byte-fallback vocabulary are no text, it makes U+FFFD of all
-bytes of the run, good characters included, which no stream can know in time; there it is given the same run with U+FFFD
-spelled where no character is. QUIRE_TEST_SEQUENCES=100000 draws that many sequences for each kind, instead of a few.
+The library's decoder is the reference. If bytes of a byte-fallback vocabulary are invalid, it makes U+FFFD of the whole
+run of bytes, valid characters included, which no stream can know in time. There the reference gets the same run with
+U+FFFD in place of the invalid bytes. QUIRE_TEST_SEQUENCES=100000 draws that many sequences per type, instead of 1000.
 """
 
 import os
@@ -25,15 +25,15 @@ UNFINISHED = re.compile(  # the beginning of a character, by the table of well-f
 
 
 def sequence(rng: random.Random, vocabulary: Vocabulary) -> list[int]:
-    """Up to some 30 ids: texts with their bytes changed, silent tokens, runs of one byte, and ids drawn at random."""
+    """Return up to some 30 ids: texts with changed bytes, silent tokens, runs of one byte, and random ids."""
     ids: list[int] = []
     for _ in range(rng.randint(1, 6)):
-        draw = rng.random()
-        if draw < 0.5 and vocabulary.byte_ids:
+        choice = rng.random()
+        if choice < 0.5 and vocabulary.byte_ids:
             ids += [vocabulary.byte_ids[byte] for byte in mutated(rng)]
-        elif draw < 0.6 and vocabulary.byte_ids:
+        elif choice < 0.6 and vocabulary.byte_ids:
             ids += [vocabulary.byte_ids[rng.choice([0x80, 0xBF, 0xC3, 0xE4, 0xF0, 0xFF])]] * rng.randint(1, 20)
-        elif draw < 0.75:
+        elif choice < 0.75:
             ids += rng.choices(vocabulary.silent_ids, k=rng.choice([1, 2, 20]))
         else:
             ids += rng.choices(vocabulary.shown_ids, k=rng.randint(1, 5))
@@ -52,13 +52,13 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def decoded(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int]) -> str:
-    """The library's text of `ids`, those that are `hidden` left out."""
-    known = [id for id in ids if id not in hidden and vocabulary.tokenizer.backend.id_to_token(id) is not None]
-    return vocabulary.tokenizer.backend.decode(list(_spelled(vocabulary, known)), skip_special_tokens=False)
+    """Return the library's text of `ids` without those that are `hidden`."""
+    decodable = [id for id in ids if id not in hidden and vocabulary.tokenizer.backend.id_to_token(id) is not None]
+    return vocabulary.tokenizer.backend.decode(list(_spelled(vocabulary, decodable)), skip_special_tokens=False)
 
 
 def _spelled(vocabulary: Vocabulary, ids: Sequence[int]) -> Iterator[int]:
-    """The ids with each run of byte-fallback tokens replaced by one that is text."""
+    """Yield the ids, with the invalid bytes of each run of byte-fallback tokens replaced by U+FFFD."""
     value = {id: byte for byte, id in enumerate(vocabulary.byte_ids)}
     is_fallback = bool(value) and "ByteFallback" in str(vocabulary.tokenizer.backend.decoder)
     for is_run, run in groupby(ids, lambda id: is_fallback and id in value):
@@ -77,7 +77,7 @@ def unfinished(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int
 
 
 def certain(vocabulary: Vocabulary, ids: Sequence[int], hidden: frozenset[int]) -> str:
-    """The text of `ids` but for a character that they end inside of."""
+    """Return the text of `ids` without an incomplete character at their end."""
     text = decoded(vocabulary, ids, hidden)
     return text[:-1] if unfinished(vocabulary, ids, hidden) else text
 

@@ -1,4 +1,4 @@
-"""Sampling defaults out of generation_config.json, whoever wrote it."""
+"""Sampling defaults from generation_config.json, which anybody may have written."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from shared.text.sampling_defaults import SamplingDefaults
 
 def load(folder: Path, content: str) -> dict[str, Any]:
     (folder / "generation_config.json").write_text(content)
-    return SamplingDefaults.load(folder).given()
+    return SamplingDefaults.load(folder).as_dict()
 
 
 def test_generation_config_gives_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -23,7 +23,7 @@ def test_generation_config_gives_defaults(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_no_generation_config_gives_no_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert SamplingDefaults.load(tmp_path).given() == {}
+    assert SamplingDefaults.load(tmp_path).as_dict() == {}
     assert not caplog.records
 
 
@@ -47,9 +47,9 @@ def test_what_can_be_read_is_read(
     field: str, written: str, value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LDG-28."""
-    found = load(tmp_path, f'{{"{field}": {written}}}')
-    assert found == {field.replace("max_new_tokens", "max_tokens"): value}
-    assert [type(one) for one in found.values()] == [type(value)]
+    defaults = load(tmp_path, f'{{"{field}": {written}}}')
+    assert defaults == {field.replace("max_new_tokens", "max_tokens"): value}
+    assert [type(default) for default in defaults.values()] == [type(value)]
     assert not caplog.records
 
 
@@ -71,9 +71,9 @@ def test_what_cannot_be_used_is_ignored_in_one_line(
     for value in written:
         caplog.clear()
         other = "min_p" if field != "min_p" else "top_p"
-        found = load(tmp_path, f'{{"{field}": {value}, "{other}": 0.25}}')
-        assert found == {other: 0.25}, value
-        assert SamplingParams(**found)
+        defaults = load(tmp_path, f'{{"{field}": {value}, "{other}": 0.25}}')
+        assert defaults == {other: 0.25}, value
+        assert SamplingParams(**defaults)
         (record,) = caplog.records
         assert (record.levelno, "\n" in record.getMessage()) == (logging.WARNING, False)
         assert f"generation_config.json: ignored, since it is out of range or no number: {field} " in caplog.text

@@ -10,7 +10,7 @@ from shared.protocol import FinishReason, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import prompt_entries
 from shared.text.sample_text import SampleText
-from shared.text.stops import StopMatcher
+from shared.text.stop_strings import StopMatcher
 from tests.text.vocabulary import KINDS, make_tokenizer, make_vocabulary
 
 TOKENIZER = make_tokenizer()

@@ -1,4 +1,4 @@
-"""Chat templates: where they are found, what they see of the messages, and what their errors become."""
+"""Chat templates: the files they come from, the messages they get, and their errors."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,8 @@ def render(*messages: Any, template: str = CHATML, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("message", [{"content": None}, {}, {"content": ""}, {"content": []}])
-def test_tpl01_and_tpl02_no_content_is_empty_content(message: dict[str, Any]) -> None:
+def test_no_content_is_empty_content(message: dict[str, Any]) -> None:
+    """TPL-01, TPL-02."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     history = [USER, {"role": "assistant", "tool_calls": [call], **message}, {"role": "tool", "content": ""}, USER]
     expected = render(USER, {"role": "assistant", "content": ""}, {"role": "tool", "content": ""}, USER)
@@ -35,7 +36,8 @@ def test_tpl01_and_tpl02_no_content_is_empty_content(message: dict[str, Any]) ->
     assert "None" not in expected
 
 
-def test_tpl01_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+def test_arguments_of_tool_calls_are_objects_for_the_template() -> None:
+    """TPL-01."""
     calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ('{"a": "é"}', {"b": 1})]
     assert render({"role": "assistant", "tool_calls": calls}, template=ARGUMENTS) == '{"a": "é"};{"b": 1};'
 
@@ -45,9 +47,9 @@ def test_tpl01_arguments_of_tool_calls_are_objects_for_the_template() -> None:
 def test_arguments_that_are_not_there_are_an_empty_object(field: str, arguments: Any) -> None:
     """TXT-07."""
     function = {"name": "f", "arguments": arguments} if arguments is not ... else {"name": "f"}
-    given = [{"id": None, "function": function}] if field == "tool_calls" else function
+    value = [{"id": None, "function": function}] if field == "tool_calls" else function
     template = ARGUMENTS if field == "tool_calls" else "{{ messages[0].function_call.arguments | tojson }};"
-    assert render({"role": "assistant", field: given}, template=template) == "{};"
+    assert render({"role": "assistant", field: value}, template=template) == "{};"
 
 
 @pytest.mark.parametrize(
@@ -95,15 +97,17 @@ def test_fields_that_are_null_are_not_there_for_the_template() -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_tpl03_text_parts_are_joined_by_newlines(role: str) -> None:
+def test_text_parts_are_joined_by_newlines(role: str) -> None:
+    """TPL-03."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render({"role": role, "content": parts}, USER) == render({"role": role, "content": "a\nb"}, USER)
 
 
-@pytest.mark.parametrize("kind", ["image_url", "video", "whatever"])
-def test_tpl03_other_parts_are_refused_by_their_type(kind: str) -> None:
-    with pytest.raises(InvalidRequest, match=kind) as caught:
-        render(USER, {"role": "user", "content": [{"type": kind, "image_url": {"url": "x"}}]})
+@pytest.mark.parametrize("part_type", ["image_url", "video", "whatever"])
+def test_other_parts_are_refused_by_their_type(part_type: str) -> None:
+    """TPL-03."""
+    with pytest.raises(InvalidRequest, match=part_type) as caught:
+        render(USER, {"role": "user", "content": [{"type": part_type, "image_url": {"url": "x"}}]})
     assert caught.value.param == "messages[1].content[0]"
 
 
@@ -127,7 +131,8 @@ def test_malformed_messages_are_refused(messages: list[Any]) -> None:
 
 @pytest.mark.parametrize("content", ["ends in space ", "ends in line\n", "ends in tab\t", "hi", "", None])
 @pytest.mark.parametrize("trim", ["", " | trim"])
-def test_tpl05_a_continued_message_ends_the_prompt(content: str | None, trim: str) -> None:
+def test_a_continued_message_ends_the_prompt(content: str | None, trim: str) -> None:
+    """TPL-05."""
     template = CHATML.replace("message.content", "message.content" + trim)
     prompt = ChatTemplate(template).render(
         [USER, {"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
@@ -135,12 +140,14 @@ def test_tpl05_a_continued_message_ends_the_prompt(content: str | None, trim: st
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + (content or "")
 
 
-def test_tpl05_both_ways_to_end_a_prompt_are_refused() -> None:
+def test_both_ways_to_end_a_prompt_are_refused() -> None:
+    """TPL-05."""
     with pytest.raises(InvalidRequest, match="continue_final_message"):
         render(USER, continue_final_message=True)
 
 
-def test_tpl05_a_template_that_drops_the_message_is_named() -> None:
+def test_a_template_that_drops_the_message_is_named() -> None:
+    """TPL-05."""
     with pytest.raises(InvalidRequest, match="leaves out"):
         render(USER, template="nothing", add_generation_prompt=False, continue_final_message=True)
 
@@ -156,7 +163,8 @@ def test_tpl05_a_template_that_drops_the_message_is_named() -> None:
         ([], "must not be empty"),
     ],
 )
-def test_tpl06_a_templates_own_message_reaches_the_caller(messages: list[Any], words: str) -> None:
+def test_a_templates_own_message_reaches_the_caller(messages: list[Any], words: str) -> None:
+    """TPL-06."""
     with pytest.raises(InvalidRequest, match=words):
         render(*messages, template=STRICT)
 
@@ -164,7 +172,8 @@ def test_tpl06_a_templates_own_message_reaches_the_caller(messages: list[Any], w
 @pytest.mark.parametrize(
     "body", ["{{ messages[0].a.b }}", "{{ 1 / 0 }}", "{{ messages[9]['role'].x }}", "{{ 1 + 'a' }}"]
 )
-def test_tpl06_a_template_that_fails_is_an_invalid_request(body: str) -> None:
+def test_a_template_that_fails_is_an_invalid_request(body: str) -> None:
+    """TPL-06."""
     with pytest.raises(InvalidRequest):
         render(USER, template=body)
 
@@ -188,7 +197,7 @@ def test_templates_have_what_they_expect() -> None:
     ["messages", "add_generation_prompt", "continue_final_message", "self", "bos_token", "raise_exception",
      "strftime_now", "range", "namespace"],
 )  # fmt: skip
-def test_what_a_template_has_from_here_is_no_name_for_a_variable(name: str) -> None:
+def test_reserved_names_are_refused_as_variables(name: str) -> None:
     template = ChatTemplate("{{ bos_token }}", {"bos_token": "<s>"})
     with pytest.raises(InvalidRequest, match=name) as caught:
         template.render([USER], variables={"mine": 1, name: 1})
@@ -238,10 +247,10 @@ def test_no_template_says_so_and_broken_ones_are_model_errors(tmp_path: Path) ->
         ChatTemplate.load(write_model_folder(tmp_path, template=[{"name": "a", "template": "x"}] * 0), {})
 
 
-def test_a_template_that_does_not_come_to_an_end_is_found_before_it_serves() -> None:
+def test_a_template_that_does_not_end_fails_the_sanity_check() -> None:
     long = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"  # but it ends with the test
-    for form in ("string", "openai", "auto"):
+    for content_format in ("string", "openai", "auto"):
         with pytest.raises(ModelError, match="nothing of one short message"):
-            ChatTemplate(long, content_format=form).try_out(seconds=0.2)  # it takes more than a second
+            ChatTemplate(long, content_format=content_format).sanity_check(seconds=0.2)  # it takes more than a second
     for source in ("{{ messages[0]['content'] }}", "{{ raise_exception('no system message') }}", None):
-        ChatTemplate(source).try_out()
+        ChatTemplate(source).sanity_check()

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: ids, bytes, names, and ends of sequence."""
+"""The tokenizer of a model folder: ids, bytes, names and end-of-sequence tokens."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_the_ids_are_those_of_the_librarys_plain_form(bos: bool, add_special_tok
 def test_no_text_of_few_tokens_is_too_long() -> None:
     tokenizer = make_tokenizer()
     text = "<|im_start|>" * 5  # the longest token
-    assert len(text) <= tokenizer.most_characters(len(tokenizer.encode(text))) < 10 * len(text)
+    assert len(text) <= tokenizer.max_characters(len(tokenizer.encode(text))) < 10 * len(text)
 
 
 def test_bos_is_added_only_where_it_is_wanted() -> None:
@@ -55,7 +55,7 @@ def test_special_tokens_are_shown_by_name_and_unknown_ids_are_nothing() -> None:
     tokenizer = make_tokenizer()
     end = tokenizer.token_id("<|im_end|>")
     assert end is not None
-    assert (tokenizer.token_text(end), tokenizer.special_text(end)) == ("<|im_end|>", "<|im_end|>")
+    assert (tokenizer.token_text(end), tokenizer.special_token(end)) == ("<|im_end|>", "<|im_end|>")
     assert tokenizer.decode([10**6, *tokenizer.encode("hello")]) == "hello"
     assert tokenizer.token_bytes(10**6) == b""
 
@@ -69,7 +69,7 @@ def test_sentencepiece_pieces_become_bytes() -> None:
 
 
 def test_a_text_knows_where_its_tokens_begin() -> None:
-    """TXT-05: what was added to the text has no place in it, and parts of a character have the same one."""
+    """TXT-05: added tokens have no characters of the text, and the parts of a character have the same offset."""
     tokenizer = make_tokenizer(bos=True)
     text = "hello six<|im_end|> é\u4e00x"
     tokens = [tokenizer.token_text(id) for id in tokenizer.encode(text)]
@@ -79,7 +79,7 @@ def test_a_text_knows_where_its_tokens_begin() -> None:
 
 
 def test_a_special_tokens_normalized_name_is_hidden_too() -> None:
-    """TXT-05: the library shows those whose name its normalizer changes."""
+    """TXT-05: the library shows special tokens whose name its normalizer changes."""
     vocab = {"<unk>": 0, "\u2581": 1, "a": 2, "</s>": 3}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.normalizer = normalizers.Prepend("\u2581")
@@ -107,7 +107,7 @@ def test_ends_of_sequence_come_from_tokenizer_and_generation_config(tmp_path: Pa
 def test_ends_that_the_model_does_not_have_are_ignored(
     named: object, kept: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of them in `Sampling` would make an engine refuse every request."""
+    """An engine would refuse every request with one of them in its `Sampling`."""
     folder = write_model_folder(tmp_path, generation={"eos_token_id": named})
     (folder / "config.json").write_text('{"vocab_size": 500, "eos_token_id": [3, 500]}')
     assert Tokenizer.load(folder).eos_token_ids == kept
@@ -170,10 +170,10 @@ def test_a_folder_without_tokenizer_json_is_converted_once(
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     folder = write_model_folder(tmp_path / "model")
-    made = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()
-    (folder / "vocab.json").write_text(json.dumps(made["vocab"]))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in made["merges"]))
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "GPT2Tokenizer"}))
     (folder / "config.json").write_text('{"model_type": "gpt2"}')

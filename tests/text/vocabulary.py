@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, made on the spot, and a model folder around the byte-level one (no weights)."""
+"""Makes small tokenizers of every type, and a model folder with the byte-level one and without weights."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ CHATML = (
 
 
 def make_backend(words: Iterable[str] = WORDS, bos: bool = False) -> tokenizers.Tokenizer:
-    """Byte-level BPE with one token for each byte and each of `words` (written with Ġ for a space)."""
+    """Return byte-level BPE with one token for each byte and for each of `words` (with Ġ for a space)."""
     tokens = list(pre_tokenizers.ByteLevel.alphabet())
     tokens.sort()
     merges: list[tuple[str, str]] = []
@@ -68,7 +68,7 @@ def write_model_folder(
     template: Any = CHATML,
     generation: dict[str, Any] | None = None,
 ) -> Path:
-    """What a gateway reads of a model."""
+    """Write the files of a model that a gateway reads."""
     folder.mkdir(parents=True, exist_ok=True)
     make_backend(words, bos).save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
@@ -86,17 +86,17 @@ def write_model_folder(
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer of one kind, and the ids in it that are of interest."""
+    """A tokenizer, and groups of its ids."""
 
     tokenizer: Tokenizer
     byte_ids: list[int]  # the token of each of the 256 bytes; empty if there are none
-    shown_ids: list[int]  # all that are not special
-    silent_ids: list[int]  # special tokens, and ids that no token has
+    shown_ids: list[int]  # the ids that are not special
+    silent_ids: list[int]  # ids of special tokens, and ids that no token has
 
 
-def make_vocabulary(kind: str) -> Vocabulary:
-    """One of `KINDS`."""
-    backend, byte_tokens = KINDS[kind]()
+def make_vocabulary(name: str) -> Vocabulary:
+    """Return a vocabulary of `KINDS`."""
+    backend, byte_tokens = KINDS[name]()
     special = [backend.token_to_id(name) for name in SPECIAL]
     size = backend.get_vocab_size()
     return Vocabulary(
@@ -108,7 +108,7 @@ def make_vocabulary(kind: str) -> Vocabulary:
 
 
 def _byte_level() -> tuple[tokenizers.Tokenizer, list[str]]:
-    """With tokens that are two or three bytes of a character, the end of one and more, and U+FFFD itself."""
+    """Return byte-level BPE with tokens of two or three bytes of a character, of its end and more, and of U+FFFD."""
     letters = _byte_letters()
     parts = [b"\xf0\x9f\x98", b"\x80!", b"\xef\xbf\xbd", b"\xe4\xb8\x80", b"\x80\xe4\xb8", b"a\xe4", b"\xff\xf4"]
     backend = make_backend([*WORDS, *("".join(letters[byte] for byte in part) for part in parts)])
@@ -117,21 +117,21 @@ def _byte_level() -> tuple[tokenizers.Tokenizer, list[str]]:
 
 
 def _byte_letters() -> list[str]:
-    """The character that byte-level BPE writes for each byte."""
+    """Return the character that byte-level BPE writes for each byte."""
     plain = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in plain]
     return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
 
 
-def _byte_fallback(*steps: decoders.Decoder) -> tuple[tokenizers.Tokenizer, list[str]]:
+def _byte_fallback(*parts: decoders.Decoder) -> tuple[tokenizers.Tokenizer, list[str]]:
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     pieces = ["▁", "▁▁", "a", "▁a", "▁Hi", "x▁", "é", "一", "\ufffd", "<0xE9", "\n"]
-    return _from_tokens([*SPECIAL, *byte_tokens, *pieces], decoders.Sequence(list(steps))), byte_tokens
+    return _from_tokens([*SPECIAL, *byte_tokens, *pieces], decoders.Sequence(list(parts))), byte_tokens
 
 
-def _sentence_piece(*steps: decoders.Decoder) -> tuple[tokenizers.Tokenizer, list[str]]:
+def _sentence_piece(*parts: decoders.Decoder) -> tuple[tokenizers.Tokenizer, list[str]]:
     tokens = [*SPECIAL, "▁", "▁▁", "a", "▁a", "▁Hi", "x▁y", "é", "", "<0xE9>", "\ufffd"]
-    return _from_tokens(tokens, decoders.Sequence(list(steps))), []
+    return _from_tokens(tokens, decoders.Sequence(list(parts))), []
 
 
 def _word_piece(decoder: decoders.Decoder | None) -> tuple[tokenizers.Tokenizer, list[str]]:

@@ -1,7 +1,7 @@
-"""Which tensors a model has: Hugging Face's names and shapes of them, from its config.json.
+"""The shapes of a model's tensors by their Hugging Face names, computed from config.json.
 
-One function an architecture. Everything that the model needs is listed and nothing else, so that a file can be held
-against it: a tensor that is absent, superfluous or of another shape is found before any weight is read.
+There is one function per architecture. It lists exactly the tensors that the model needs, so that a tensor that is
+missing, superfluous or of another shape is found before any weight is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def llama(config: Config) -> Shapes:
-    """Llama, Mistral, Qwen 2 and 3, Gemma: attention and gated MLP, each behind a norm."""
+    """Llama, Mistral, Qwen 2 and Gemma: attention and gated MLP, each after a norm."""
     hidden = config["hidden_size"]
     layer: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     return _decoder(config, layer | _attention(config) | _gated(config))
@@ -49,7 +49,7 @@ def qwen3(config: Config) -> Shapes:
 
 
 def gemma2(config: Config) -> Shapes:
-    """Norms before and behind both attention and MLP."""
+    """Gemma 2 has norms before and after both attention and MLP."""
     return _decoder(config, _four_norms(config) | _attention(config) | _gated(config))
 
 
@@ -58,7 +58,7 @@ def gemma3(config: Config) -> Shapes:
 
 
 def phi3(config: Config) -> Shapes:
-    """Queries, keys and values are one matrix, and so are gate and up."""
+    """Phi-3 joins queries, keys and values in one matrix, and gate and up in another."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], _head_dim(config)
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     layer: Shapes = {
@@ -73,7 +73,7 @@ def phi3(config: Config) -> Shapes:
 
 
 def gpt2(config: Config) -> Shapes:
-    """Its matrices are (inputs, outputs)."""
+    """GPT-2's matrices are (inputs, outputs)."""
     hidden, inner = config["n_embd"], config["n_inner"]
     layer: Shapes = {}
     for norm in ("ln_1", "ln_2"):
@@ -98,7 +98,7 @@ def gpt2(config: Config) -> Shapes:
     return shapes
 
 
-LAYOUTS: dict[str, Callable[[Config], Shapes]] = {
+SHAPES: dict[str, Callable[[Config], Shapes]] = {
     "LlamaForCausalLM": llama,
     "MixtralForCausalLM": mixtral,
     "Qwen2ForCausalLM": llama,
@@ -113,7 +113,7 @@ LAYOUTS: dict[str, Callable[[Config], Shapes]] = {
 
 
 def _decoder(config: Config, layer: Shapes) -> Shapes:
-    """The model of as many such layers."""
+    """Return the shapes of a model whose layers all have the shapes `layer`."""
     vocabulary = (config["vocab_size"], config["hidden_size"])
     shapes: Shapes = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
     if not config["tie_word_embeddings"]:

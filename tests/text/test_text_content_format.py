@@ -1,11 +1,11 @@
-"""Which form of content a chat template reads, and that every message reaches it in that form."""
+"""The format of content that a chat template reads is detected, and every message reaches it in that format."""
 
 from typing import Any
 
 import pytest
 
 from shared.errors import InvalidRequest, ModelError
-from shared.text.content import Form
+from shared.text.content_format import ContentFormat
 from shared.text.template import ChatTemplate
 
 
@@ -43,29 +43,29 @@ def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def conversation(form: str) -> list[dict[str, Any]]:
-    """The same words, written by a client in one form, the other, or both in turn."""
-    said = {"system": "BE BRIEF", "user": "HELLO", "assistant": "YES?", "tool": "42"}
+def conversation(written_as: str) -> list[dict[str, Any]]:
+    """Return the same words as a client writes them: as strings, as parts, or as both in turn."""
+    texts = {"system": "BE BRIEF", "user": "HELLO", "assistant": "YES?", "tool": "42"}
     messages: list[dict[str, Any]] = []
-    for at, (role, text) in enumerate(said.items()):
-        as_parts = form == "parts" or (form == "mixed" and at % 2 == 1)
+    for at, (role, text) in enumerate(texts.items()):
+        as_parts = written_as == "parts" or (written_as == "mixed" and at % 2 == 1)
         messages.append({"role": role, "content": parts(text) if as_parts else text})
     return messages
 
 
-@pytest.mark.parametrize("form", ["string", "parts", "mixed"])
+@pytest.mark.parametrize("written_as", ["string", "parts", "mixed"])
 @pytest.mark.parametrize("body", [*PARTS.values(), *ONE_PART.values(), *STRING.values()])
-def test_any_way_to_write_content_reaches_any_template(body: str, form: str) -> None:
+def test_any_way_to_write_content_reaches_any_template(body: str, written_as: str) -> None:
     """TXT-06."""
     template = ChatTemplate(loop(body))
-    template.try_out()
-    prompt = template.render(conversation(form)).replace('"', "")
+    template.sanity_check()
+    prompt = template.render(conversation(written_as)).replace('"', "")
     assert prompt == "<system>BE BRIEF|<user>HELLO|<assistant>YES?|<tool>42|"
 
 
 @pytest.mark.parametrize("body", [*PARTS.values(), *ONE_PART.values(), *STRING.values()])
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {"content": []}, {}])
-def test_no_content_is_no_text_in_any_form(body: str, content: dict[str, Any]) -> None:
+def test_no_content_is_no_text_in_any_format(body: str, content: dict[str, Any]) -> None:
     """TXT-06: an empty list would make a template fail that looks at the first part."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
@@ -94,13 +94,13 @@ LANGUAGE = "{% for part in m.content %}{{ part.lang }}:{{ part.text }}|{% endfor
     [(LANGUAGE, "en:a|es:b|"), (FIRST_LANGUAGE, ":a\nb|"), (STRING["both"], "a\nb|")],
 )
 def test_fields_beside_a_parts_text_reach_a_template_that_reads_parts(body: str, expected: str) -> None:
-    """Translators' templates read the languages there. Parts that are made one have none of their fields."""
-    said = [part | {"lang": lang, "none": None} for part, lang in zip(parts("a", "b"), ("en", "es"), strict=True)]
+    """Translators' templates read languages from these fields. Parts that are joined lose them."""
+    content = [part | {"lang": lang, "none": None} for part, lang in zip(parts("a", "b"), ("en", "es"), strict=True)]
     template = ChatTemplate(loop(body))
-    assert template.render([{"role": "user", "content": said}]) == "<user>" + expected
-    alone = template.render([{"role": "user", "content": said[:1]}])
+    assert template.render([{"role": "user", "content": content}]) == "<user>" + expected
+    alone = template.render([{"role": "user", "content": content[:1]}])
     assert alone == "<user>" + ("en:a|" if "lang" in body else "a|")
-    assert said[0] == {"type": "text", "text": "a", "lang": "en", "none": None}
+    assert content[0] == {"type": "text", "text": "a", "lang": "en", "none": None}
 
 
 def test_roles_may_differ() -> None:
@@ -108,10 +108,10 @@ def test_roles_may_differ() -> None:
     body = "{% if m.role == 'system' %}{{ '' + m.content + '|' }}{% elif m.role == 'assistant' %}"
     body += ONE_PART["first"] + "{% else %}" + PARTS["item"] + "{% endif %}"
     template = ChatTemplate(loop(body))
-    for form in ("string", "parts", "mixed"):
-        assert template.render(conversation(form)) == "<system>BE BRIEF|<user>HELLO|<assistant>YES?|<tool>42|"
-    assert [template._forms.of(role) for role in ("system", "developer", "user", "assistant", "wizard")] == [
-        Form.STRING, Form.STRING, Form.PARTS, Form.ONE_PART, Form.PARTS,
+    for written_as in ("string", "parts", "mixed"):
+        assert template.render(conversation(written_as)) == "<system>BE BRIEF|<user>HELLO|<assistant>YES?|<tool>42|"
+    assert [template._formats.of(role) for role in ("system", "developer", "user", "assistant", "wizard")] == [
+        ContentFormat.STRING, ContentFormat.STRING, ContentFormat.PARTS, ContentFormat.ONE_PART, ContentFormat.PARTS,
     ]  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_roles_may_differ() -> None:
 def test_a_template_that_refuses_some_conversations_is_read_in_others(strict: str, body: str) -> None:
     """TXT-06."""
     template = ChatTemplate(strict + loop(body))
-    template.try_out()
+    template.sanity_check()
     roles = ("system", "user", "assistant") if "begin with" in strict else ("user", "assistant", "user")
     expected = "".join(f"<{role}>x|" for role in roles)
     for content in ("x", parts("x")):
@@ -137,7 +137,7 @@ def test_a_template_that_refuses_some_conversations_is_read_in_others(strict: st
 
 @pytest.mark.parametrize("body", [PARTS["item"], ONE_PART["first"], STRING["plain"]])
 @pytest.mark.parametrize("content", ["so far ", parts("so ", "far "), None])
-def test_a_message_is_continued_in_any_form(body: str, content: Any) -> None:
+def test_a_message_is_continued_in_any_format(body: str, content: Any) -> None:
     """TXT-06."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     prompt = ChatTemplate(loop(body)).render(messages, add_generation_prompt=False, continue_final_message=True)
@@ -159,14 +159,14 @@ def test_a_message_is_continued_in_any_form(body: str, content: Any) -> None:
 def test_a_template_that_shows_no_content_is_refused_at_start(source: str) -> None:
     """TXT-06."""
     with pytest.raises(ModelError, match="shows nothing of a user's message") as caught:
-        ChatTemplate(source).try_out()
+        ChatTemplate(source).sanity_check()
     assert "\n" not in str(caught.value)
 
 
 def test_a_template_that_refuses_every_probe_is_left_to_its_users() -> None:
     """TXT-06: it may ask for a variable."""
     template = ChatTemplate("{% if not mode %}{{ raise_exception('no mode') }}{% endif %}" + loop("{{ m.content }}"))
-    template.try_out()
+    template.sanity_check()
     with pytest.raises(InvalidRequest, match="no mode"):
         template.render([{"role": "user", "content": "x"}])
     assert template.render([{"role": "user", "content": parts("x", "y")}], variables={"mode": 1}) == "<user>x\ny"

@@ -1,7 +1,6 @@
-"""GGUF files of tiny transformers models, as the usual converter writes them, with the `gguf` package's writer.
+"""Writes GGUF files of tiny transformers models, as the usual converter does, with the `gguf` package's writer.
 
-What a quantised type loses is lost in the model too: `write` puts the dequantised numbers back into it, so that it is
-the reference for the file.
+`write` puts the dequantised values back into the model, so that the model stays the reference for a quantised file.
 """
 
 import struct
@@ -19,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-Choice = Callable[[str], GGMLQuantizationType]
-"""From GGUF's name of a matrix to the type it is stored in."""
+TypeOf = Callable[[str], GGMLQuantizationType]
+"""Maps GGUF's name of a matrix to the type that it is stored in."""
 
-KINDS = {
+ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "mistral": MODEL_ARCH.LLAMA,
     "mixtral": MODEL_ARCH.LLAMA,
@@ -44,7 +43,7 @@ def as_float(name: str) -> GGMLQuantizationType:
 def write(
     model: PreTrainedModel,
     path: Path,
-    types: Choice = as_float,
+    types: TypeOf = as_float,
     *,
     vocabulary: Mapping[str, Any] | None = None,
     others: Mapping[str, NDArray[Any] | None] = {},
@@ -52,15 +51,15 @@ def write(
     split: int = 0,
     endianness: GGUFEndian = GGUFEndian.LITTLE,
 ) -> Path:
-    """Write `model` to `path`, and put what was lost by the types of its matrices into it too.
+    """Write `model` to `path`, and put the values that its quantised matrices have afterwards into `model`.
 
-    `others` replaces tensors by these, or by nothing; `extra` keys are written as 32-bit numbers or what else they are,
-    instead of those that the model has, and left out if they are None; `split` is how many tensors a file has.
+    `others` replaces tensors; None leaves one out. `extra` replaces metadata (numbers as 32-bit ones); None leaves a
+    key out. `split` is the number of tensors per file; 0 writes one file.
     """
     writer = GGUFWriter(
-        path, MODEL_ARCH_NAMES[KINDS[model.config.model_type]], endianess=endianness, split_max_tensors=split
+        path, MODEL_ARCH_NAMES[ARCHITECTURES[model.config.model_type]], endianess=endianness, split_max_tensors=split
     )
-    add_settings(writer, model.config)
+    add_metadata(writer, model.config)
     add_vocabulary(writer, vocabulary if vocabulary is not None else plain_vocabulary(model.config.vocab_size))
     add_tensors(writer, model, types, others)
     for name, tensor in others.items():
@@ -93,7 +92,7 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
 
 
 def with_key(content: bytes, name: str, value: bytes) -> bytes:
-    """A file's content with one more key; `value` is kind and value as bytes, also what the writer would not write."""
+    """Return a file's content with one more key. `value` is its type and value as bytes, valid or not."""
     added = _string(name) + value
     filler = -(len(added) + len(_string("filler")) + 16) % 32  # tensors begin at whole 32 bytes
     nothing = struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.UINT8, filler) + bytes(filler)
@@ -110,42 +109,42 @@ EMPTY = struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.STRING, 0)
 
 
 def plain_vocabulary(size: int) -> dict[str, Any]:
-    """Byte-level BPE with one merge: `gpt-2`."""
+    """Return a vocabulary of byte-level BPE (`gpt-2`) with one merge."""
     letters = [chr(33 + at) if at < 94 else f"[{at}]" for at in range(size - 1)] + ["zz"]
     return {"model": "gpt2", "pre": "gpt-2", "token_list": letters, "token_types": [1] * size, "token_merges": ["z z"]}
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Mapping[str, Any]) -> None:
-    """By the writer's names of what it adds: `model`, `pre`, `token_list`, `bos_token_id`, `chat_template`, ..."""
+    """Add values by the names of the writer's methods: `model`, `pre`, `token_list`, `bos_token_id`, ..."""
     for name, value in vocabulary.items():
         prefixed = f"add_tokenizer_{name}"
         getattr(writer, prefixed if hasattr(writer, prefixed) else f"add_{name}")(value)
 
 
-def add_settings(writer: GGUFWriter, config: Any) -> None:
-    """The settings that the usual converter writes."""
-    kind = config.model_type
+def add_metadata(writer: GGUFWriter, config: Any) -> None:
+    """Add the metadata that the usual converter writes."""
+    model_type = config.model_type
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(4 * config.n_embd if kind == "gpt2" else config.intermediate_size)
+    writer.add_feed_forward_length(4 * config.n_embd if model_type == "gpt2" else config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    if kind == "gpt2":
+    if model_type == "gpt2":
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if kind in ("mixtral", "qwen3_moe"):
+    if model_type in ("mixtral", "qwen3_moe"):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind == "qwen3_moe":
+    if model_type == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if kind.startswith(("gemma", "qwen3")):
+    if model_type.startswith(("gemma", "qwen3")):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if getattr(config, "sliding_window", None) and kind != "mistral":
+    if getattr(config, "sliding_window", None) and model_type != "mistral":
         writer.add_sliding_window(config.sliding_window)
-    if kind == "gemma2":
+    if model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     add_rope(writer, config)
@@ -178,45 +177,45 @@ def add_rope(writer: GGUFWriter, config: Any) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def add_tensors(writer: GGUFWriter, model: PreTrainedModel, types: Choice, others: Collection[str] = ()) -> None:
+def add_tensors(writer: GGUFWriter, model: PreTrainedModel, types: TypeOf, others: Collection[str] = ()) -> None:
     for name, stored, put_back in stored_tensors(model):
         if name in others:
             continue
-        kind = types(name) if stored.ndim > 1 else GGMLQuantizationType.F32
-        written = quants.quantize(stored, kind)
-        writer.add_tensor(name, written, raw_dtype=kind)
-        put_back(quants.dequantize(written.view(np.uint8) if written.dtype != np.uint8 else written, kind))
+        type = types(name) if stored.ndim > 1 else GGMLQuantizationType.F32
+        written = quants.quantize(stored, type)
+        writer.add_tensor(name, written, raw_dtype=type)
+        put_back(quants.dequantize(written.view(np.uint8) if written.dtype != np.uint8 else written, type))
 
 
 def stored_tensors(
     model: PreTrainedModel,
 ) -> Iterator[tuple[str, NDArray[np.float32], Callable[[NDArray[np.float32]], None]]]:
-    """Each tensor of the file: name, numbers, and a function that puts other numbers of this form into the model."""
-    config, kind = model.config, model.config.model_type
-    names = get_tensor_name_map(KINDS[kind], config.num_hidden_layers)
+    """Yield each tensor of the file: its name, its values, and a function that puts such values back into the model."""
+    config, model_type = model.config, model.config.model_type
+    names = get_tensor_name_map(ARCHITECTURES[model_type], config.num_hidden_layers)
     for full, parameter in model.named_parameters():
         if full.endswith(".experts.gate_up_proj"):
             half, layer = parameter.shape[1] // 2, full.split(".")[2]
-            yield f"blk.{layer}.ffn_gate_exps.weight", *_as_it_is(parameter[:, :half])
-            yield f"blk.{layer}.ffn_up_exps.weight", *_as_it_is(parameter[:, half:])
+            yield f"blk.{layer}.ffn_gate_exps.weight", *_unchanged(parameter[:, :half])
+            yield f"blk.{layer}.ffn_up_exps.weight", *_unchanged(parameter[:, half:])
         elif full.endswith(".experts.down_proj"):
-            yield f"blk.{full.split('.')[2]}.ffn_down_exps.weight", *_as_it_is(parameter)
+            yield f"blk.{full.split('.')[2]}.ffn_down_exps.weight", *_unchanged(parameter)
         else:
             name = names.get_name(full, try_suffixes=(".weight", ".bias"))
             assert name is not None, full
-            yield name, *_changed(kind, full, parameter, config)
+            yield name, *_converted(model_type, full, parameter, config)
 
 
-def _as_it_is(parameter: Tensor) -> tuple[NDArray[np.float32], Callable[[NDArray[np.float32]], None]]:
+def _unchanged(parameter: Tensor) -> tuple[NDArray[np.float32], Callable[[NDArray[np.float32]], None]]:
     def put_back(values: NDArray[np.float32]) -> None:
         parameter.data.copy_(torch.from_numpy(values.reshape(parameter.shape).copy()))
 
     return parameter.detach().float().contiguous().numpy().copy(), put_back
 
 
-def _changed(kind: str, name: str, parameter: Tensor, config: Any) -> Any:
-    """As the converter stores it."""
-    if kind in ("llama", "mistral", "mixtral") and (".q_proj" in name or ".k_proj" in name):
+def _converted(model_type: str, name: str, parameter: Tensor, config: Any) -> Any:
+    """Return the values as the converter stores them, and the function that puts them back."""
+    if model_type in ("llama", "mistral", "mixtral") and (".q_proj" in name or ".k_proj" in name):
         heads = config.num_attention_heads if ".q_proj" in name else config.num_key_value_heads
         rows = torch.arange(parameter.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
         values = parameter.detach()[rows].float().numpy()
@@ -225,8 +224,8 @@ def _changed(kind: str, name: str, parameter: Tensor, config: Any) -> Any:
             parameter.data[rows] = torch.from_numpy(values.reshape(parameter.shape).copy())
 
         return values, put_back
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if model_type.startswith("gemma") and name.endswith("norm.weight"):
         return parameter.detach().float().numpy() + 1, lambda values: None
-    if kind == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-        return _as_it_is(parameter.T)
-    return _as_it_is(parameter)
+    if model_type == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+        return _unchanged(parameter.T)
+    return _unchanged(parameter)

@@ -1,0 +1,120 @@
+"""Reading the data of tensors: as floats, or as they are quantised. The `gguf` package dequantises blocks.
+
+Some thousands of blocks are dequantised at once, as many as fit a core's cache. A few rows at a time, as the package
+does it itself, would spend the time in Python, and whole tensors would spend it in memory. Several threads share the
+chunks of a large tensor.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import gguf.quants
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
+
+from shared.errors import ModelError
+from shared.gguf.header import StoredTensor
+
+CHUNK = 2**18
+"""Values that are dequantised at once."""
+
+MIN_SHARED_CHUNKS = 16
+"""Chunks from which on threads share a tensor. In smaller tensors they mostly wait for the interpreter's lock."""
+
+FLOAT_TYPES: dict[GGMLQuantizationType, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.F64: np.dtype("<f8"),
+}
+"""Types that are not quantised."""
+
+_ZERO_POINTS = {GGMLQuantizationType.Q4_0: 8, GGMLQuantizationType.Q4_1: 0, GGMLQuantizationType.Q8_0: 128}
+
+
+def check_type(tensor: StoredTensor) -> None:
+    """Raise `ModelError` if the tensor is of a type that cannot be dequantised."""
+    if tensor.type not in FLOAT_TYPES and not hasattr(_codec(tensor.type), "dequantize_blocks"):
+        supported = [type.name for type in GGMLQuantizationType if hasattr(_codec(type), "dequantize_blocks")]
+        raise ModelError(f"{tensor}: this type cannot be read (supported: F32, F16, {', '.join(supported)})")
+
+
+def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> NDArray[Any]:
+    """Return the tensor, or with `index` the one at `index` of those stacked in it.
+
+    Floats are mapped from the file as they are stored. Other types are dequantised to float32.
+    """
+    block, size = GGML_QUANT_SIZES[tensor.type]
+    shape = tensor.shape if index is None else tensor.shape[1:]
+    count = int(np.prod(shape)) // block
+    offset = tensor.offset + (index or 0) * count * size
+    if tensor.type in FLOAT_TYPES:
+        mapped: NDArray[Any] = np.memmap(tensor.path, FLOAT_TYPES[tensor.type], "r", offset, shape)
+        return mapped
+    stored: NDArray[np.uint8] = np.memmap(tensor.path, np.uint8, "r", offset, (count, size))
+    return _dequantise(stored, tensor.type, threads).reshape(shape)
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix as it is quantised: value = scale * (quant - zero_point), or scale * quant + min."""
+
+    bits: int
+    quants: NDArray[np.uint8]  # (rows, columns)
+    scales: NDArray[np.float16]  # (rows, columns / 32)
+    mins: NDArray[np.float16] | None  # (rows, columns / 32)
+    zero_point: int  # used if there are no mins
+
+
+def is_simple_quantized(tensor: StoredTensor) -> bool:
+    """Return whether a tensor's type is one of those that `read_quantized` reads: Q4_0, Q4_1 or Q8_0."""
+    return tensor.type in _ZERO_POINTS
+
+
+def read_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedMatrix | None:
+    """Return the matrix, or the one at `index` of those stacked, as it is quantised; None for other types.
+
+    A block is a scale (float16), a min (float16, Q4_1 only), and then 32 signed bytes (Q8_0) or 16 bytes, whose low
+    halves are the first 16 quants and whose high halves are the rest.
+    """
+    if not is_simple_quantized(tensor):
+        return None
+    block, size = GGML_QUANT_SIZES[tensor.type]
+    rows, columns = tensor.shape[-2:]
+    count = rows * columns // block
+    stored = np.memmap(tensor.path, np.uint8, "r", tensor.offset + (index or 0) * count * size, (count, size))
+
+    def float16s(start: int) -> NDArray[np.float16]:
+        return np.ascontiguousarray(stored[:, start : start + 2]).view(np.float16).reshape(rows, columns // block)
+
+    if tensor.type == GGMLQuantizationType.Q8_0:
+        quants = stored[:, 2:] ^ np.uint8(0x80)  # a signed byte plus 128
+        return QuantizedMatrix(8, quants.reshape(rows, columns), float16s(0), None, _ZERO_POINTS[tensor.type])
+    packed = stored[:, size - block // 2 :]
+    quants = np.concatenate((packed & 15, packed >> 4), 1).reshape(rows, columns)
+    mins = float16s(2) if tensor.type == GGMLQuantizationType.Q4_1 else None
+    return QuantizedMatrix(4, quants, float16s(0), mins, _ZERO_POINTS[tensor.type])
+
+
+def _dequantise(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:
+    """Dequantise blocks: (blocks, bytes) to (blocks, values)."""
+    codec, block = _codec(type), GGML_QUANT_SIZES[type][0]
+    codec.init_grid()  # makes the lookup tables of some types, which two threads must not do at once
+    values = np.empty((len(stored), block), np.float32)
+    chunk = max(CHUNK // block, 1)  # blocks
+
+    def dequantise_chunk(start: int) -> None:
+        values[start : start + chunk] = codec.dequantize_blocks(stored[start : start + chunk])
+
+    starts = range(0, len(stored), chunk)
+    if threads == 1 or len(starts) < MIN_SHARED_CHUNKS:
+        for start in starts:
+            dequantise_chunk(start)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(dequantise_chunk, starts))
+    return values
+
+
+def _codec(type: GGMLQuantizationType) -> Any:
+    """Return the `gguf` package's class for a quantised type; None if it has none."""
+    return getattr(gguf.quants, type.name, None)
