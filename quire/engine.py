@@ -14,7 +14,7 @@ import msgspec
 from services.scheduler.config import SchedulerConfig, configuration, limits
 from services.scheduler.core import Scheduler
 from services.worker.config import WorkerConfig
-from services.worker.runner import Runner
+from services.worker.start import start_runner
 from shared.errors import EngineFailure, InvalidRequest
 from shared.protocol import VERSION, Epoch, FinishReason, ProgressRow, Register, Submit
 
@@ -25,7 +25,7 @@ class Engine:
     """Loads the model, then runs what is submitted, step by step. Not safe to use from several threads."""
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
-        self.runner = Runner(worker)
+        self.runner = start_runner(worker)
         found = self.runner.info
         self.model = found.model
         register = Register(

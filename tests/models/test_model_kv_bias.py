@@ -97,7 +97,7 @@ def test_the_reference_adds_the_same(make: Callable[[], PreTrainedModel], tmp_pa
     shape = forward.decoder.shape
     forward.layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, torch.int8)
     forward.storage = forward.layout.allocate(64, CPU)
-    forward.decoder.reach(129)
+    forward.decoder.prepare_positions(129)
     forward.enter(0, TOKENS, range(32))
     ours = forward.step((0, 0, len(TOKENS)))[0]
     theirs = reference_logits(model, TOKENS)

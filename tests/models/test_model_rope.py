@@ -111,7 +111,7 @@ def test_a_factor_for_each_frequency() -> None:
     assert rope.inverse_frequencies == pytest.approx(
         [frequency / factor for frequency, factor in zip(plain.inverse_frequencies, factors, strict=True)], rel=1e-6
     )
-    assert rope.magnitude == 1
+    assert rope.attention_factor == 1
     with pytest.raises(ModelError, match="factors has 5 numbers instead of 6"):
         read_rope(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors[1:]}}, 12)
     with pytest.raises(ModelError, match="factors is missing"):

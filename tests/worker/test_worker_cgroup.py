@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker import cgroup
-from services.worker import cpu_tuning as host
+from services.worker import cgroup, cpu_tuning
 from services.worker.config import WorkerConfig
 from services.worker.kv_memory import kv_memory
 
@@ -24,8 +23,8 @@ class Tree:
         self.root, self.proc = folder / "cgroup", folder / "proc"
         self.root.mkdir()
         self.proc.mkdir()
-        monkeypatch.setattr(host, "_CGROUP", self.root)
-        monkeypatch.setattr(host, "_PROC", self.proc)
+        monkeypatch.setattr(cpu_tuning, "_CGROUP", self.root)
+        monkeypatch.setattr(cpu_tuning, "_PROC", self.proc)
 
     def is_in(self, *lines: str, mounts: dict[str, str] | None = None) -> None:
         """Say that this process is in the groups of these lines; `mounts` has the group at each tree's top."""
@@ -59,12 +58,12 @@ def test_files_that_were_read_are_no_use_of_memory(tree: Tree) -> None:
     """300 in use and 7600 of cache, of 8000; in version 1 the counts with the group's children."""
     tree.is_in("0::/")
     tree.v2("", 8000, 7900, inactive=7600)
-    assert host.available_memory() == 7700
+    assert cpu_tuning.available_memory() == 7700
     tree.v2("", "max", 7900, inactive=7600)
-    assert host.available_memory() > 10_000
+    assert cpu_tuning.available_memory() > 10_000
     tree.is_in("4:memory:/")
     tree.v1("", 8000, 7900, inactive=7600)
-    assert host.available_memory() == 7700
+    assert cpu_tuning.available_memory() == 7700
     assert kv_memory(WorkerConfig(), torch.device("cpu"), 0) == 1925
 
 
@@ -72,15 +71,15 @@ def test_files_that_were_read_twice_are_free_unless_they_are_mapped(tree: Tree) 
     """A second start finds the weights' files active; libraries in use are active and mapped."""
     tree.is_in("0::/")
     tree.v2("", 8000, 7900, inactive=500, active=7100)
-    assert host.available_memory() == 100 + 500 + 7000
+    assert cpu_tuning.available_memory() == 100 + 500 + 7000
     tree.v2("", 8000, 7900, inactive=500, active=60)
-    assert host.available_memory() == 100 + 500
+    assert cpu_tuning.available_memory() == 100 + 500
     (tree.root / "memory.stat").write_text("inactive_file 500\nactive_file 7100\n")  # what is mapped is not known
-    assert host.available_memory() == 100 + 500
+    assert cpu_tuning.available_memory() == 100 + 500
     (tree.root / "memory.stat").write_text("inactive_file 8000\n")  # the counts lag behind
-    assert host.available_memory() == 8000
+    assert cpu_tuning.available_memory() == 8000
     (tree.root / "memory.stat").unlink()
-    assert host.available_memory() == 100
+    assert cpu_tuning.available_memory() == 100
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_parents_bind_too(tree: Tree, version: int, group: str, limit: int) -> N
         write(one, NO_LIMIT if version == 1 else "max", 5)
     write("pod/app", 90_000, 1000)
     write(group, 4000, 1000, inactive=200)
-    assert host.available_memory() == (3200 if limit == 4000 else 89_000)
+    assert cpu_tuning.available_memory() == (3200 if limit == 4000 else 89_000)
 
 
 def test_a_container_sees_its_own_group_at_the_top(tree: Tree) -> None:
@@ -103,15 +102,15 @@ def test_a_container_sees_its_own_group_at_the_top(tree: Tree) -> None:
     tree.v1("", 4000, 1000)
     tree.v1("inner", 2000, 500)
     tree.is_in("4:memory:/docker/abc", mounts={"memory": "/docker/abc"})
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
     tree.is_in("4:memory:/docker/abc/inner", mounts={"memory": "/docker/abc"})
-    assert host.available_memory() == 1500
+    assert cpu_tuning.available_memory() == 1500
     tree.is_in("4:memory:/elsewhere/inner", mounts={"memory": "/docker/abc"})
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
     tree.is_in("4:memory:/../inner", mounts={"memory": "/"})
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
     (tree.proc / "cgroup").unlink()
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
 
 
 def test_limits_that_are_not_in_a_file_of_their_own(tree: Tree) -> None:
@@ -119,18 +118,18 @@ def test_limits_that_are_not_in_a_file_of_their_own(tree: Tree) -> None:
     tree.is_in("4:memory:/", "0::/")
     tree.v2("", "max", 1000)
     (tree.root / "memory.high").write_text("3000\n")
-    assert host.available_memory() == 2000
+    assert cpu_tuning.available_memory() == 2000
     tree.v1("", NO_LIMIT, 1000, above=2500)
-    assert host.available_memory() == 1500
+    assert cpu_tuning.available_memory() == 1500
 
 
 def test_version_2_beside_version_1(tree: Tree) -> None:
     tree.is_in("4:memory:/a", "0::/b")
     tree.v1("a", 4000, 1000)
     tree.v2("unified/b", 3000, 1000)
-    assert host.available_memory() == 2000
+    assert cpu_tuning.available_memory() == 2000
     tree.v2("unified/b", "max", 1000)
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
 
 
 def test_quotas_of_both_versions_and_of_parents(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +138,11 @@ def test_quotas_of_both_versions_and_of_parents(tree: Tree, monkeypatch: pytest.
     for folder in ("pod/app", "cpu/pod/app"):
         (tree.root / folder).mkdir(parents=True)
     (tree.root / "pod/cpu.max").write_text("400000 100000\n")
-    assert host.allowed_cpus() == 4
+    assert cpu_tuning.allowed_cpus() == 4
     for quota, cpus in ((-1, 4), (300_000, 3), (50_000, 1)):
         (tree.root / "cpu/pod/app/cpu.cfs_quota_us").write_text(f"{quota}\n")
         (tree.root / "cpu/pod/app/cpu.cfs_period_us").write_text("100000\n")
-        assert host.allowed_cpus() == cpus
+        assert cpu_tuning.allowed_cpus() == cpus
 
 
 def test_this_process_has_folders() -> None:

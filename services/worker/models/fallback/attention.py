@@ -125,7 +125,7 @@ class PagedAttention:
         heads, dim = key_cache.shape[1], key_cache.shape[3]
         shared = query.shape[1] // call.kv_heads
         keys, values = (_padded(part[0].transpose(0, 1), heads, dim, key_cache.dtype) for part in (key, value))
-        self._ops.write_kv(keys, values, key_cache, value_cache, self._inputs.slots)
+        self._ops.write_kv(keys, values, key_cache, value_cache, self._inputs.slot_mapping)
         out = self._ops.paged_attention(
             _padded(query[0].transpose(0, 1), heads * shared, dim, key_cache.dtype),
             key_cache,

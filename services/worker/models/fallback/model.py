@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.load import Ops
 from services.worker.checkpoint.weight_files import WeightFiles
-from services.worker.models.causal_lm import Inputs, Shape
+from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.models.fallback.attention import Call, PagedAttention, Recorder, register, registered
 from services.worker.models.fallback.build import build, first_line, quiet
 from services.worker.models.fallback.context import max_positions
@@ -46,7 +46,7 @@ def _tried(model: Any, architecture: str, dtype: torch.dtype, ops: Ops) -> "Thro
     check_finite(expected, dtype)
     positions = max_positions(model.config)
     calls, outputs = _recorded(model, body, ids, positions)
-    shape = Shape(
+    shape = ModelShape(
         architecture=architecture,
         vocab_size=expected.shape[-1],
         max_positions=positions,
@@ -78,7 +78,7 @@ def _recorded(model: Any, body: str, ids: Tensor, positions: int) -> tuple[list[
 class ThroughTransformers:
     """A `CausalLM` around a model of transformers that calls `attention`, and whose `body` gives hidden states."""
 
-    def __init__(self, model: Any, body: str, attention: PagedAttention, shape: Shape, outputs: type) -> None:
+    def __init__(self, model: Any, body: str, attention: PagedAttention, shape: ModelShape, outputs: type) -> None:
         self._body = getattr(model, body)
         self._attention = attention
         self._shape = shape
@@ -88,10 +88,10 @@ class ThroughTransformers:
         self._head._modules = {**model._modules, body: self._stub}
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return self._shape
 
-    def reach(self, length: int) -> None:
+    def prepare_positions(self, length: int) -> None:
         """Nothing to do: the model computes angles as it needs them, and a learned table has its length."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
