@@ -1,7 +1,7 @@
 """The worker's settings.
 
-Sizes of the KV pool and of a step are the scheduler's to say (`Configure`); here is only what one device process needs
-to load a model and to find its scheduler.
+They are what a process needs to load a model and to find its scheduler. The scheduler decides the sizes of the KV pool
+and of a step (`Configure`). This module imports nothing else of the worker, so all of its parts may import this.
 """
 
 from typing import Annotated, Literal
