@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kernels.load import ops
 from services.worker.models.fallback.linear import pack_modules
-from services.worker.models.fallback.model import ThroughTransformers
+from services.worker.models.fallback.model import TransformersModel
 from tests.models.fallback_models import MODELS
 from tests.models.tiny import Forward, llama, opt, reference_logits, save
 
@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits_equal_those_of_transformers(pair: Pair) -> None:
     model, folder = pair
     forward = Forward(folder)
-    assert isinstance(forward.decoder, ThroughTransformers)
+    assert isinstance(forward.decoder, TransformersModel)
     forward.enter(2, TOKENS, SCATTERED)
     (ours,) = forward.step((2, 0, len(TOKENS)))
     theirs = reference_logits(model, TOKENS)
@@ -92,7 +92,7 @@ def test_a_family_can_be_passed_over(make: type[PreTrainedModel], tmp_path: Path
     found = []
     for implementation in ("quire", "transformers"):
         forward = Forward(tmp_path, model_impl=implementation)
-        assert isinstance(forward.decoder, ThroughTransformers) == (implementation == "transformers")
+        assert isinstance(forward.decoder, TransformersModel) == (implementation == "transformers")
         forward.enter(0, tokens, SCATTERED)
         (ours,) = forward.step((0, 0, len(tokens)))
         assert (ours - reference_logits(model, tokens)).abs().max() < 1e-4

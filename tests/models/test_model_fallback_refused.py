@@ -29,7 +29,7 @@ from transformers import (
 from kernels.load import ops
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
-from services.worker.models.fallback.context import max_positions
+from services.worker.models.fallback.max_positions import max_positions
 from services.worker.models.fallback.model import load
 from services.worker.models.load import Model, load_model
 from shared.errors import ModelError
