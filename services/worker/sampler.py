@@ -1,4 +1,4 @@
-"""From rows of logits to tokens.
+"""The sampler: it turns rows of logits into tokens.
 
     raw logits ─▶ log-probabilities, as reported
         └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ choice of a token (kernels' `sample`)
@@ -73,12 +73,12 @@ class Sampler:
         tokens = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
         part = batch.subset(edited)
         x = self._edit(logits[self._tensor(part.rows)], part, below_min_tokens[edited])
-        choices = self._choices(part, output_positions[edited], np.arange(len(part)))
-        tokens[self._tensor(edited)] = self._ops.sample(x, choices)
+        parameters = self._choices(part, output_positions[edited], np.arange(len(part)))
+        tokens[self._tensor(edited)] = self._ops.sample(x, parameters)
         if not edited.all():
             part = batch.subset(~edited)
-            choices = self._choices(part, output_positions[~edited], part.rows)
-            tokens[self._tensor(~edited)] = self._ops.sample(logits, choices)
+            parameters = self._choices(part, output_positions[~edited], part.rows)
+            tokens[self._tensor(~edited)] = self._ops.sample(logits, parameters)
         return tokens
 
     def _choices(self, batch: SamplingBatch, output_positions: Ints, rows: Ints) -> Choices:

@@ -1,4 +1,4 @@
-"""From a worker's settings to its runner: the process is tuned, the model loaded and warmed up, in this order.
+"""Starts a worker: tunes the process, loads the model and warms up its runner.
 
 `python -m services.worker` and the offline engine both start here.
 """

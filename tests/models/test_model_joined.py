@@ -1,4 +1,4 @@
-"""A decoder's layers in one call: the bits of the single operations, for each kind of layer that it takes."""
+"""A decoder's layers in one call give the bits of the single operations, for each kind of layer."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -78,7 +78,7 @@ print(sorted(sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/pr
 
 
 @pytest.mark.skipif(not extension.load() or len(os.sched_getaffinity(0)) < 2, reason="no pool to pin")
-def test_threads_are_pinned_where_each_has_its_processor() -> None:
+def test_threads_are_pinned_if_each_has_a_cpu() -> None:
     cpus = sorted(os.sched_getaffinity(0))
 
     def places(threads: int) -> list[list[int]]:

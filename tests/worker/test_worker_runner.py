@@ -1,4 +1,4 @@
-"""The runner, driven by plans, on a tiny model: what it computes, and what it reports."""
+"""The runner executes plans on a tiny model: its tokens, log-probabilities and facts about itself."""
 
 from pathlib import Path
 
@@ -165,7 +165,7 @@ def test_logprobs_of_output(runner: ModelRunner, model: PreTrainedModel) -> None
 def test_logprobs_of_the_prompt(runner: ModelRunner, model: PreTrainedModel, chunks: list[int]) -> None:
     client = RunnerClient(runner)
     entries, start = [], 0
-    client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that wants none
+    client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that requests none
     entered = [sequence(0, PROMPT, range(4), prompt_logprobs=2)]
     for count in chunks:
         last = start + count == 10
@@ -216,7 +216,7 @@ def test_the_last_position_and_a_stray_row_behind_it(runner: ModelRunner) -> Non
     client.decode(0, 11, 2)
 
 
-def test_what_fails_at_start_is_said(tmp_path: Path) -> None:
+def test_a_broken_model_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         start_runner(WorkerConfig(model=str(tmp_path), device="cpu"))
 
