@@ -61,12 +61,12 @@ class Decoder:
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Return the hidden states (T, H) of all tokens, before the last norm. Keys and values go to `caches`."""
-        x, cos_sin, angles = self._embed(inputs), self._rotary.at(inputs.positions), self._rotary.angles
+        context = ForwardContext(inputs, self._rotary.at(inputs.positions), self._rotary.angles)
         if self.joined_layers:
-            tables = list(cos_sin.values()), list(angles.values())
-            return self.joined_layers(x, caches, inputs.slot_mapping, inputs.attention, *tables)
+            tables = list(context.cos_sin.values()), list(context.angles.values())
+            return self.joined_layers(self._embed(inputs), caches, inputs.slot_mapping, inputs.attention, *tables)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
-        return layers(x, ForwardContext(inputs, cos_sin, angles), caches)
+        return layers(self._embed(inputs), context, caches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned."""
