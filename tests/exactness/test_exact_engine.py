@@ -126,7 +126,7 @@ class Confused:
         self.spoil = spoil
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(msgspec.structs.replace(plan, new=self.spoil(plan.new_sequences)))
+        return self.runner.execute(msgspec.structs.replace(plan, new_sequences=self.spoil(plan.new_sequences)))
 
 
 def with_other_noise(new: list[NewSequence]) -> list[NewSequence]:
