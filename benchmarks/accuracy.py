@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from services.worker.batch import build
+from services.worker.batch import build_batch
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
-from services.worker.slots import Slots
+from services.worker.sequence_states import SequenceStates
 from shared.hub.checkpoint import locate
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 from shared.text.tokenizer import Tokenizer
@@ -125,11 +125,11 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
     found = []
     for text in texts:
         sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
-        state = Slots(sizes, shape.vocab_size, device)
-        loaded.decoder.reach(blocks * BLOCK + 1)
+        state = SequenceStates(sizes, shape.vocab_size, device)
+        loaded.decoder.prepare_positions(blocks * BLOCK + 1)
         sequence = NewSequence(0, pack_tokens(text), len(text), list(range(blocks)), Sampling(1, 0), 0)
         state.apply(StepPlan(epoch, 0, [], new_sequences=[sequence]))
-        batch = build([Row(0, 0, len(text), 0)], state, layout, kernels)
+        batch = build_batch([Row(0, 0, len(text), 0)], state, layout, kernels)
         hidden = loaded.decoder.forward(batch.inputs, layout.views(storage))
         found.append(loaded.decoder.logits(hidden).log_softmax(-1))
     return torch.cat(found)

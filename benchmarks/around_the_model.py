@@ -15,34 +15,34 @@ import torch
 from torch import Tensor
 
 from benchmarks.worker_threads import MODES, decode
-from services.worker import logprobs as report
 from services.worker import runner as running
 from services.worker.config import WorkerConfig
-from services.worker.models.causal_lm import Inputs, Shape
+from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.sampler import Sampler
-from services.worker.slots import Slots
+from services.worker.sequence_states import SequenceStates
+from services.worker.start import start_runner
 
 CONTEXT = 192
 PARTS = (
-    (Slots, "apply"),
-    (running, "build"),
-    (report, "prompt_logprobs"),
-    (running, "draws_of"),
+    (SequenceStates, "apply"),
+    (running, "build_batch"),
+    (running, "prompt_logprobs"),
+    (running, "build_sampling_batch"),
     (Sampler, "sample"),
-    (Slots, "put"),
-    (report, "sampled_logprobs"),
+    (SequenceStates, "store_tokens"),
+    (running, "sampled_logprobs"),
 )
 
 
 class Ready:
     """A model that returns ready-made tensors."""
 
-    def __init__(self, shape: Shape, rows: int) -> None:
+    def __init__(self, shape: ModelShape, rows: int) -> None:
         self.shape = shape
         self._hidden = torch.zeros(rows, 576)
         self._logits = torch.randn(rows, shape.vocab_size)
 
-    def reach(self, length: int) -> None:
+    def prepare_positions(self, length: int) -> None:
         pass
 
     def forward(self, inputs: Inputs, caches: object) -> Tensor:
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     sizes = [int(size) for size in options.rows.split(",")]
-    runner = running.Runner(WorkerConfig(num_threads=options.threads))
+    runner = start_runner(WorkerConfig(num_threads=options.threads))
     runner._decoder = Ready(runner._decoder.shape, max(CONTEXT, *sizes))
     seconds_by_name: dict[str, list[float]] = defaultdict(list)
     whole = {size: min(decode(runner, size, CONTEXT, options.steps, MODES["greedy"])) for size in sizes}

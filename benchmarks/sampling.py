@@ -19,7 +19,7 @@ from kernels.load import Ops, ops, reference
 from kernels.reference.sample import Choices
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import Inputs
-from services.worker.runner import Runner
+from services.worker.start import start_runner
 from shared.hub.checkpoint import locate
 from shared.text.tokenizer import Tokenizer
 
@@ -61,11 +61,11 @@ def main() -> None:
 @torch.inference_mode()
 def text_logits(rows: int) -> Tensor:
     """(rows, V): the model's after every fourth token of the text."""
-    runner = Runner(WorkerConfig())
+    runner = start_runner(WorkerConfig())
     ids = Tokenizer.load(locate("")).encode((ROOT / "README.md").read_text())[: rows * EVERY]
     count, blocks = len(ids), -(-len(ids) // 16)
     layout, decoder = runner._layout(16), runner._decoder
-    decoder.reach(count)
+    decoder.prepare_positions(count)
     plan = runner._ops.plan_attention(
         torch.tensor([0, count]),
         torch.tensor([0]),

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from services.worker.config import WorkerConfig
-from services.worker.runner import Runner
+from services.worker.runner import ModelRunner
+from services.worker.start import start_runner
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 BLOCK = 16
@@ -51,7 +52,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, float]]:
     """(what, rows, tokens a step, median and best ms) of each case, on one number of threads."""
-    runner = Runner(WorkerConfig(model=options.model, num_threads=int(options.threads), dtype=options.dtype))
+    runner = start_runner(WorkerConfig(model=options.model, num_threads=int(options.threads), dtype=options.dtype))
     batches = [int(size) for size in options.batches.split(",")]
     results = []
     for mode, sampling in MODES.items():
@@ -63,7 +64,7 @@ def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, flo
     return results
 
 
-def decode(runner: Runner, size: int, context: int, steps: int, sampling: Sampling) -> list[float]:
+def decode(runner: ModelRunner, size: int, context: int, steps: int, sampling: Sampling) -> list[float]:
     """Seconds of each of `steps` steps, `size` sequences that have `context` tokens at the first of them."""
     begin(runner, size, context + steps)
     execute(runner, [], [sequence(slot, size, context, context + steps, sampling) for slot in range(size)])
@@ -72,14 +73,14 @@ def decode(runner: Runner, size: int, context: int, steps: int, sampling: Sampli
     return [execute(runner, [Row(slot, context - 1 + step, 1, 1) for slot in range(size)]) for step in range(steps)]
 
 
-def prefill(runner: Runner, length: int, repeats: int) -> list[float]:
+def prefill(runner: ModelRunner, length: int, repeats: int) -> list[float]:
     """Seconds for the whole of a prompt in one step."""
     begin(runner, 1, length)
     execute(runner, [], [sequence(0, 1, length, length, MODES["greedy"])])
     return [execute(runner, [Row(0, 0, length, 1)]) for _ in range(repeats)]
 
 
-def begin(runner: Runner, size: int, length: int) -> None:
+def begin(runner: ModelRunner, size: int, length: int) -> None:
     blocks = size * -(-(length + 1) // BLOCK)
     runner.configure(
         Configure(
@@ -106,7 +107,7 @@ def sequence(slot: int, size: int, tokens: int, length: int, sampling: Sampling)
     )
 
 
-def execute(runner: Runner, rows: Sequence[Row], new: Sequence[NewSequence] = ()) -> float:
+def execute(runner: ModelRunner, rows: Sequence[Row], new: Sequence[NewSequence] = ()) -> float:
     step = next(_steps)
     return runner.execute(StepPlan(epoch=EPOCH, step=step, rows=list(rows), new_sequences=list(new))).seconds
 

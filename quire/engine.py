@@ -13,7 +13,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.core import Limits
 from services.scheduler.engine import Engine
 from services.worker.config import WorkerConfig
-from services.worker.runner import Runner
+from services.worker.start import start_runner
 from shared.errors import EngineFailure, InvalidRequest
 from shared.protocol import FinishReason, ModelInfo, ProgressRow, Submit
 
@@ -24,7 +24,7 @@ class InProcessEngine:
     """Loads the model, then runs what is submitted, step by step. It is not safe to use from several threads."""
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
-        self.runner = Runner(worker)
+        self.runner = start_runner(worker)
         config = replace(scheduler, async_scheduling=False, max_num_queued_reqs=UNBOUNDED)
         self._worker = self.runner.info
         self.engine = Engine(config, self._worker)

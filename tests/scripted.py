@@ -22,6 +22,7 @@ from msgspec import Struct
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.worker.config import WorkerConfig
+from services.worker.interface import WorkerInfo
 from services.worker.service import serve
 from shared.process import end_with_supervisor, start_logging
 from shared.protocol import (
@@ -70,17 +71,6 @@ class Script(Struct):
     misdeeds: list[Misdeed] = []
 
 
-class Info(Struct):
-    """See `services.worker.service.WorkerInfo`."""
-
-    model: ModelInfo
-    device: str
-    kv_bytes_per_token: int
-    kv_memory: int
-    step_seconds: float
-    token_seconds: float
-
-
 class Slot(Struct):
     """A running sequence."""
 
@@ -98,7 +88,7 @@ class ScriptedRunner:
         time.sleep(script.start_delay)
 
     @property
-    def info(self) -> Info:
+    def info(self) -> WorkerInfo:
         script = self.script
         model = ModelInfo(
             name=script.model,
@@ -109,7 +99,7 @@ class ScriptedRunner:
             fingerprint=script.fingerprint,
             text_digest=script.text,
         )
-        return Info(model, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
+        return WorkerInfo(model, "cpu", 1, script.blocks * 16, max(script.delay, 1e-4), 0.0)
 
     def configure(self, message: Configure) -> None:
         self.slots = {}

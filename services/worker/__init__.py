@@ -1,13 +1,14 @@
 """The worker: one process for one device. It holds weights and KV memory, computes steps and samples tokens.
 
-Which sequence runs, in which slot and in which blocks, is the scheduler's to say.
+The scheduler decides which sequence runs, in which slot and in which blocks.
 """
 
 import os
 
 # A thread that waits for the others must not spin for long: the worker shares its cores with the gateway, the
-# scheduler and the clients, and spinning keeps the very thread that it waits for from running. Half a millisecond
-# bridges the gaps within a step; libgomp's own default is thirty times that (benchmarks/results/worker_threads.md).
-# It is read when torch is loaded, so it stands before any import of it; a user's own settings hold.
+# scheduler and the clients, and a thread that spins may keep the one that it waits for from running. Half a
+# millisecond bridges the gaps within a step; libgomp's default is thirty times that
+# (benchmarks/results/worker_threads.md). libgomp reads the variable when torch is loaded, so it is set before torch is
+# imported. Settings of the user win.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -13,16 +13,18 @@ from shared.transport import check_address
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load the model and serve until told to stop; the exit status."""
+    """Load the model and serve until told to stop. Return the exit status."""
     start_logging()
     try:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
         set_log_level(config.log_level)
         end_with_supervisor(config.supervisor)
         check_address(config.scheduler)  # before seconds are spent on a model
-        from services.worker.runner import Runner  # torch takes seconds to import
+        from services.worker.cpu_tuning import pin_threads  # these import torch, which takes seconds
+        from services.worker.start import start_runner
 
-        return serve(config, Runner(config, alone=True))
+        runner = start_runner(config)
+        return serve(config, runner, on_configured=pin_threads if runner.device.type == "cpu" else None)
     except QuireError as error:
         return report_error("worker", error)
 

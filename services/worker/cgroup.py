@@ -1,7 +1,7 @@
 """The control groups that this process is in, and the memory and CPUs that they leave it.
 
-A parent's limit binds as well as that of the own group, so each question is asked of all groups that can be seen.
-Version 2 has one tree; version 1 has one for each controller, and may stand beside a tree of version 2.
+The limits of all parents hold as well as that of the process's own group, so callers ask about each group that can be
+seen. Version 2 has one tree; version 1 has one for each controller, and may stand beside a tree of version 2.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class _MemoryFiles(NamedTuple):
-    """The names that a version has for what matters here."""
+    """The files of a version, and the names in its memory.stat, that say how much memory is left."""
 
     limits: tuple[str, ...]
     usage: str
@@ -31,13 +31,14 @@ _MEMORY = (
 )
 
 _INHERITED = "hierarchical_memory_limit"
-"""The line of version 1's memory.stat with the least limit, also of parents that a container cannot see."""
+"""The line of version 1's memory.stat with the lowest limit, which includes parents that a container cannot see."""
 
 
 def folders(root: Path, proc: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of the groups that bind `controller`, each tree's from the own group to the top.
+    """Yield the folders of the groups that limit `controller`, in each tree from the process's own group to the top.
 
-    `root` is where trees are mounted (/sys/fs/cgroup), `proc` what the kernel says of this process (/proc/self).
+    `root` is the folder in which trees are mounted (/sys/fs/cgroup), `proc` the kernel's folder about this process
+    (/proc/self).
     """
     for tree, controllers in ((root, ""), (root / "unified", ""), (root / controller, controller)):
         if not tree.is_dir():
@@ -47,9 +48,9 @@ def folders(root: Path, proc: Path, controller: str) -> Iterator[Path]:
 
 
 def memory_left(folder: Path) -> int | None:
-    """Return the bytes that a group may still take, or None if it has no limit.
+    """Return the bytes that a group may still allocate, or None if it has no limit.
 
-    Its usage includes the cache of files that were read, which the kernel drops when memory is wanted.
+    Its usage includes the cache of files that were read, which the kernel drops when memory runs short.
     """
     stat = _counts(folder / "memory.stat")
     for files in _MEMORY:
@@ -61,7 +62,7 @@ def memory_left(folder: Path) -> int | None:
 
 
 def cpus_left(folder: Path) -> int | None:
-    """Return how many CPUs a group's quota is worth, at least 1, or None if it has no quota."""
+    """Return the number of CPUs in a group's quota, rounded down but at least 1, or None if it has no quota."""
     quota = numbers(folder / "cpu.max")  # "quota period", or "max period"
     quota = quota or numbers(folder / "cpu.cfs_quota_us") + numbers(folder / "cpu.cfs_period_us")  # -1: none
     if len(quota) != 2 or min(quota) <= 0:
@@ -70,7 +71,7 @@ def cpus_left(folder: Path) -> int | None:
 
 
 def numbers(path: Path) -> list[int]:
-    """Return the integers in a group's file; nothing if it is not there or says "max"."""
+    """Return the integers in a group's file, or an empty list if it does not exist or says "max"."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):
@@ -78,8 +79,9 @@ def numbers(path: Path) -> list[int]:
 
 
 def _reclaimable(stat: dict[str, int], files: _MemoryFiles) -> int:
-    """Return the bytes of cached files that the kernel can drop: inactive ones, and of the active ones those that no
-    process maps. A file that is read a second time becomes active, and stays so when nobody uses it any more.
+    """Return the bytes of cached files that the kernel can drop: inactive ones, and active ones that are not mapped.
+
+    A file that is read a second time becomes active, and stays so when nobody uses it any more.
     """
     inactive, active = stat.get(files.inactive, 0), stat.get(files.active, 0)
     return inactive + max(0, active - stat.get(files.mapped, active))
@@ -92,7 +94,7 @@ def _counts(path: Path) -> dict[str, int]:
 
 
 def _path(tree: Path, proc: Path, controllers: str) -> Path:
-    """Return the own group's place within a tree; the top of it where the own group cannot be seen from here."""
+    """Return the path of the process's own group within a tree, or the top of the tree if that group is not visible."""
     for line in _lines(proc / "cgroup"):
         _, names, path = line.split(":", 2)
         if controllers in names.split(","):
@@ -102,7 +104,7 @@ def _path(tree: Path, proc: Path, controllers: str) -> Path:
 
 
 def _top(tree: Path, proc: Path) -> Path:
-    """Return the group that is mounted at `tree`: in a container, often its own."""
+    """Return the group that is mounted at `tree`; in a container this is often the container's own."""
     for line in _lines(proc / "mountinfo"):
         _, _, _, top, point, *_ = line.split()
         if point == str(tree.resolve()):

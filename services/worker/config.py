@@ -1,7 +1,7 @@
 """The worker's settings.
 
-Sizes of the KV pool and of a step are the scheduler's to say (`Configure`); here is only what one device process needs
-to load a model and to find its scheduler.
+They are what a process needs to load a model and to find its scheduler. The scheduler decides the sizes of the KV pool
+and of a step (`Configure`). This module imports nothing else of the worker, so all of its parts may import this.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from shared.config import LogLevel, ModelConfig
 class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     """Settings of one worker rank."""
 
-    scheduler: Annotated[str, Meta(description="Address at which the scheduler awaits workers.")] = (
+    scheduler: Annotated[str, Meta(description="Address at which the scheduler listens for workers.")] = (
         "tcp://127.0.0.1:5558"
     )
     device: Annotated[
@@ -30,27 +30,27 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     quantization: Annotated[
         Literal["none", "auto", "gguf", "gptq", "awq", "int8", "int4"],
         Meta(
-            description="Bits of the weights on a CPU: those of a GGUF file, GPTQ or AWQ checkpoint, or rounded when "
-            "they are loaded; activations are then rounded to 8 bits. auto: the checkpoint's own where that can be; "
-            "none where --dtype is given."
+            description="How weights are quantised on a CPU: as in the GGUF file, GPTQ or AWQ checkpoint, or to int8 "
+            "or int4 when they are loaded; matmuls then round activations to 8 bits. auto: as in the checkpoint if "
+            "possible; none if --dtype is set."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "int8"],
         Meta(
-            description="Type of keys and values in memory; auto: the weights', bfloat16 if those are quantised. int8 "
-            "has a scale for each token and head."
+            description="Type of keys and values in the KV cache; auto: that of the weights, or bfloat16 if they are "
+            "quantised. int8 has a scale for each token and head."
         ),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "gguf", "dummy"],
-        Meta(description="Which weight files to read; auto prefers safetensors, dummy draws random weights."),
+        Meta(description="Format of the weight files to read; auto prefers safetensors, dummy makes random weights."),
     ] = "auto"
     model_impl: Annotated[
         Literal["auto", "quire", "transformers"],
         Meta(
-            description="Whose modelling code computes the model: a family of Quire's own, or transformers'; auto "
-            "takes the latter where there is no family, or it lacks what the checkpoint asks for."
+            description="Code that computes the model: Quire's own, or transformers'; auto takes transformers' if "
+            "Quire has none for the architecture, or lacks a feature that the checkpoint needs."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

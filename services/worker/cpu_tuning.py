@@ -1,7 +1,7 @@
-"""How this process uses its machine: threads, the allocator's habits, memory that is free.
+"""The process and its machine: threads, malloc, pages, and the CPUs and memory that the process may use.
 
-Limits may come from the CPU mask, from a control group's quota or from the user; the tightest holds, and what the
-user says wins.
+The CPU mask and the quotas of control groups limit what it may use, and the tightest of them holds. A user's own
+setting wins over all.
 """
 
 import ctypes
@@ -17,29 +17,30 @@ from services.worker import cgroup
 _CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux's mman.h
-_HUGE = 2**21
+_HUGE_PAGE = 2**21
 _GIB = 2**30
 
 
-def set_threads(wanted: int | None) -> int:
-    """Set how many threads torch computes with, and say how many those are.
+def set_threads(requested: int | None) -> int:
+    """Set the number of threads that torch computes with, and return it.
 
-    `wanted` wins, then OMP_NUM_THREADS (which torch has read itself); otherwise one for each CPU that this process
-    may use.
+    `requested` wins, then OMP_NUM_THREADS (which torch has read itself). Otherwise there is a thread for each CPU that
+    this process may use.
     """
-    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
-        wanted = allowed_cpus()
-    if wanted is not None:
-        torch.set_num_threads(wanted)
+    num_threads = requested
+    if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+        num_threads = allowed_cpus()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     return torch.get_num_threads()
 
 
 def pin_threads() -> None:
-    """Give each thread that computes a CPU of its own, if there are as many as this process may use.
+    """Give each thread that computes a CPU of its own, if this process may use as many CPUs as there are such threads.
 
-    They wait for each other at the end of each operation, spinning. Left alone, the system at times puts two of them on
-    one CPU, as soon as another process wants the other, and then each waits for the slice of the one it waits for. To
-    be called when the process has its other threads: what the caller starts later stays on its CPU.
+    The threads wait for each other at the end of each operation, spinning. If another process wants one of the CPUs,
+    the system at times puts two of them on the same CPU, and each spins through the time slice of the other. Call it
+    when the process has its other threads: those that the caller starts later stay on the caller's CPU.
     """
     if not hasattr(os, "sched_getaffinity") or not extension.load():
         return
@@ -49,7 +50,7 @@ def pin_threads() -> None:
 
 
 def allowed_cpus() -> int:
-    """Return the number of CPUs of the mask, or of a control group's quota if that is less."""
+    """Return the number of CPUs in the mask, or in the quota of a control group if that is less."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = map(cgroup.cpus_left, cgroup.folders(_CGROUP, _PROC, "cpu"))
     return min([cpus, *(quota for quota in quotas if quota is not None)])
@@ -58,8 +59,9 @@ def allowed_cpus() -> int:
 def keep_freed_memory() -> None:
     """Tell glibc's malloc not to hand memory back to the system after each use.
 
-    A step allocates and frees the same few megabytes again and again; given back, each page would be faulted in and
-    zeroed anew, which takes longer than the arithmetic on it. Other C libraries don't have the call, and are left.
+    A step allocates and frees the same few megabytes again and again. If malloc handed them back, the kernel would
+    fault in and zero each page anew, which takes longer than the arithmetic on it. Nothing happens with other C
+    libraries, which do not have the call.
     """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -68,34 +70,34 @@ def keep_freed_memory() -> None:
 
 
 def use_huge_pages() -> int:
-    """Ask the kernel to put what this process's heap holds now, the weights, on pages of 2 MiB; the bytes it did.
+    """Ask the kernel to move what the heap holds now, the weights, to pages of 2 MiB. Return the bytes that it moved.
 
-    A step reads all weights, and with pages of 4 KiB a good part of that time goes into finding them. Linux does it at
-    once since 6.1; an older one may do it in time, or never, and then all stays as it is.
+    A step reads all weights, and with pages of 4 KiB address translation takes a good part of that time. Linux moves
+    them at once since 6.1; an older one may do it later, or never.
     """
-    done = 0
+    moved = 0
     with suppress(OSError):
         madvise = ctypes.CDLL(None).madvise
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, mode, *_, name = line.split()
-            if mode != "rw-p" or not (name == "[heap]" or name == "0"):  # a nameless one ends with its inode, 0
+            if mode != "rw-p" or not (name == "[heap]" or name == "0"):  # a line without a name ends with the inode, 0
                 continue
             first, last = (int(end, 16) for end in span.split("-"))
-            start = -(-first // _HUGE) * _HUGE
-            size = last // _HUGE * _HUGE - start
+            start = -(-first // _HUGE_PAGE) * _HUGE_PAGE
+            size = last // _HUGE_PAGE * _HUGE_PAGE - start
             if size <= 0 or madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE):
                 continue
             if madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_COLLAPSE) == 0:
-                done += size
-    return done
+                moved += size
+    return moved
 
 
 def available_memory() -> int:
-    """Return the bytes that could be taken without swapping, within the limits of all control groups."""
+    """Return the bytes that can be allocated without swapping, within the limits of all control groups."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    rooms = map(cgroup.memory_left, cgroup.folders(_CGROUP, _PROC, "memory"))
-    return min([available, *(room for room in rooms if room is not None)])
+    left = map(cgroup.memory_left, cgroup.folders(_CGROUP, _PROC, "memory"))
+    return min([available, *(size for size in left if size is not None)])

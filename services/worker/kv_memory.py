@@ -1,4 +1,4 @@
-"""How much memory KV may take. How many blocks that makes is the scheduler's sum."""
+"""The memory that KV may take, in bytes. The scheduler computes from it how many blocks there are."""
 
 import torch
 
@@ -9,13 +9,13 @@ from shared.errors import ConfigError
 GIB = 2**30
 HOST_DEFAULT = 4 * GIB
 HOST_SHARE = 0.25
-"""Without a wish, KV on a CPU takes this share of the memory that is free, and never more than the default."""
+"""Unless the user sets its size, KV on a CPU takes this share of the memory that is free, and at most the default."""
 
 
 def kv_memory(config: WorkerConfig, device: torch.device, activations: int) -> int:
-    """Bytes for KV on `device`, whose weights are loaded.
+    """Return the bytes for KV on `device`, where the weights are loaded. Raise ConfigError if nothing is left.
 
-    `activations` is what a step takes at its peak beside the weights, measured. Raises ConfigError if nothing is left.
+    `activations` are the bytes that a step takes at its peak beside the weights, as measured.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)

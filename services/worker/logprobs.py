@@ -1,4 +1,4 @@
-"""Log-probabilities on their way out: from hidden states and logits to `TokenLogprobs`."""
+"""Log-probabilities as they are reported: `TokenLogprobs` from hidden states and logits."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,55 +9,60 @@ from torch import Tensor
 from kernels.load import Ops
 from services.worker.batch import Batch
 from services.worker.models.causal_lm import CausalLM
-from services.worker.sampler import Draws
-from services.worker.slots import Slots
+from services.worker.sampler import SamplingBatch
+from services.worker.sequence_states import SequenceStates
 from shared.protocol import TokenLogprobs
 
-_SLICE = 256
-"""Prompt positions whose logits are in memory at a time: a long prompt's would be gigabytes."""
+_CHUNK = 256
+"""Prompt positions whose logits are in memory at a time: those of a long prompt would take gigabytes."""
 
 
 def sampled_logprobs(
-    logits: Tensor, tokens: Tensor, draws: Draws, state: Slots, ops: Ops
+    logits: Tensor, tokens: Tensor, batch: SamplingBatch, states: SequenceStates, ops: Ops
 ) -> dict[int, list[TokenLogprobs]]:
-    """By slot, for those of the drawn `tokens` (N,) whose requests want them. `logits` (L, V) are the raw ones."""
-    asked = np.flatnonzero(state.logprobs[draws.slots] >= 0)
-    if not len(asked):
+    """Return the log-probabilities of the sampled `tokens` (N,), by slot, for the requests that ask for them.
+
+    `logits` (L, V) are the raw ones.
+    """
+    requested = np.flatnonzero(states.num_logprobs[batch.slots] >= 0)
+    if not len(requested):
         return {}
-    slots = draws.slots[asked]
-    wanted = state.logprobs[slots].tolist()
-    index, rows = (torch.from_numpy(array).to(logits.device) for array in (asked, draws.rows[asked]))
-    entries = _entries(ops.logprobs(logits[rows], tokens[index], max(wanted)), wanted)
+    slots = batch.slots[requested]
+    counts = states.num_logprobs[slots].tolist()
+    index, rows = (torch.from_numpy(array).to(logits.device) for array in (requested, batch.rows[requested]))
+    entries = _entries(ops.logprobs(logits[rows], tokens[index], max(counts)), counts)
     return {slot: [entry] for slot, entry in zip(slots.tolist(), entries, strict=True)}
 
 
 def prompt_logprobs(
-    hidden: Tensor, batch: Batch, state: Slots, decoder: CausalLM, ops: Ops
+    hidden: Tensor, batch: Batch, states: SequenceStates, decoder: CausalLM, ops: Ops
 ) -> dict[int, list[TokenLogprobs]]:
-    """By slot, for the rows of `batch` that want them: of positions start + 1 to min(start + count, prompt_len - 1).
+    """Return the log-probabilities of prompt tokens, by slot, for the rows of `batch` whose requests ask for them.
 
-    `hidden` (T, H) is the forward pass's result. A position's distribution comes from the token before it.
+    A row gives those of positions start + 1 to min(start + count, prompt_len - 1): the distribution at a position comes
+    from the token before it. `hidden` (T, H) is the result of the forward pass.
     """
-    found: dict[int, list[TokenLogprobs]] = {}
+    by_slot: dict[int, list[TokenLogprobs]] = {}
     for row, slot in enumerate(batch.slots.tolist()):
-        wanted = int(state.prompt_logprobs[slot])
-        if wanted < 0:
+        num_logprobs = int(states.num_prompt_logprobs[slot])
+        if num_logprobs < 0:
             continue
         start = int(batch.starts[row])
-        count = min(int(batch.counts[row]), int(state.prompt_len[slot]) - 1 - start)
+        count = min(int(batch.counts[row]), int(states.prompt_len[slot]) - 1 - start)
         entries: list[TokenLogprobs] = []
-        for done in range(0, count, _SLICE):
-            size = min(_SLICE, count - done)
+        for done in range(0, count, _CHUNK):
+            size = min(_CHUNK, count - done)
             first = int(batch.offsets[row]) + done
-            targets = state.tokens[slot, start + done + 1 : start + done + 1 + size].long()
+            targets = states.tokens[slot, start + done + 1 : start + done + 1 + size].long()
             logits = decoder.logits(hidden[first : first + size])
-            entries += _entries(ops.logprobs(logits, targets, wanted), [wanted] * size)
+            entries += _entries(ops.logprobs(logits, targets, num_logprobs), [num_logprobs] * size)
         if entries:
-            found[slot] = entries
-    return found
+            by_slot[slot] = entries
+    return by_slot
 
 
-def _entries(parts: tuple[Tensor, Tensor, Tensor, Tensor], wanted: Sequence[int]) -> Iterator[TokenLogprobs]:
-    lists = [part.tolist() for part in parts]
-    for logprob, rank, ids, values, k in zip(*lists, wanted, strict=True):
-        yield TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids[:k], top_logprobs=values[:k])
+def _entries(columns: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int]) -> Iterator[TokenLogprobs]:
+    """Yield a message for each row of the kernel's result, with as many alternatives as its request asks for."""
+    lists = [column.tolist() for column in columns]
+    for logprob, rank, ids, values, count in zip(*lists, counts, strict=True):
+        yield TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids[:count], top_logprobs=values[:count])

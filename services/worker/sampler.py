@@ -1,13 +1,14 @@
-"""From rows of logits to tokens.
+"""The sampler: it turns rows of logits into tokens.
 
     raw logits ─▶ log-probabilities, as reported
         └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ choice of a token (kernels' `sample`)
 
-A draw is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token).
-So the token of a row depends on that row's logits, parameters and position only. The rows that ask for it are edited,
-in copies; the others are read where they are.
+A token is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token), so it depends
+only on the logits, parameters and position of its own row. Rows with bias, masks or penalties are copied and edited;
+the others are read in place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,73 +18,90 @@ from torch import Tensor
 
 from kernels.load import Ops
 from kernels.reference.sample import Choices
-from services.worker.batch import Ints
-from services.worker.slots import Slots
+from services.worker.batch import Batch, Ints
+from services.worker.sequence_states import SequenceStates
+from shared.protocol import Fork
 
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingBatch:
     """N tokens to sample. The arrays are (N,), on the host."""
 
     slots: Ints
-    positions: Ints  # where the token will stand in its sequence
-    rows: Ints  # which row of the logits it is drawn from
+    positions: Ints  # of the token in its sequence
+    rows: Ints  # of the logits that the token is sampled from
 
-    def subset(self, mask: Bools) -> "Draws":
-        return Draws(self.slots[mask], self.positions[mask], self.rows[mask])
+    def subset(self, mask: Bools) -> "SamplingBatch":
+        return SamplingBatch(self.slots[mask], self.positions[mask], self.rows[mask])
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-class Sampler:
-    """Samples for the sequences in `state`."""
+def build_sampling_batch(batch: Batch, forks: Sequence[Fork]) -> SamplingBatch:
+    """Return a token to sample for each sampling row, then one for each child of a fork, from its parent's logits."""
+    sampling = batch.samples > 0
+    slots, positions = batch.slots[sampling], (batch.starts + batch.counts)[sampling]
+    rows = np.arange(len(slots))
+    row_of = dict(zip(slots.tolist(), rows.tolist(), strict=True))
+    children = [(child, row_of[fork.parent]) for fork in forks for child, _ in fork.children]
+    if children:
+        child_slots, parents = np.array(children, np.int64).T
+        slots = np.concatenate((slots, child_slots))
+        positions = np.concatenate((positions, positions[parents]))
+        rows = np.concatenate((rows, parents))
+    return SamplingBatch(slots, positions, rows)
 
-    def __init__(self, state: Slots, ops: Ops) -> None:
-        self._state = state
+
+class Sampler:
+    """Samples for the sequences in `states`."""
+
+    def __init__(self, states: SequenceStates, ops: Ops) -> None:
+        self._states = states
         self._ops = ops
 
-    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Tokens (N,) int64 for `draws` from `logits` (L, V) float32, which are left as they are."""
-        state, slots = self._state, draws.slots
-        outputs = draws.positions - state.prompt_len[slots]
-        held_back = outputs < state.min_tokens[slots]
-        edited = held_back | state.penalised[slots] | state.biased[slots]
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Return the tokens (N,) int64 of `batch` from `logits` (L, V) float32, which are left as they are."""
+        states, slots = self._states, batch.slots
+        output_positions = batch.positions - states.prompt_len[slots]
+        below_min_tokens = output_positions < states.min_tokens[slots]
+        edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
         if not edited.any():
-            return self._ops.sample(logits, self._choices(draws, outputs, draws.rows))
-        tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-        rest = draws.subset(edited)
-        x = self._edit(logits[self._tensor(rest.rows)], rest, held_back[edited])
-        tokens[self._tensor(edited)] = self._ops.sample(x, self._choices(rest, outputs[edited], np.arange(len(rest))))
+            return self._ops.sample(logits, self._choices(batch, output_positions, batch.rows))
+        tokens = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
+        part = batch.subset(edited)
+        x = self._edit(logits[self._tensor(part.rows)], part, below_min_tokens[edited])
+        parameters = self._choices(part, output_positions[edited], np.arange(len(part)))
+        tokens[self._tensor(edited)] = self._ops.sample(x, parameters)
         if not edited.all():
-            plain = draws.subset(~edited)
-            chosen = self._ops.sample(logits, self._choices(plain, outputs[~edited], plain.rows))
-            tokens[self._tensor(~edited)] = chosen
+            part = batch.subset(~edited)
+            parameters = self._choices(part, output_positions[~edited], part.rows)
+            tokens[self._tensor(~edited)] = self._ops.sample(logits, parameters)
         return tokens
 
-    def _choices(self, draws: Draws, outputs: Ints, rows: Ints) -> Choices:
-        """How `draws` are made, from `rows` of some logits; `outputs` are the positions in the output."""
-        state, slots = self._state, draws.slots
+    def _choices(self, batch: SamplingBatch, output_positions: Ints, rows: Ints) -> Choices:
+        """Return the parameters of `batch` as the kernels take them. `rows` are those of the logits to sample from."""
+        states, slots = self._states, batch.slots
         return Choices(
             rows=rows,
-            temperature=state.temperature[slots],
-            top_k=state.top_k[slots],
-            top_p=state.top_p[slots],
-            min_p=state.min_p[slots],
-            seeds=state.seed[slots],
-            samples=state.sample[slots],
-            positions=outputs,
+            temperature=states.temperature[slots],
+            top_k=states.top_k[slots],
+            top_p=states.top_p[slots],
+            min_p=states.min_p[slots],
+            seeds=states.seed[slots],
+            samples=states.sample[slots],
+            positions=output_positions,
         )
 
-    def _edit(self, x: Tensor, draws: Draws, held_back: Bools) -> Tensor:
-        """Bias, masks and penalties. `x` (N, V) is the caller's to lose."""
-        state = self._state
+    def _edit(self, x: Tensor, batch: SamplingBatch, below_min_tokens: Bools) -> Tensor:
+        """Apply bias, masks and penalties to the logits `x` (N, V), which may be overwritten, and return them."""
+        states = self._states
         bias = [
             (row, token, value)
-            for row, slot in enumerate(draws.slots)
-            if state.biased[slot] and (sampling := state.sampling[slot])
+            for row, slot in enumerate(batch.slots)
+            if states.has_logit_bias[slot] and (sampling := states.sampling[slot])
             for token, value in sampling.logit_bias
         ]
         if bias:
@@ -91,31 +109,32 @@ class Sampler:
             x.index_put_((rows, ids), values.to(x.dtype), accumulate=True)
         masked = [
             (row, token)
-            for row in np.flatnonzero(held_back)
-            if (sampling := state.sampling[draws.slots[row]])
+            for row in np.flatnonzero(below_min_tokens)
+            if (sampling := states.sampling[batch.slots[row]])
             for token in sampling.stop_token_ids
-            if token < state.vocab_size
+            if token < states.vocab_size
         ]
         if masked:
             rows, ids = torch.tensor(np.array(masked), device=x.device).T
             x[rows, ids] = -torch.inf
-        penalised = state.penalised[draws.slots]
+        penalised = states.has_penalties[batch.slots]
         if penalised.all():
-            return self._penalised(x, draws)
+            return self._penalise(x, batch)
         if penalised.any():
             rows = self._tensor(np.flatnonzero(penalised))
-            x[rows] = self._penalised(x[rows], draws.subset(penalised))
+            x[rows] = self._penalise(x[rows], batch.subset(penalised))
         return x
 
-    def _penalised(self, x: Tensor, draws: Draws) -> Tensor:
-        state, slots = self._state, draws.slots
+    def _penalise(self, x: Tensor, batch: SamplingBatch) -> Tensor:
+        states, slots = self._states, batch.slots
+        penalties = (states.repetition_penalty, states.presence_penalty, states.frequency_penalty)
         return self._ops.penalties(
             x,
-            state.tokens[self._tensor(slots), : int(draws.positions.max())],
-            self._tensor(state.prompt_len[slots]),
-            self._tensor(draws.positions),
-            *(self._tensor(array[slots]) for array in (state.repetition, state.presence, state.frequency)),
+            states.tokens[self._tensor(slots), : int(batch.positions.max())],
+            self._tensor(states.prompt_len[slots]),
+            self._tensor(batch.positions),
+            *(self._tensor(penalty[slots]) for penalty in penalties),
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._state.device)
+        return torch.from_numpy(array).to(self._states.device)

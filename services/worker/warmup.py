@@ -1,46 +1,41 @@
-"""The first steps of a worker, before it registers: so that the next ones are fast, and to know how fast.
+"""The first steps of a worker, before it registers: they make the next ones fast, and measure how fast.
 
-They are steps like any other, on a small KV memory of their own. Their times give the two numbers by which a
-scheduler predicts a step: what it costs at all, and what one more token adds.
+They are steps like any other, on a small KV memory of their own. From their times come the two numbers by which a
+scheduler predicts the time of a step: its fixed cost, and the cost of one more token.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from services.worker.models.causal_lm import Shape
-from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, StepResult, pack_tokens
+from services.worker.interface import Runner
+from services.worker.models.causal_lm import ModelShape
+from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
-_BLOCK = 16
-_TOKENS = {"cpu": 128, "cuda": 2048}  # of the long step
+_BLOCK_SIZE = 16
+_PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}
 _REPEATS = 3
 _LARGEST_STEP = 8192  # tokens; activations are extrapolated to it, since the scheduler's limit is not known yet
-_LEAST = 1e-7  # seconds; differences of measured times can be anything
+_MIN_SECONDS = 1e-7  # differences of measured times can be anything
 
 
-class Steps(Protocol):
-    """The part of a runner that is needed here."""
+class Measurements(NamedTuple):
+    """The cost of a step."""
 
-    def configure(self, message: Configure) -> None: ...
-
-    def execute(self, plan: StepPlan) -> StepResult: ...
-
-
-class Speeds(NamedTuple):
-    step_seconds: float
-    token_seconds: float
-    activations: int  # bytes that a large step takes on a GPU, beside weights and KV
+    step_seconds: float  # of any step
+    token_seconds: float  # of one more token
+    activation_bytes: int  # that a large step takes on a GPU, beside weights and KV
 
 
-def warm_up(steps: Steps, shape: Shape, device: torch.device) -> Speeds:
-    """Run a long and a short step a few times. Leaves `steps` configured for these; configure it anew."""
-    count = max(2, min(_TOKENS[device.type], shape.max_positions - 1))
-    blocks = -(-(count + 1) // _BLOCK)
+def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurements:
+    """Run a prefill and a decode step a few times. It configures `runner` for these; configure it anew afterwards."""
+    count = max(2, min(_PREFILL_TOKENS[device.type], shape.max_positions - 1))
+    blocks = -(-(count + 1) // _BLOCK_SIZE)
     epoch = Epoch(boot_id="warm-up", count=0)
-    steps.configure(
+    runner.configure(
         Configure(
             epoch=epoch,
-            block_size=_BLOCK,
+            block_size=_BLOCK_SIZE,
             num_blocks=blocks,
             max_num_seqs=1,
             max_model_len=count + 1,
@@ -52,24 +47,27 @@ def warm_up(steps: Steps, shape: Shape, device: torch.device) -> Speeds:
     sequence = NewSequence(
         slot=0, tokens=tokens, prompt_len=count, blocks=list(range(blocks)), sampling=sampling, sample=0
     )
-    held = _begin_peak(device)
-    steps.execute(
+    allocated = _reset_peak(device)
+    runner.execute(
         StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
     )
-    peak = _peak(device) - held
-    long, short = (
+    activations = _peak(device) - allocated
+    prefill, decode = (
         min(
-            steps.execute(StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)])).seconds
+            runner.execute(
+                StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)])
+            ).seconds
             for _ in range(_REPEATS)
         )
         for start, size in ((0, count), (count - 1, 1))
     )
-    token_seconds = max((long - short) / (count - 1), _LEAST)
-    return Speeds(max(short - token_seconds, _LEAST), token_seconds, peak * max(1, _LARGEST_STEP // count))
+    token_seconds = max((prefill - decode) / (count - 1), _MIN_SECONDS)
+    step_seconds = max(decode - token_seconds, _MIN_SECONDS)
+    return Measurements(step_seconds, token_seconds, activations * max(1, _LARGEST_STEP // count))
 
 
-def _begin_peak(device: torch.device) -> int:
-    """Bytes held now; the peak counts from here."""
+def _reset_peak(device: torch.device) -> int:
+    """Begin to measure the peak of allocated memory. Return the bytes that are allocated now."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.engine import InProcessEngine
-from services.worker.runner import Runner
+from services.worker.interface import Runner
 from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
 from shared.protocol import NewSequence, StepPlan, StepResult

@@ -1,4 +1,4 @@
-"""Tiny random models of architectures that have no family of Quire's own, one for each thing that sets some apart."""
+"""Tiny random models of architectures without a family of Quire's own, each with a feature that others lack."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
-    "initializer_range": 0.3,  # as drawn by default, tiny models hardly look at their context
+    "initializer_range": 0.3,  # with the default, tiny models hardly depend on their context
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": None,
@@ -34,13 +34,13 @@ GROUPED = SIZES | {"num_key_value_heads": 2}
 
 
 def stablelm(**changes: Any) -> PreTrainedModel:
-    """Layer norms, rotary positions on a part of each head."""
+    """Layer norms, and rotary positions on a part of each head."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     return tiny(StableLmConfig(**(GROUPED | {"use_qkv_bias": True, "rope_parameters": rope} | changes)))
 
 
 def gpt_neox(**changes: Any) -> PreTrainedModel:
-    """Attention and MLP side by side, keys and queries from one product; its head is called otherwise."""
+    """Attention and MLP in parallel, queries, keys and values from one matmul, a head with another name."""
     return tiny(GPTNeoXConfig(**(SIZES | changes)))
 
 
@@ -52,7 +52,7 @@ def cohere2(**changes: Any) -> PreTrainedModel:
 
 
 def olmo2(**changes: Any) -> PreTrainedModel:
-    """Norms behind the blocks, and of whole queries and keys."""
+    """Norms after the blocks, and over whole queries and keys."""
     return tiny(Olmo2Config(**(GROUPED | changes)))
 
 
@@ -89,7 +89,7 @@ def vault_gemma(**changes: Any) -> PreTrainedModel:
 
 
 def gemma4(**changes: Any) -> PreTrainedModel:
-    """Layers with other numbers of heads, of other widths."""
+    """Layers that differ in the number and width of heads."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     extra = {
         "head_dim": 12, "global_head_dim": 20, "num_global_key_value_heads": 1, "attention_k_eq_v": True,

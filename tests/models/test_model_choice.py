@@ -15,7 +15,7 @@ from kernels.load import ops
 from quire.models import describe
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
-from services.worker.models.fallback.model import ThroughTransformers
+from services.worker.models.fallback.model import TransformersModel
 from services.worker.models.load import load_model
 from shared.errors import ModelError
 from tests.models.tiny import Forward, llama, opt, our_logits, rewrite, save, set_config, transformers_logits
@@ -55,7 +55,7 @@ TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate")
 def test_activations_without_a_gate(make: Make, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """LDG-24: Cerebras-GPT is a GPT-2 with gelu, Galactica an OPT."""
     save(make(activation_function=name), tmp_path)
-    assert_served(tmp_path, Decoder if name in (*TANH, "relu") else ThroughTransformers, caplog)
+    assert_served(tmp_path, Decoder if name in (*TANH, "relu") else TransformersModel, caplog)
 
 
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu_new", "gelu_pytorch_tanh", "gelu", "relu"])
@@ -69,7 +69,7 @@ def test_activations_of_a_gate(
     """LDG-24."""
     save(make(), tmp_path)
     set_config(tmp_path, **{field: name})
-    assert_served(tmp_path, ThroughTransformers if name in ("gelu", "relu") else Decoder, caplog)
+    assert_served(tmp_path, TransformersModel if name in ("gelu", "relu") else Decoder, caplog)
 
 
 OTHERS: list[tuple[Make, dict[str, Any]]] = [
@@ -88,14 +88,14 @@ def test_other_fields(make: Make, changes: dict[str, Any], tmp_path: Path, caplo
     """LDG-24."""
     save(make(), tmp_path)
     set_config(tmp_path, **changes)
-    assert_served(tmp_path, ThroughTransformers, caplog)
+    assert_served(tmp_path, TransformersModel, caplog)
 
 
 def test_a_field_of_which_only_transformers_has_a_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """LDG-24."""
     save(gpt2(vocab_size=50257, n_embd=20), tmp_path)
     set_config(tmp_path, "vocab_size")
-    assert_served(tmp_path, ThroughTransformers, caplog)
+    assert_served(tmp_path, TransformersModel, caplog)
 
 
 def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_random_weights_go_the_same_way(tmp_path: Path, caplog: pytest.LogCaptur
     save(gpt2(activation_function="gelu"), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     forward = Forward(tmp_path, load_format="dummy", dtype="float32")
-    assert isinstance(forward.decoder, ThroughTransformers)
+    assert isinstance(forward.decoder, TransformersModel)
     assert len(caplog.records) == 1
 
 

@@ -1,4 +1,4 @@
-"""What transformers can compute and we cannot serve is refused when it is loaded, and never served wrong."""
+"""Models that transformers can compute and Quire cannot serve are refused when they are loaded."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers import (
 from kernels.load import ops
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
-from services.worker.models.fallback.context import max_positions
+from services.worker.models.fallback.max_positions import max_positions
 from services.worker.models.fallback.model import load
 from services.worker.models.load import Model, load_model
 from shared.errors import ModelError
@@ -97,7 +97,7 @@ def bart() -> PreTrainedModel:
     return BartForCausalLM(BartConfig(**sizes, decoder_attention_heads=4, decoder_ffn_dim=72, is_decoder=True))
 
 
-@pytest.mark.parametrize("make", [bert, roberta, bart], ids=["both ways", "positions", "positions of a cache"])
+@pytest.mark.parametrize("make", [bert, roberta, bart], ids=["bidirectional", "positions", "positions of a cache"])
 def test_models_that_are_no_decoders_of_today(make: Any, tmp_path: Path) -> None:
     save(make(), tmp_path)
     with pytest.raises(ModelError, match="cannot be served through transformers"):
@@ -114,8 +114,8 @@ def test_models_that_are_no_decoders_of_today(make: Any, tmp_path: Path) -> None
     ],
     ids=["linear attention", "position biases", "position biases, again", "no attention"],
 )
-def test_the_trial_does_not_need_the_first_look(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
-    """`choose` knows these by the text of their files; `load` must not rely on its being right."""
+def test_the_sanity_check_does_not_need_the_first_look(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
+    """`choose` refuses these by the text of their files; `load` must not rely on it."""
     model = tiny(config)
     save(model, tmp_path)
     name = type(model).__name__
@@ -138,7 +138,7 @@ def test_a_missing_weight_is_named(folder: Path) -> None:
         served(folder)
 
 
-def test_a_wrong_shape_is_said(folder: Path) -> None:
+def test_a_wrong_shape_is_named(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] = torch.ones(47)
     save_file(tensors, folder / "model.safetensors")
@@ -190,7 +190,7 @@ def test_the_context_ends_where_angles_would_change(rope: dict[str, Any], longes
     assert max_positions(GraniteConfig(**(GROUPED | {"rope_parameters": {"rope_theta": 1e4} | rope}))) == longest
 
 
-def test_fingerprints_tell_the_ways_apart(tmp_path: Path) -> None:
+def test_fingerprints_tell_the_implementations_apart(tmp_path: Path) -> None:
     from tests.models.tiny import llama
 
     save(llama(), tmp_path)

@@ -1,4 +1,4 @@
-"""A decoder's layers in one call: the bits of the single operations, for each kind of layer that it takes."""
+"""A decoder's layers in one call give the bits of the single operations, for each kind of layer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +43,8 @@ def test_the_bits_are_those_of_the_single_operations(name: str, precision: dict[
     joined, single = (Forward(folder, slots=5, blocks=64, block_size=4, **precision) for _ in range(2))
     assert isinstance(joined.decoder, Decoder)
     assert isinstance(single.decoder, Decoder)
-    assert joined.decoder.layers_at_once
-    single.decoder.layers_at_once = None
+    assert joined.decoder.joined_layers
+    single.decoder.joined_layers = None
     results = []
     for forward in (joined, single):
         for slot, text in enumerate(TEXTS):
@@ -58,4 +58,4 @@ def test_the_bits_are_those_of_the_single_operations(name: str, precision: dict[
 def test_other_kinds_are_left_to_single_operations(model: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     decoder = Forward(save(model(), tmp_path)).decoder
     assert isinstance(decoder, Decoder)
-    assert decoder.layers_at_once is None
+    assert decoder.joined_layers is None

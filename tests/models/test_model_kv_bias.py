@@ -1,4 +1,4 @@
-"""A cache of eight bits where keys and values have large biases, as Qwen2's have (KV8-01)."""
+"""An int8 cache where keys and values have large biases, as Qwen2's have (KV8-01)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="a cache of anoth
 
 
 def with_biases(model: PreTrainedModel, part: str, size: float) -> PreTrainedModel:
-    """The model with biases of about this size, of both signs, for keys (`k_proj`) or values (`v_proj`)."""
+    """Set biases of about `size`, of both signs, for keys (`k_proj`) or values (`v_proj`), and return the model."""
     generator = torch.Generator().manual_seed(1)
     for name, bias in model.named_parameters():
         if name.endswith(f"{part}.bias"):
@@ -37,8 +37,8 @@ def logits(folder: Path, cache: str) -> Tensor:
     return forward.step((0, 0, len(TOKENS)))[0]
 
 
-def kept(model: PreTrainedModel, folder: Path, cache: str) -> int:
-    """In how many positions the likeliest token is transformers' own."""
+def num_agreeing(model: PreTrainedModel, folder: Path, cache: str) -> int:
+    """Return at how many positions the likeliest token is that of transformers."""
     best = reference_logits(model, TOKENS).argmax(-1)
     return int((logits(save(model, folder), cache).argmax(-1) == best).sum())
 
@@ -53,9 +53,9 @@ def test_the_likeliest_token_is_kept_whatever_the_keys_biases(name: str, size: f
         "opt": lambda: opt(hidden_size=64, word_embed_proj_dim=64, num_attention_heads=4),
     }
     model = with_biases(makers[name](), "k_proj", size)
-    assert kept(model, tmp_path, "int8") >= 114
-    if size and name != "opt":  # which rotates no keys, so that in bfloat16 little is lost either
-        assert kept(model, tmp_path, "int8") >= kept(model, tmp_path, "bfloat16")
+    assert num_agreeing(model, tmp_path, "int8") >= 114
+    if size and name != "opt":  # OPT rotates no keys, so little is lost in bfloat16 either
+        assert num_agreeing(model, tmp_path, "int8") >= num_agreeing(model, tmp_path, "bfloat16")
 
 
 @compiled
@@ -67,8 +67,8 @@ def test_large_biases_of_values_cost_nothing(tmp_path: Path) -> None:
 
 
 @compiled
-def test_only_a_cache_of_eight_bits_lacks_biases(tmp_path: Path) -> None:
-    """Biases that are added elsewhere are rounded elsewhere, so other caches keep the bits that they had."""
+def test_only_an_int8_cache_lacks_biases(tmp_path: Path) -> None:
+    """A bias that is added elsewhere is rounded elsewhere, so with other caches it stays in the matmul."""
     folder = save(qwen2(), tmp_path)
     for cache, left_out in (("float32", False), ("bfloat16", False), ("int8", True)):
         decoder = Forward(folder, kv_cache_dtype=cache).decoder
@@ -97,7 +97,7 @@ def test_the_reference_adds_the_same(make: Callable[[], PreTrainedModel], tmp_pa
     shape = forward.decoder.shape
     forward.layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, torch.int8)
     forward.storage = forward.layout.allocate(64, CPU)
-    forward.decoder.reach(129)
+    forward.decoder.prepare_positions(129)
     forward.enter(0, TOKENS, range(32))
     ours = forward.step((0, 0, len(TOKENS)))[0]
     theirs = reference_logits(model, TOKENS)

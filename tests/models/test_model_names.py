@@ -14,7 +14,7 @@ from services.worker.checkpoint.config_json import read_config
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
-from services.worker.models.fallback.model import ThroughTransformers
+from services.worker.models.fallback.model import TransformersModel
 from services.worker.models.implementation import decide
 from services.worker.models.load import load_model
 from shared.errors import ModelError
@@ -277,7 +277,7 @@ def test_transformers_is_tried_for_names_that_a_family_does_not_know(
 ) -> None:
     """LDG-23: it takes one prefix too many; one line says whose code it is."""
     rewrite(save(make(), tmp_path), doubled)
-    assert_as_transformers(tmp_path, ThroughTransformers)
+    assert_as_transformers(tmp_path, TransformersModel)
     said = [record.getMessage() for record in caplog.records]
     assert re.match(r"tensor model\.embed_tokens\.weight is missing .*: \w+ is loaded by transformers' code", said[0])
     assert len(set(said)) == 1

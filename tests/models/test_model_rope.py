@@ -1,4 +1,4 @@
-"""Rotary tables against transformers' own modules, in every spelling of config.json."""
+"""Rotary tables compared with transformers' modules, for every spelling of config.json."""
 
 from typing import Any
 
@@ -60,8 +60,8 @@ def test_tables_equal_those_of_transformers(spelling: dict[str, Any]) -> None:
     """LDG-22, where both `rope_scaling` and `rope_parameters` are there."""
     length = 300  # beyond any original length here
     cos, sin = rope_table(read_rope(BASE | spelling, 12), length, torch.device("cpu"))
-    their = LlamaRotaryEmbedding(LlamaConfig(**(BASE | _fresh(spelling))))
-    their_cos, their_sin = their(torch.zeros(1), torch.arange(length)[None])
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**(BASE | _copy(spelling))))
+    their_cos, their_sin = rotary(torch.zeros(1), torch.arange(length)[None])
     torch.testing.assert_close(cos, their_cos[0], atol=1e-6, rtol=0)
     torch.testing.assert_close(sin, their_sin[0], atol=1e-6, rtol=0)
 
@@ -84,9 +84,9 @@ ORIGINAL = {"original_max_position_embeddings": 16}
 )
 @pytest.mark.parametrize("served", [15, 16, 17, 60])
 def test_a_part_of_each_head_and_longrope(spelling: dict[str, Any], served: int) -> None:
-    """Which factors there are follows from the longest context that is served."""
+    """The longest context that is served decides between short and long factors."""
     sizes = BASE | {"vocab_size": 10, "intermediate_size": 5, "num_hidden_layers": 1}
-    config = Phi3Config(**(sizes | {"pad_token_id": 0, "eos_token_id": 2} | _fresh(spelling)))
+    config = Phi3Config(**(sizes | {"pad_token_id": 0, "eos_token_id": 2} | _copy(spelling)))
     spec = phi3.read(sizes | spelling)
     rope = spec.layers[0].rope
     assert rope is not None
@@ -97,10 +97,10 @@ def test_a_part_of_each_head_and_longrope(spelling: dict[str, Any], served: int)
     torch.testing.assert_close(sin[:-1], their_sin[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["short_factor", "long_factor"])
-def test_a_number_of_factors_that_does_not_fit_is_refused(kind: str) -> None:
-    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6} | {kind: [1.0] * 5}
-    with pytest.raises(ModelError, match=f"{kind} has 5 numbers instead of 6"):
+@pytest.mark.parametrize("name", ["short_factor", "long_factor"])
+def test_a_wrong_number_of_factors_is_refused(name: str) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6} | {name: [1.0] * 5}
+    with pytest.raises(ModelError, match=f"{name} has 5 numbers instead of 6"):
         read_rope(BASE | {"rope_scaling": scaling}, 12)
 
 
@@ -111,24 +111,24 @@ def test_a_factor_for_each_frequency() -> None:
     assert rope.inverse_frequencies == pytest.approx(
         [frequency / factor for frequency, factor in zip(plain.inverse_frequencies, factors, strict=True)], rel=1e-6
     )
-    assert rope.magnitude == 1
+    assert rope.attention_factor == 1
     with pytest.raises(ModelError, match="factors has 5 numbers instead of 6"):
         read_rope(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors[1:]}}, 12)
     with pytest.raises(ModelError, match="factors is missing"):
         read_rope(BASE | {"rope_parameters": {"rope_type": "factors"}}, 12)
 
 
-def _fresh(spelling: dict[str, Any]) -> dict[str, Any]:
-    """Transformers writes into the mapping it is given."""
+def _copy(spelling: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy, since transformers writes into the mapping that it gets."""
     return {key: dict(value) if isinstance(value, dict) else value for key, value in spelling.items()}
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "proportional", "mystery"])
+@pytest.mark.parametrize("rope_type", ["dynamic", "proportional", "mystery"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_other_kinds_are_refused_by_name(kind: str, key: str) -> None:
-    known = "default, factors, linear, llama3, yarn, longrope"
-    with pytest.raises(ModelError, match=f"'{kind}' is not supported.*{known}"):
-        read_rope(BASE | {"rope_scaling": {key: kind, "factor": 2.0}}, 12)
+def test_other_types_are_refused_by_name(rope_type: str, key: str) -> None:
+    supported = "default, factors, linear, llama3, yarn, longrope"
+    with pytest.raises(ModelError, match=f"'{rope_type}' is not supported.*{supported}"):
+        read_rope(BASE | {"rope_scaling": {key: rope_type, "factor": 2.0}}, 12)
 
 
 @pytest.mark.parametrize(
@@ -151,5 +151,5 @@ def test_yarn_without_an_original_length() -> None:
     config = BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
     assert read_max_positions(config, 2048) == 256
     cos, _ = rope_table(read_rope(config, 12), 8, torch.device("cpu"))
-    their = LlamaRotaryEmbedding(LlamaConfig(**(BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})))
-    torch.testing.assert_close(cos, their(torch.zeros(1), torch.arange(8)[None])[0][0], atol=1e-6, rtol=0)
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**(BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})))
+    torch.testing.assert_close(cos, rotary(torch.zeros(1), torch.arange(8)[None])[0][0], atol=1e-6, rtol=0)

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from kernels.load import ops
-from services.worker.batch import build
+from services.worker.batch import build_batch
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
-from services.worker.slots import Slots
+from services.worker.sequence_states import SequenceStates
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 EPOCH = Epoch(boot_id="test", count=1)
@@ -129,8 +129,8 @@ class Forward:
             max_model_len=128,
             max_num_batched_tokens=512,
         )
-        self.state = Slots(sizes, shape.vocab_size, device)
-        self.decoder.reach(129)
+        self.state = SequenceStates(sizes, shape.vocab_size, device)
+        self.decoder.prepare_positions(129)
 
     def enter(self, slot: int, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         sequence = NewSequence(
@@ -146,6 +146,6 @@ class Forward:
     def step(self, *rows: tuple[int, int, int]) -> list[Tensor]:
         """Logits (count, V) of each row (slot, start, count)."""
         with torch.inference_mode():
-            batch = build([Row(*row, samples=0) for row in rows], self.state, self.layout, self.ops)
+            batch = build_batch([Row(*row, samples=0) for row in rows], self.state, self.layout, self.ops)
             logits = self.decoder.logits(self.decoder.forward(batch.inputs, self.layout.views(self.storage)))
         return list(logits.split([count for _, _, count in rows]))

@@ -1,4 +1,4 @@
-"""Control groups leave a process memory and CPUs: trees of both versions, as files (MEM-21)."""
+"""The memory and CPUs that control groups leave a process: trees of both versions, as files (MEM-21)."""
 
 import os
 from pathlib import Path
@@ -6,29 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker import cgroup
-from services.worker import cpu_tuning as host
+from services.worker import cgroup, cpu_tuning
 from services.worker.config import WorkerConfig
 from services.worker.kv_memory import kv_memory
 
-NO_LIMIT = 9223372036854771712  # as version 1 says it
+NO_LIMIT = 9223372036854771712  # of version 1
 STAT = "anon 300\nfile 7600\nfile_mapped 100\ninactive_anon 0\nactive_anon 300\ninactive_file {}\nactive_file {}\n"
 STAT_V1 = "cache 1\ninactive_file 1\nactive_file 1\nhierarchical_memory_limit {}\ntotal_mapped_file 100\n"
 STAT_V1 += "total_inactive_file {}\ntotal_active_file {}\n"
 
 
 class Tree:
-    """The files of control groups, and what the kernel says of where this process is."""
+    """The files of control groups, and the kernel's files about the place of this process in them."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.proc = folder / "cgroup", folder / "proc"
         self.root.mkdir()
         self.proc.mkdir()
-        monkeypatch.setattr(host, "_CGROUP", self.root)
-        monkeypatch.setattr(host, "_PROC", self.proc)
+        monkeypatch.setattr(cpu_tuning, "_CGROUP", self.root)
+        monkeypatch.setattr(cpu_tuning, "_PROC", self.proc)
 
     def is_in(self, *lines: str, mounts: dict[str, str] | None = None) -> None:
-        """Say that this process is in the groups of these lines; `mounts` has the group at each tree's top."""
+        """Put this process in the groups of `lines`; `mounts` maps a tree to the group at its top."""
         (self.proc / "cgroup").write_text("\n".join(lines))
         places = {"/sys": "/", **{str(self.root / tree): top for tree, top in (mounts or {}).items()}}
         lines = tuple(f"31 23 0:28 {top} {place} rw - cgroup cgroup rw" for place, top in places.items())
@@ -56,15 +55,15 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def test_files_that_were_read_are_no_use_of_memory(tree: Tree) -> None:
-    """300 in use and 7600 of cache, of 8000; in version 1 the counts with the group's children."""
+    """Of 8000, 300 are in use and 7600 are cache. In version 1, the counts that include the children matter."""
     tree.is_in("0::/")
     tree.v2("", 8000, 7900, inactive=7600)
-    assert host.available_memory() == 7700
+    assert cpu_tuning.available_memory() == 7700
     tree.v2("", "max", 7900, inactive=7600)
-    assert host.available_memory() > 10_000
+    assert cpu_tuning.available_memory() > 10_000
     tree.is_in("4:memory:/")
     tree.v1("", 8000, 7900, inactive=7600)
-    assert host.available_memory() == 7700
+    assert cpu_tuning.available_memory() == 7700
     assert kv_memory(WorkerConfig(), torch.device("cpu"), 0) == 1925
 
 
@@ -72,15 +71,15 @@ def test_files_that_were_read_twice_are_free_unless_they_are_mapped(tree: Tree) 
     """A second start finds the weights' files active; libraries in use are active and mapped."""
     tree.is_in("0::/")
     tree.v2("", 8000, 7900, inactive=500, active=7100)
-    assert host.available_memory() == 100 + 500 + 7000
+    assert cpu_tuning.available_memory() == 100 + 500 + 7000
     tree.v2("", 8000, 7900, inactive=500, active=60)
-    assert host.available_memory() == 100 + 500
-    (tree.root / "memory.stat").write_text("inactive_file 500\nactive_file 7100\n")  # what is mapped is not known
-    assert host.available_memory() == 100 + 500
+    assert cpu_tuning.available_memory() == 100 + 500
+    (tree.root / "memory.stat").write_text("inactive_file 500\nactive_file 7100\n")  # without a count of mapped files
+    assert cpu_tuning.available_memory() == 100 + 500
     (tree.root / "memory.stat").write_text("inactive_file 8000\n")  # the counts lag behind
-    assert host.available_memory() == 8000
+    assert cpu_tuning.available_memory() == 8000
     (tree.root / "memory.stat").unlink()
-    assert host.available_memory() == 100
+    assert cpu_tuning.available_memory() == 100
 
 
 @pytest.mark.parametrize(
@@ -91,46 +90,46 @@ def test_files_that_were_read_twice_are_free_unless_they_are_mapped(tree: Tree) 
 def test_parents_bind_too(tree: Tree, version: int, group: str, limit: int) -> None:
     write = tree.v1 if version == 1 else tree.v2
     tree.is_in("4:cpu,memory:/pod/app/worker" if version == 1 else "0::/pod/app/worker")
-    for one in ("", "pod", "pod/app", "pod/app/worker", "pod/other"):
-        write(one, NO_LIMIT if version == 1 else "max", 5)
+    for folder in ("", "pod", "pod/app", "pod/app/worker", "pod/other"):
+        write(folder, NO_LIMIT if version == 1 else "max", 5)
     write("pod/app", 90_000, 1000)
     write(group, 4000, 1000, inactive=200)
-    assert host.available_memory() == (3200 if limit == 4000 else 89_000)
+    assert cpu_tuning.available_memory() == (3200 if limit == 4000 else 89_000)
 
 
 def test_a_container_sees_its_own_group_at_the_top(tree: Tree) -> None:
-    """Under the path of the host, which is not there; a group within the container is."""
+    """Its path is that of the host, which the container does not see; it sees its own groups."""
     tree.v1("", 4000, 1000)
     tree.v1("inner", 2000, 500)
     tree.is_in("4:memory:/docker/abc", mounts={"memory": "/docker/abc"})
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
     tree.is_in("4:memory:/docker/abc/inner", mounts={"memory": "/docker/abc"})
-    assert host.available_memory() == 1500
+    assert cpu_tuning.available_memory() == 1500
     tree.is_in("4:memory:/elsewhere/inner", mounts={"memory": "/docker/abc"})
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
     tree.is_in("4:memory:/../inner", mounts={"memory": "/"})
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
     (tree.proc / "cgroup").unlink()
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
 
 
 def test_limits_that_are_not_in_a_file_of_their_own(tree: Tree) -> None:
-    """Beyond memory.high a group is throttled; version 1 tells the limit of parents that cannot be seen."""
+    """A group is throttled beyond memory.high; version 1 has the limits of invisible parents in memory.stat."""
     tree.is_in("4:memory:/", "0::/")
     tree.v2("", "max", 1000)
     (tree.root / "memory.high").write_text("3000\n")
-    assert host.available_memory() == 2000
+    assert cpu_tuning.available_memory() == 2000
     tree.v1("", NO_LIMIT, 1000, above=2500)
-    assert host.available_memory() == 1500
+    assert cpu_tuning.available_memory() == 1500
 
 
 def test_version_2_beside_version_1(tree: Tree) -> None:
     tree.is_in("4:memory:/a", "0::/b")
     tree.v1("a", 4000, 1000)
     tree.v2("unified/b", 3000, 1000)
-    assert host.available_memory() == 2000
+    assert cpu_tuning.available_memory() == 2000
     tree.v2("unified/b", "max", 1000)
-    assert host.available_memory() == 3000
+    assert cpu_tuning.available_memory() == 3000
 
 
 def test_quotas_of_both_versions_and_of_parents(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +138,11 @@ def test_quotas_of_both_versions_and_of_parents(tree: Tree, monkeypatch: pytest.
     for folder in ("pod/app", "cpu/pod/app"):
         (tree.root / folder).mkdir(parents=True)
     (tree.root / "pod/cpu.max").write_text("400000 100000\n")
-    assert host.allowed_cpus() == 4
+    assert cpu_tuning.allowed_cpus() == 4
     for quota, cpus in ((-1, 4), (300_000, 3), (50_000, 1)):
         (tree.root / "cpu/pod/app/cpu.cfs_quota_us").write_text(f"{quota}\n")
         (tree.root / "cpu/pod/app/cpu.cfs_period_us").write_text("100000\n")
-        assert host.allowed_cpus() == cpus
+        assert cpu_tuning.allowed_cpus() == cpus
 
 
 def test_this_process_has_folders() -> None:

@@ -1,4 +1,4 @@
-"""In what types a model is computed: what is chosen, what is refused, and that a row's bits stay its own in each."""
+"""The types in which a model is computed: which are chosen or refused, and batch invariance in each."""
 
 import itertools
 import random
@@ -27,12 +27,12 @@ def chosen(
     own: Any = None,
     native: bool = True,
     mixes: bool = True,
-    **wishes: Any,
+    **settings: Any,
 ) -> Precision:
-    return choose_precision(WorkerConfig(**wishes), device, Checkpoint(dtype_of_file, own, native), mixes=mixes)
+    return choose_precision(WorkerConfig(**settings), device, Checkpoint(dtype_of_file, own, native), mixes=mixes)
 
 
-def test_what_is_chosen() -> None:
+def test_types_are_chosen_by_settings_checkpoint_and_device() -> None:
     assert chosen() == Precision(F32, None, F32)
     assert chosen(dtype="bfloat16") == Precision(BF16, None, BF16)
     assert chosen(dtype="half", kv_cache_dtype="float32") == Precision(F16, None, F32)
@@ -46,7 +46,7 @@ def test_what_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
-def test_a_checkpoint_keeps_its_own_bits_unless_a_type_is_named(own: str) -> None:
+def test_a_checkpoint_stays_quantised_unless_a_dtype_is_set(own: str) -> None:
     assert chosen(own=own) == chosen(own=own, quantization=own) == Precision(F32, own, BF16)
     assert chosen(own=own, dtype="float32") == chosen(own=own, quantization="none") == Precision(F32, None, F32)
     assert chosen(own=own, dtype="half") == Precision(F16, None, F16)
@@ -55,13 +55,13 @@ def test_a_checkpoint_keeps_its_own_bits_unless_a_type_is_named(own: str) -> Non
 
 
 @pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
-def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(own: Any) -> None:
+def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: Any) -> None:
     plain = Precision(F32, None, F32)
     assert chosen(own=own, native=False) == chosen(own=own, mixes=False) == chosen(own="other") == plain
     assert chosen(CUDA, F16, own=own, mixes=False) == Precision(F16, None, F16)
 
-    def reason(own: Any, native: bool = True, mixes: bool = True, **wishes: Any) -> str | None:
-        return why_dequantised(WorkerConfig(**wishes), Checkpoint(F16, own, native), mixes=mixes)
+    def reason(own: Any, native: bool = True, mixes: bool = True, **settings: Any) -> str | None:
+        return why_dequantised(WorkerConfig(**settings), Checkpoint(F16, own, native), mixes=mixes)
 
     assert reason(own) is reason(None, native=False) is reason(None, mixes=False) is None
     assert "family" in str(reason(own, native=False))
@@ -71,7 +71,7 @@ def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(o
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("settings", "message"),
     [
         ({"quantization": "gguf"}, "--quantization gguf: the model is not a GGUF file"),
         ({"quantization": "gguf", "own": "other"}, "--quantization gguf: the model is not a GGUF file with blocks"),
@@ -84,9 +84,9 @@ def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(o
         ({"kv_cache_dtype": "bfloat16", "mixes": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
     ],
 )
-def test_what_cannot_be_done_is_refused(wishes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        chosen(**wishes)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(**settings)
 
 
 SETTINGS: list[dict[str, str]] = [
@@ -105,7 +105,7 @@ SHAPE = {
 
 @compiled
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_rows_bits_are_its_own_in_every_type(settings: dict[str, str], tmp_path: Path) -> None:
+def test_batch_invariance_in_every_type(settings: dict[str, str], tmp_path: Path) -> None:
     chooser, length, slots = random.Random(str(settings)), 60, 6
     forward = Forward(save(llama(**SHAPE), tmp_path), slots=slots, blocks=slots * 4, block_size=BLOCK, **settings)
     texts = [[chooser.randrange(3, 300) for _ in range(length)] for _ in range(slots)]
@@ -139,15 +139,15 @@ def test_rounded_weights_are_near(quantization: str, bound: float, tmp_path: Pat
 
 
 @compiled
-def test_the_embedded_models_own_bits_are_near_its_floats() -> None:
+def test_the_embedded_models_quantised_logits_are_near_float32() -> None:
     tokens = list(range(1000, 1040))
-    found, fingerprints = [], set()
+    logprobs, fingerprints = [], set()
     for settings in ({"dtype": "float32"}, {}):
         forward = Forward(locate(""), block_size=BLOCK, **settings)
         fingerprints.add(forward.fingerprint)
         forward.enter(0, tokens, range(4))
-        found.append(forward.step((0, 0, len(tokens)))[0].log_softmax(-1))
-    exact, rounded = found
+        logprobs.append(forward.step((0, 0, len(tokens)))[0].log_softmax(-1))
+    exact, rounded = logprobs
     assert forward.precision == Precision(F32, "gguf", BF16)
     assert len(fingerprints) == 2  # streams don't move from one to the other unnoticed
     divergence = (exact.exp() * (exact - rounded)).sum(-1)

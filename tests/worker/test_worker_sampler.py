@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.load import ops
 from services.worker.logprobs import sampled_logprobs
-from services.worker.sampler import Draws, Sampler
-from services.worker.slots import Slots
+from services.worker.sampler import Sampler, SamplingBatch
+from services.worker.sequence_states import SequenceStates
 from shared.protocol import Configure, Epoch, NewSequence, Sampling, StepPlan, pack_tokens
 from tests.kernels.drawing import by_levels
 
@@ -20,15 +20,15 @@ CPU = torch.device("cpu")
 
 
 class Table:
-    """A sampler whose slots the test fills."""
+    """A sampler whose slots a test fills."""
 
     def __init__(self, vocab: int, slots: int = 64) -> None:
         self.vocab = vocab
         sizes = Configure(
             epoch=EPOCH, block_size=16, num_blocks=4, max_num_seqs=slots, max_model_len=64, max_num_batched_tokens=512
         )
-        self.state = Slots(sizes, vocab, CPU)
-        self.sampler = Sampler(self.state, ops(CPU))
+        self.states = SequenceStates(sizes, vocab, CPU)
+        self.sampler = Sampler(self.states, ops(CPU))
         self.lengths = np.zeros(slots, np.int64)
 
     def enter(
@@ -39,17 +39,17 @@ class Table:
         sequence = NewSequence(
             slot=slot, tokens=pack_tokens(tokens), prompt_len=len(prompt), blocks=[], sampling=sampling, sample=sample
         )
-        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
+        self.states.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
         self.lengths[slot] = len(tokens)
 
     def draw(self, logits: Tensor, slots: Sequence[int], rows: Sequence[int] | None = None) -> list[int]:
-        """A token for each of `slots`, from the rows of `logits` (by default one each)."""
-        where = np.array(slots, np.int64)
-        places = np.arange(len(slots)) if rows is None else np.array(rows, np.int64)
-        draws = Draws(where, self.lengths[where], places)
+        """Return a token for each of `slots`, from `rows` of the logits (by default one row each)."""
+        indices = np.array(slots, np.int64)
+        logit_rows = np.arange(len(slots)) if rows is None else np.array(rows, np.int64)
+        batch = SamplingBatch(indices, self.lengths[indices], logit_rows)
         before = logits.clone()
         with torch.inference_mode():
-            tokens: list[int] = self.sampler.sample(logits, draws).tolist()
+            tokens: list[int] = self.sampler.sample(logits, batch).tolist()
         assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
         return tokens
 
@@ -61,7 +61,7 @@ def one(logits: Sequence[float], **params: Any) -> int:
 
 
 def flat_draws(vocab: int, count: int = 50, **params: Any) -> list[int]:
-    """First tokens of `count` seeds, all logits equal."""
+    """Return the first tokens of `count` seeds, with all logits equal."""
     table = Table(vocab)
     for slot in range(count):
         table.enter(slot, **({"seed": slot} | params))
@@ -69,7 +69,7 @@ def flat_draws(vocab: int, count: int = 50, **params: Any) -> list[int]:
 
 
 def by_definition(logits: Tensor, sampling: Sampling, prompt: list[int], output: list[int], sample: int) -> int:
-    """The documented order of steps for one row, over the whole vocabulary, without any short cut."""
+    """Sample one row by the documented order of edits, over the whole vocabulary, without any short cut."""
     x = logits.clone()
     for token, bias in sampling.logit_bias:
         x[token] += bias
@@ -118,7 +118,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def crowd() -> tuple[Table, Tensor, list[int]]:
-    """Three sequences of every kind, their logits, and what the definition says of each."""
+    """Return three sequences of every kind, their logits, and the tokens that the definition gives."""
     generator = torch.Generator().manual_seed(5)
     table, rows, expected = Table(2500), [], []
     for slot in range(3 * len(KINDS)):
@@ -198,17 +198,17 @@ def test_no_top_k_is_not_top_k_one() -> None:
 def test_all_ways_of_being_greedy_agree() -> None:
     """SMP-09, with ties on every row."""
     logits = torch.randint(0, 6, (30, 200), generator=torch.Generator().manual_seed(3)).float()
-    ways: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 1},
         {"temperature": 0.0, "top_p": 0.1},
         {"temperature": 0.0, "top_k": 50, "seed": 3},
     ]
     expected = [int((row == row.max()).nonzero()[0]) for row in logits]
-    for way in ways:
+    for params in settings:
         table = Table(200)
         for slot in range(30):
-            table.enter(slot, **way)
+            table.enter(slot, **params)
         assert table.draw(logits, range(30)) == expected
 
 
@@ -321,10 +321,11 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, -1.0]] * 3)
     tokens = torch.tensor(table.draw(logits, [0, 1, 2]))
     assert tokens.tolist() == [4, 1, 1]
-    found = sampled_logprobs(logits, tokens, Draws(np.arange(3), np.ones(3, int), np.arange(3)), table.state, ops(CPU))
-    assert sorted(found) == [0, 2]
+    batch = SamplingBatch(np.arange(3), np.ones(3, int), np.arange(3))
+    by_slot = sampled_logprobs(logits, tokens, batch, table.states, ops(CPU))
+    assert sorted(by_slot) == [0, 2]
     expected = torch.log_softmax(logits[0], -1).tolist()
-    (first,), (last,) = found[0], found[2]
+    (first,), (last,) = by_slot[0], by_slot[2]
     assert first.logprob == pytest.approx(expected[4], abs=1e-5)
     assert (first.rank, first.top_ids) == (5, [1, 2])
     assert first.top_logprobs == pytest.approx([expected[1], expected[2]], abs=1e-5)

@@ -1,4 +1,4 @@
-"""The embedded model's greedy continuations, beside each other in one batch, against transformers in float32."""
+"""Greedy continuations of the embedded model, all in one batch, compared with transformers in float32."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from services.worker.config import WorkerConfig
-from services.worker.runner import Runner
+from services.worker.start import start_runner
 from shared.hub.checkpoint import locate
 from tests.gguf import second_opinion
-from tests.worker.driving import Drive, sequence
+from tests.worker.runner_client import RunnerClient, sequence
 
 PROMPTS = [
     "The capital of France is",
@@ -35,22 +35,23 @@ def prompts() -> list[list[int]]:
 
 
 def ours(prompts: list[list[int]]) -> list[list[int]]:
-    """All prompts in one batch, in uneven chunks first, with their blocks dealt out in turn."""
-    drive = Drive(Runner(WorkerConfig(model="", device="cpu", dtype="float32")), slots=10, blocks=70, block_size=16)
+    """Return the outputs of all prompts in one batch, in uneven chunks first, with their blocks dealt out in turn."""
+    runner = start_runner(WorkerConfig(model="", device="cpu", dtype="float32"))
+    client = RunnerClient(runner, slots=10, blocks=70, block_size=16)
     lengths = [len(prompt) for prompt in prompts]
     new = [sequence(slot, prompt, range(slot, 70, 10)) for slot, prompt in enumerate(prompts)]
-    drive.run(*((slot, 0, length // 2, 0) for slot, length in enumerate(lengths)), new=new)
-    rows = drive.run(*((slot, length // 2, length - length // 2, 1) for slot, length in enumerate(lengths)))
+    client.run(*((slot, 0, length // 2, 0) for slot, length in enumerate(lengths)), new=new)
+    rows = client.run(*((slot, length // 2, length - length // 2, 1) for slot, length in enumerate(lengths)))
     outputs = [rows[slot].tokens for slot in range(10)]
     for step in range(COUNT - 1):
-        rows = drive.run(*((slot, length + step, 1, 1) for slot, length in enumerate(lengths)))
+        rows = client.run(*((slot, length + step, 1, 1) for slot, length in enumerate(lengths)))
         for slot, output in enumerate(outputs):
             output += rows[slot].tokens
     return outputs
 
 
 def theirs(model: PreTrainedModel, prompt: list[int], output: list[int]) -> Tensor:
-    """Transformers' logits (COUNT, V) behind the prompt and each token of our output: one pass, not one a token."""
+    """Return transformers' logits (COUNT, V) after the prompt and after each token of our output, from one pass."""
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([prompt + output[:-1]])).logits[0]
     return logits[len(prompt) - 1 :]

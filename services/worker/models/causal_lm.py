@@ -1,4 +1,4 @@
-"""What the rest of the worker needs of a model, whichever code computes it: its shape, and two calls a step."""
+"""`CausalLM`: a model as the rest of the worker sees it, whichever code computes it."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,8 +6,8 @@ from msgspec import Struct
 from torch import Tensor
 
 
-class Shape(Struct, frozen=True, kw_only=True):
-    """The numbers from which memory is laid out and requests are judged."""
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """The numbers by which memory is laid out and requests are judged."""
 
     architecture: str  # as in config.json
     vocab_size: int
@@ -18,27 +18,27 @@ class Shape(Struct, frozen=True, kw_only=True):
 
 
 class Inputs(NamedTuple):
-    """One step's batch, on the device. A row is tokens at consecutive positions; rows lie one behind the other."""
+    """The batch of a step, on the device. A row is tokens at consecutive positions; rows are concatenated."""
 
     tokens: Tensor  # (T,) int
     positions: Tensor  # (T,) int64
-    slots: Tensor  # (T,) int64, flat places in the cache
-    attention: Any  # the plan made by the kernels
+    slot_mapping: Tensor  # (T,) int64, flat indices into the KV cache
+    attention: Any  # what `plan_attention` of the kernels returned
 
 
 class CausalLM(Protocol):
     """A loaded model on its device."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> ModelShape: ...
 
-    def reach(self, length: int) -> None:
-        """Be ready for positions below `length`, the longest context that will be served."""
+    def prepare_positions(self, length: int) -> None:
+        """Compute what the model needs for positions below `length`. It comes before the first `forward`."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states (T, H) of all tokens; their keys and values are put in `caches`, one pair a layer."""
+        """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each layer."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, V) float32 of hidden states (N, H) that `forward` gave."""
+        """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned."""
         ...

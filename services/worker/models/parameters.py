@@ -25,7 +25,7 @@ from services.worker.checkpoint.config_json import UnsupportedByFamily
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, refuse_codes
 from services.worker.models.decoder.layers import Weights
 from services.worker.models.precision import Precision, Quantization, Stored
-from services.worker.models.spec import DecoderSpec, WeightNames, parameters
+from services.worker.models.spec import DecoderSpec, WeightNames, parameter_shapes
 from services.worker.models.tensor_names import TensorNames
 from services.worker.models.weight_sources import Part, Source, list_sources
 from shared.errors import ModelError
@@ -90,7 +90,7 @@ class RandomWeights:
     """Weights drawn from a fixed seed, for measuring a shape without its checkpoint."""
 
     def __init__(self, spec: DecoderSpec, precision: Precision, device: torch.device) -> None:
-        self._shapes = dict(parameters(spec))
+        self._shapes = dict(parameter_shapes(spec))
         self._ones = spec.norm != "rms_plus_one"
         self._precision, self.device = precision, device
         self._generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ class RandomWeights:
 def load_weights(
     files: WeightFiles, spec: DecoderSpec, names: WeightNames, precision: Precision, device: torch.device
 ) -> Iterator[Weights]:
-    """All of `parameters(spec)`, to be taken within the block; a head too, where there is one that is not the table.
+    """All of `parameter_shapes(spec)`, to be taken within the block; a head too, if there is one that is not the table.
 
     Raises ModelError naming a tensor that is missing, or has the wrong shape or type, before memory is taken for any.
     """

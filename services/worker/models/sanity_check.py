@@ -31,7 +31,7 @@ def trial_tokens(vocab_size: int) -> list[int]:
 def refuse_if_not_finite(model: CausalLM, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
     """Raises ModelError unless `model` gives finite logits for a few tokens."""
     length = min(_LENGTH, model.shape.max_positions)
-    model.reach(length + 1)
+    model.prepare_positions(length + 1)
     with torch.inference_mode():
         tokens = trial_tokens(model.shape.vocab_size)[:length]
         check_finite(_Trial(model, tokens, dtype, device, ops).run([length]), dtype)
@@ -87,7 +87,7 @@ class _Trial:
         return Inputs(
             tokens=torch.cat((self._tokens.flip(0)[start:end], self._tokens[start:end])),
             positions=positions,
-            slots=blocks * _BLOCK + positions % _BLOCK,
+            slot_mapping=blocks * _BLOCK + positions % _BLOCK,
             attention=self._ops.plan_attention(
                 torch.tensor([0, count, 2 * count]),
                 torch.tensor([start, start]),

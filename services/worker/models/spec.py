@@ -1,7 +1,7 @@
 """`DecoderSpec`: everything that tells one decoder from another, as plain values.
 
 A family makes one from a checkpoint's config.json; the decoder, the loader and the KV cache are built from it alone.
-The names of parameters are ours; which tensors of a checkpoint they come from is in the family's `WeightNames`.
+The names of parameters are Quire's own; a family's `WeightNames` says which tensors of a checkpoint they come from.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,44 +10,45 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from services.worker.models.causal_lm import Shape
+from services.worker.models.causal_lm import ModelShape
 from shared.errors import ModelError
 
 Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "relu"]
-"""Those with `and_mul` apply to one half of the up projection and multiply by the other."""
+"""An activation; those with `and_mul` apply to one half of the up projection and multiply by the other."""
 
 _GELU_BY_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 """transformers' names of gelu's approximation by tanh: written differently, the same up to rounding."""
-PLAIN: Mapping[str, Activation] = {**dict.fromkeys(_GELU_BY_TANH, "gelu_tanh"), "relu": "relu"}
-GATES: Mapping[str, Activation] = {
+
+PLAIN_ACTIVATIONS: Mapping[str, Activation] = {**dict.fromkeys(_GELU_BY_TANH, "gelu_tanh"), "relu": "relu"}
+GATED_ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("silu", "swish"), "silu_and_mul"),
     **dict.fromkeys(_GELU_BY_TANH, "gelu_tanh_and_mul"),
 }
-"""The activations of feed-forward blocks without and with a gate, by the names that config.json has for them."""
+"""Activations of feed-forward blocks without and with a gate, by the names that config.json has for them."""
 
 
 class Rope(Struct, frozen=True):
     """Rotary positions. The angle of pair i at position p is `p * inverse_frequencies[i]`."""
 
     inverse_frequencies: tuple[float, ...]  # half as many as rotated dimensions
-    magnitude: float = 1.0  # of cosine and sine
-    short_positions: int = 0  # the longest context that the above is for, where `long_inverse_frequencies` is given
-    long_inverse_frequencies: tuple[float, ...] = ()  # for all contexts where longer ones may come
+    attention_factor: float = 1.0  # by which cosine and sine are multiplied
+    original_max_positions: int = 0  # if longer contexts are served, `long_inverse_frequencies` replaces the above
+    long_inverse_frequencies: tuple[float, ...] = ()
 
 
 class Experts(Struct, frozen=True):
-    """A feed-forward block of which each token uses a few parts."""
+    """A mixture of experts: feed-forward blocks, of which each token uses a few."""
 
     count: int
     top_k: int  # how many a token uses
-    intermediate_size: int  # of one
-    normalised: bool  # the weights of those that are used sum to 1
+    intermediate_size: int  # of one expert
+    normalised: bool  # a token's weights of its experts are scaled to sum to 1
 
 
 class LayerSpec(Struct, frozen=True, kw_only=True):
-    """What may differ from layer to layer."""
+    """The part of a spec that may differ from layer to layer."""
 
-    window: int = 0  # how many positions a query sees, its own included; 0: all
+    window: int = 0  # positions that a query sees, its own included; 0: all
     rope: Rope | None = None
     experts: Experts | None = None
 
@@ -66,21 +67,21 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
     max_positions: int  # the longest context that the model was made for
     layers: tuple[LayerSpec, ...]
     tied: bool  # the output layer is the token table
-    norm: Literal["rms", "rms_plus_one", "layer"]  # the second: its weight is kept as the distance from 1
+    norm: Literal["rms", "rms_plus_one", "layer"]  # of "rms_plus_one", checkpoints hold the weight minus 1
     norm_eps: float
     activation: Activation
-    norm_first: bool = True  # a block normalises its input; otherwise the sum it gives
-    post_norms: bool = False  # a block normalises what it adds, too
+    norm_first: bool = True  # norms precede attention and feed-forward; otherwise they follow the sum
+    post_norms: bool = False  # a second norm follows attention and feed-forward, before the sum
     final_norm: bool = True
-    qk_norm: bool = False  # each head's query and key are normalised before they are rotated
+    qk_norm: bool = False  # queries and keys are normalised, head by head, before they are rotated
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    learned_positions: int | None = None  # rows of the position table that lie before position 0
-    embedding_scale: float = 1.0  # of the token table's rows, on their way in
-    attention_scale: float | None = None  # of the attention scores; head_dim ** -0.5 if not given
-    attention_softcap: float = 0.0  # the bound of scores, smoothly; 0: none
-    logit_softcap: float = 0.0  # of logits, likewise
+    position_offset: int | None = None  # rows of the learned position table before position 0; None: no such table
+    embedding_scale: float = 1.0  # factor of embeddings before the first layer
+    attention_scale: float | None = None  # factor of attention scores; None: head_dim ** -0.5
+    attention_softcap: float = 0.0  # smooth bound of attention scores; 0: none
+    logit_softcap: float = 0.0  # smooth bound of logits; 0: none
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -98,64 +99,64 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
         return len(self.layers)
 
     @property
-    def shape(self) -> Shape:
-        """What the rest of the worker needs to know."""
-        return Shape(**{name: getattr(self, name) for name in Shape.__struct_fields__})
+    def shape(self) -> ModelShape:
+        """The numbers that the rest of the worker needs."""
+        return ModelShape(**{name: getattr(self, name) for name in ModelShape.__struct_fields__})
 
     @property
     def scale(self) -> float:
-        """Of the attention scores."""
+        """The factor of attention scores."""
         return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Where a family's checkpoints keep each parameter: module names, without `.weight` and `.bias`."""
+    """The modules of a family's checkpoints that hold each parameter, without `.weight` and `.bias`."""
 
-    prefixes: tuple[str, ...]  # that a tensor may have before its name; an error on a missing one names the first
+    prefixes: tuple[str, ...]  # that a tensor may have before its name; an error about a missing one names the first
     layer: str  # prefix of a layer's names, with a place for its number
-    modules: Mapping[str, str]  # of the model
+    modules: Mapping[str, str]  # of the model outside its layers
     layer_modules: Mapping[str, tuple[str, ...]]
-    """Of a layer. Several are stacked along the output dimension; one alone holds them stacked. An expert's have a
-    place for its number."""
+    """Modules of a layer. Several are stacked along the output dimension; a single one holds them stacked. An expert's
+    name has a place for its number."""
     head: str = "lm_head"
     stacked_experts: Mapping[str, str] = field(default_factory=dict)
     """Tensors, not modules, that hold a part of all experts of a layer (experts, outputs, inputs), by that part."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Pieces of names that some checkpoints have in place of others: theirs to ours."""
+    """Pieces of names that some checkpoints have, and the pieces of the names above that they stand for."""
     transposed: tuple[str, ...] = ()  # those of `layer_modules` whose weights are stored as (in, out)
-    ignored: tuple[str, ...] = ()  # endings of tensors that may be there and are not needed
-    unserved: tuple[str, ...] = ()  # beginnings of tensors of other parts of the model, as those for images
+    ignored: tuple[str, ...] = ()  # endings of tensors that checkpoints may hold and Quire does not need
+    unserved: tuple[str, ...] = ()  # beginnings of tensors of parts that Quire does not serve, as those for images
 
 
 @dataclass(frozen=True)
 class Family:
-    """One entry of the registry."""
+    """An entry of the registry: a family's reader of config.json, and the names of its tensors."""
 
-    spec: Callable[[Mapping[str, Any]], DecoderSpec]  # from config.json; raises ModelError for what is not supported
+    spec: Callable[[Mapping[str, Any]], DecoderSpec]  # takes config.json; raises ModelError if it is not supported
     names: WeightNames
 
 
-Shapes = dict[str, list[tuple[int, ...]]]
-Listed = Iterator[tuple[str, list[tuple[int, ...]]]]
+PartShapes = list[tuple[int, ...]]
+"""The shapes of the parts that are stacked along the first dimension to make a parameter, in order."""
 
 
-def parameters(spec: DecoderSpec) -> Listed:
-    """Each parameter of the model, and the shapes of the parts that are stacked to make it, in order.
+def parameter_shapes(spec: DecoderSpec) -> Iterator[tuple[str, PartShapes]]:
+    """Yield each parameter of the model, by name.
 
-    They are made one by one, since a wrong config.json may ask for any number of them.
+    It is an iterator, since a wrong config.json may ask for any number of them.
     """
     yield from _ends(spec).items()
     for index, layer in enumerate(spec.layers):
         yield from ((f"layers.{index}.{name}", parts) for name, parts in _layer(spec, layer))
 
 
-def _ends(spec: DecoderSpec) -> Shapes:
-    """Those before and behind the layers."""
+def _ends(spec: DecoderSpec) -> dict[str, PartShapes]:
+    """Return the parameters before and after the layers."""
     hidden, embed = spec.hidden_size, spec.embedding_size
-    shapes: Shapes = {"embedding.weight": [(spec.vocab_size, embed)]}
-    if spec.learned_positions is not None:
-        shapes["positions.weight"] = [(spec.max_positions + spec.learned_positions, hidden)]
+    shapes: dict[str, PartShapes] = {"embedding.weight": [(spec.vocab_size, embed)]}
+    if spec.position_offset is not None:
+        shapes["positions.weight"] = [(spec.max_positions + spec.position_offset, hidden)]
     if embed != hidden:
         shapes |= {"project_in.weight": [(hidden, embed)], "project_out.weight": [(embed, hidden)]}
     if spec.final_norm:
@@ -165,7 +166,7 @@ def _ends(spec: DecoderSpec) -> Shapes:
     return shapes
 
 
-def _layer(spec: DecoderSpec, layer: LayerSpec) -> Listed:
+def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, PartShapes]]:
     yield from _attention(spec).items()
     if layer.experts is None:
         yield from _feed_forward(spec).items()
@@ -173,7 +174,7 @@ def _layer(spec: DecoderSpec, layer: LayerSpec) -> Listed:
         yield from _experts(spec, layer.experts)
 
 
-def _attention(spec: DecoderSpec) -> Shapes:
+def _attention(spec: DecoderSpec) -> dict[str, PartShapes]:
     hidden, dim = spec.hidden_size, spec.head_dim
     queries, keys = spec.num_heads * dim, spec.num_kv_heads * dim
     shapes = {
@@ -189,12 +190,12 @@ def _attention(spec: DecoderSpec) -> Shapes:
     return shapes
 
 
-def _feed_forward(spec: DecoderSpec) -> Shapes:
+def _feed_forward(spec: DecoderSpec) -> dict[str, PartShapes]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     return _linear("up", hidden, _up(inner, spec), spec.mlp_bias) | _linear("down", inner, [hidden], spec.mlp_bias)
 
 
-def _experts(spec: DecoderSpec, experts: Experts) -> Listed:
+def _experts(spec: DecoderSpec, experts: Experts) -> Iterator[tuple[str, PartShapes]]:
     hidden, inner = spec.hidden_size, experts.intermediate_size
     yield from _linear("router", hidden, [experts.count], bias=False).items()
     for expert in range(experts.count):
@@ -206,13 +207,13 @@ def _up(inner: int, spec: DecoderSpec) -> list[int]:
     return [inner, inner] if spec.activation.endswith("_and_mul") else [inner]
 
 
-def _norm(name: str, width: int, spec: DecoderSpec) -> Shapes:
-    kinds = ("weight", "bias") if spec.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": [(width,)] for kind in kinds}
+def _norm(name: str, width: int, spec: DecoderSpec) -> dict[str, PartShapes]:
+    vectors = ("weight", "bias") if spec.norm == "layer" else ("weight",)
+    return {f"{name}.{vector}": [(width,)] for vector in vectors}
 
 
-def _linear(name: str, inputs: int, outputs: list[int], bias: bool) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": [(out, inputs) for out in outputs]}
+def _linear(name: str, inputs: int, outputs: list[int], bias: bool) -> dict[str, PartShapes]:
+    shapes: dict[str, PartShapes] = {f"{name}.weight": [(out, inputs) for out in outputs]}
     if bias:
         shapes[f"{name}.bias"] = [(out,) for out in outputs]
     return shapes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.worker.checkpoint.weight_files import WeightFiles
-from services.worker.models.spec import DecoderSpec, WeightNames, parameters
+from services.worker.models.spec import DecoderSpec, WeightNames, parameter_shapes
 from services.worker.models.tensor_names import TensorNames
 
 
@@ -35,7 +35,7 @@ def list_sources(
     files: WeightFiles, spec: DecoderSpec, names: WeightNames, where: TensorNames
 ) -> Iterator[tuple[str, Source]]:
     """Yield each parameter of `spec`, and the tensors that make it, missing ones under the names they would have."""
-    for parameter, shapes in parameters(spec):
+    for parameter, shapes in parameter_shapes(spec):
         module, kind = parameter.rsplit(".", 1)
         modules, transposed = _modules(module, names)
         if len(modules) == 1:  # on disk they are stacked already

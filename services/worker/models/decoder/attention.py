@@ -1,4 +1,4 @@
-"""The attention block of a layer, and the tables of angles by which its queries and keys are rotated."""
+"""The attention block of a layer, and the tables of cosines and sines that rotate its queries and keys."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kernels.kv_bias import KVBias
 from kernels.load import Ops
-from services.worker.models.decoder.layers import Linear, Norm, Step, Weights
+from services.worker.models.decoder.layers import ForwardContext, Linear, Norm, Weights
 from services.worker.models.spec import DecoderSpec, LayerSpec, Rope
 
 
 class Attention:
-    """Queries, keys and values of all tokens; keys and values go to the cache, and are read from there.
+    """Computes queries, keys and values of all tokens, writes keys and values to the cache, and attends from there.
 
-    In a cache of eight bits they lie without their biases, which are then no part of `qkv`.
+    An int8 cache holds keys and values without their biases; `qkv` then has no such bias, and `kv_bias` has it.
     """
 
     def __init__(
@@ -28,70 +28,70 @@ class Attention:
         self.out = Linear(weights, f"{prefix}out", ops)
         self.kv_bias = KVBias()
         if kv_dtype == torch.int8 and self.qkv.bias is not None:
-            self.qkv.bias, self.kv_bias = _without_kv(self.qkv.bias, layer, spec)
+            self.qkv.bias, self.kv_bias = _split_bias(self.qkv.bias, layer, spec)
 
-    def __call__(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, context: ForwardContext, cache: tuple[Tensor, Tensor]) -> Tensor:
         spec, heads = self._spec, self._spec.num_heads
         qkv = self.qkv(x).view(len(x), -1, spec.head_dim)
         qk, v = qkv[:, : heads + spec.num_kv_heads], qkv[:, heads + spec.num_kv_heads :]
         if self.q_norm and self.k_norm:
             qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
         if self.layer.rope:
-            qk = self._ops.rotary(qk, *step.rotations[self.layer.rope])
-        self._ops.write_kv(qk[:, heads:], v, *cache, step.inputs.slots)
+            qk = self._ops.rotary(qk, *context.cos_sin[self.layer.rope])
+        self._ops.write_kv(qk[:, heads:], v, *cache, context.inputs.slot_mapping)
         out = self._ops.paged_attention(
             qk[:, :heads],
             *cache,
-            step.inputs.attention,
+            context.inputs.attention,
             scale=spec.scale,
             window=self.layer.window,
             softcap=spec.attention_softcap,
             bias=self.kv_bias,
-            angles=step.angles.get(self.layer.rope) if self.layer.rope else None,
+            angles=context.angles.get(self.layer.rope) if self.layer.rope else None,
         )
         return self.out(out.flatten(1))
 
 
-def _without_kv(bias: Tensor, layer: LayerSpec, spec: DecoderSpec) -> tuple[Tensor, KVBias]:
-    """Split the bias of queries, keys and values into one without the part of keys and values, and that part.
+def _split_bias(bias: Tensor, layer: LayerSpec, spec: DecoderSpec) -> tuple[Tensor, KVBias]:
+    """Split the bias of queries, keys and values into the bias of `qkv`, and that which attention adds.
 
-    Keys keep theirs if a norm follows, which is not linear, and with a softcap unless all dimensions are rotated: it
-    would see what `paged_attention` then leaves out.
+    The bias of keys stays in `qkv` if a norm follows, which is not linear. It stays with a softcap, too, unless all
+    dimensions are rotated: `paged_attention` leaves out a part of each score that softmax ignores but softcap does not.
     """
     sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
     queries, keys, values = torch.split(bias, sizes)
     shape = (spec.num_kv_heads, spec.head_dim)
     rotated = 2 * len(layer.rope.inverse_frequencies) if layer.rope else 0
-    stays = spec.qk_norm or (spec.attention_softcap and rotated < spec.head_dim)
-    kept = torch.cat((queries, keys if stays else torch.zeros_like(keys), torch.zeros_like(values)))
-    apart = None if stays else keys.float().reshape(shape).clone()
-    return kept, KVBias(apart, values.float().reshape(shape).clone())
+    keys_stay = spec.qk_norm or (spec.attention_softcap and rotated < spec.head_dim)
+    qkv_bias = torch.cat((queries, keys if keys_stay else torch.zeros_like(keys), torch.zeros_like(values)))
+    key_bias = None if keys_stay else keys.float().reshape(shape).clone()
+    return qkv_bias, KVBias(key_bias, values.float().reshape(shape).clone())
 
 
-class Rotations:
-    """The angles of each of a model's ropes, for the positions that were asked for."""
+class RotaryTables:
+    """Cosines and sines of each of a model's ropes, for the positions below a length."""
 
     def __init__(self, layers: Iterable[LayerSpec], ops: Ops, *, packed: bool) -> None:
-        """`packed` says whether attention needs the angles of all positions, since keys lack a bias."""
+        """`packed`: attention needs the angles of all positions too, since keys lack their bias."""
         self._ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._ops, self._packed = ops, packed
         self.angles: dict[Rope, Any] = {}
-        """Each rope's angles as attention takes them, in the order of `ropes`; empty if it needs none."""
+        """The angles of each rope as `paged_attention` takes them, in the order of `ropes`; empty if not `packed`."""
 
     @property
     def ropes(self) -> list[Rope]:
-        """In the order in which `at` has them."""
+        """The distinct ropes, in the order of `at`."""
         return list(self._ropes)
 
-    def reach(self, length: int, device: torch.device) -> None:
-        """Be ready for positions below `length`."""
+    def build(self, length: int, device: torch.device) -> None:
+        """Compute the tables for positions below `length`."""
         self._tables = {rope: rope_table(rope, length, device) for rope in self._ropes}
         if self._packed:
             self.angles = {rope: self._ops.pack_angles(*table) for rope, table in self._tables.items()}
 
     def at(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        """Cosines and sines (T, R) at `positions` (T,)."""
+        """Return cosines and sines (T, R) at `positions` (T,), by rope."""
         return {
             rope: (self._ops.embedding(positions, cos), self._ops.embedding(positions, sin))
             for rope, (cos, sin) in self._tables.items()
@@ -99,13 +99,14 @@ class Rotations:
 
 
 def rope_table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (length, R) float32, both halves of the R dimensions equal.
+    """Return cosines and sines (length, R) float32. Both halves of the R dimensions are equal.
 
-    Contexts have up to `length - 1` tokens: the last place is for one that is sampled behind the longest, and dropped.
+    Contexts have up to `length - 1` tokens; the last position is for a token sampled after the longest, and dropped.
     """
-    long = rope.long_inverse_frequencies and length - 1 > rope.short_positions
-    chosen = rope.long_inverse_frequencies if long else rope.inverse_frequencies
-    frequencies = torch.tensor(chosen, dtype=torch.float32)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    is_long = rope.long_inverse_frequencies and length - 1 > rope.original_max_positions
+    inverse_frequencies = rope.long_inverse_frequencies if is_long else rope.inverse_frequencies
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = torch.outer(positions, torch.tensor(inverse_frequencies, dtype=torch.float32))
     angles = torch.cat((angles, angles), -1)
-    return (angles.cos() * rope.magnitude).to(device), (angles.sin() * rope.magnitude).to(device)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return cos.to(device), sin.to(device)

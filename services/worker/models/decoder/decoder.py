@@ -1,7 +1,7 @@
 """The decoder: one forward pass over a ragged batch, for any spec.
 
-It knows tensors only. A row of the batch is tokens at consecutive positions whose keys and values go to given places
-of the cache; how many there are makes no difference here.
+It knows tensors only. A row of the batch is any number of tokens at consecutive positions, whose keys and values go to
+given places of the cache: nothing here tells prefill from decode.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels.decoder_layers import LayerParts, Sizes
 from kernels.load import Ops
-from services.worker.models.causal_lm import Inputs, Shape
-from services.worker.models.decoder.attention import Attention, Rotations
+from services.worker.models.causal_lm import Inputs, ModelShape
+from services.worker.models.decoder.attention import Attention, RotaryTables
 from services.worker.models.decoder.feed_forward import FeedForward, MixtureOfExperts
-from services.worker.models.decoder.layers import Linear, Norm, Step, Weights
+from services.worker.models.decoder.layers import ForwardContext, Linear, Norm, Weights
 from services.worker.models.spec import DecoderSpec
 
 Caches = list[tuple[Tensor, Tensor]]
@@ -34,42 +34,42 @@ class Decoder:
     """A model's weights and its forward pass."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, *, kv_dtype: torch.dtype = torch.float32) -> None:
-        """`kv_dtype` is that of the caches that it will be given."""
+        """`kv_dtype` is the type of the caches that `forward` will get."""
         self.spec = spec
         self._ops = ops
         self._device = weights.device
         self._embedding = ops.pack_linear(weights.take_matrix("embedding.weight"))
         own_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
         self._head = ops.pack_linear(weights.take_matrix("head.weight")) if own_head else self._embedding
-        self._positions = weights.take("positions.weight") if spec.learned_positions is not None else None
+        self._positions = weights.take("positions.weight") if spec.position_offset is not None else None
         projected = spec.embedding_size != spec.hidden_size
         self._project_in = Linear(weights, "project_in", ops) if projected else None
         self._project_out = Linear(weights, "project_out", ops) if projected else None
         self._final_norm = Norm(weights, "final_norm", spec, ops) if spec.final_norm else None
         self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
         packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
-        self._rotations = Rotations(spec.layers, ops, packed=packed)
-        self.layers_at_once = self._join()
+        self._rotary = RotaryTables(spec.layers, ops, packed=packed)
+        self.joined_layers = self._join_layers()
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return self.spec.shape
 
-    def reach(self, length: int) -> None:
-        """Be ready for positions below `length`."""
-        self._rotations.reach(length, self._device)
+    def prepare_positions(self, length: int) -> None:
+        """Compute rotary tables for positions below `length`."""
+        self._rotary.build(length, self._device)
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
-        """Hidden states (T, H) of all tokens, before the last norm; their keys and values are put in `caches`."""
-        step = Step(inputs, self._rotations.at(inputs.positions), self._rotations.angles)
-        if self.layers_at_once:
-            rotations, angles = list(step.rotations.values()), list(step.angles.values())
-            return self.layers_at_once(self._embed(inputs), caches, inputs.slots, inputs.attention, rotations, angles)
+        """Return the hidden states (T, H) of all tokens, before the last norm. Keys and values go to `caches`."""
+        context = ForwardContext(inputs, self._rotary.at(inputs.positions), self._rotary.angles)
+        if self.joined_layers:
+            tables = list(context.cos_sin.values()), list(context.angles.values())
+            return self.joined_layers(self._embed(inputs), caches, inputs.slot_mapping, inputs.attention, *tables)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
-        return layers(self._embed(inputs), step, caches)
+        return layers(self._embed(inputs), context, caches)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, V) float32 of hidden states (N, H) that `forward` gave."""
+        """Return the logits (N, V) float32 of hidden states (N, H) that `forward` returned."""
         if self._final_norm:
             hidden = self._final_norm(hidden)
         if self._project_out:
@@ -86,33 +86,36 @@ class Decoder:
         if self._project_in:
             x = self._project_in(x)
         if self._positions is not None:
-            x = x + self._ops.embedding(inputs.positions + (self.spec.learned_positions or 0), self._positions)
+            x = x + self._ops.embedding(inputs.positions + (self.spec.position_offset or 0), self._positions)
         return x
 
-    def _norm_first(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        """x + f(norm(x)), twice a layer. Sum and norm are one operation: `part` is what has yet to be added to `x`."""
-        part: Tensor | None = None
-        for layer, cache in zip(self._layers, caches, strict=True):
-            normed, x = layer.attention_norm.add(part, x)
-            part = layer.attention(normed, step, cache)
-            if layer.attention_post_norm:
-                part = layer.attention_post_norm(part)
-            normed, x = layer.mlp_norm.add(part, x)
-            part = layer.mlp(normed)
-            if layer.mlp_post_norm:
-                part = layer.mlp_post_norm(part)
-        return x if part is None else x + part
+    def _norm_first(self, residual: Tensor, context: ForwardContext, caches: Caches) -> Tensor:
+        """Compute x + f(norm(x)), twice a layer.
 
-    def _norm_last(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        """norm(x + f(x)), twice a layer."""
+        The sum and the norm that follows it are one operation, so the last f(norm(x)) is kept apart from the residual.
+        """
+        x: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
-            x, _ = layer.attention_norm.add(layer.attention(x, step, cache), x)
+            normed, residual = layer.attention_norm.add(x, residual)
+            x = layer.attention(normed, context, cache)
+            if layer.attention_post_norm:
+                x = layer.attention_post_norm(x)
+            normed, residual = layer.mlp_norm.add(x, residual)
+            x = layer.mlp(normed)
+            if layer.mlp_post_norm:
+                x = layer.mlp_post_norm(x)
+        return residual if x is None else residual + x
+
+    def _norm_last(self, x: Tensor, context: ForwardContext, caches: Caches) -> Tensor:
+        """Compute norm(x + f(x)), twice a layer."""
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x, _ = layer.attention_norm.add(layer.attention(x, context, cache), x)
             x, _ = layer.mlp_norm.add(layer.mlp(x), x)
         return x
 
-    def _join(self) -> Callable[..., Tensor] | None:
-        """The layers as one operation, where there is one for their kind."""
-        spec, ropes = self.spec, self._rotations.ropes
+    def _join_layers(self) -> Callable[..., Tensor] | None:
+        """Return one operation that computes all layers, or None if the kernels have none for such layers."""
+        spec, ropes = self.spec, self._rotary.ropes
         if not spec.norm_first or spec.norm == "layer" or spec.num_layers == 0:
             return None
         parts = []
@@ -123,14 +126,14 @@ class Decoder:
             parts.append(
                 LayerParts(
                     attention_norm=layer.attention_norm.weight,
-                    qkv=attention.qkv.parts,
+                    qkv=attention.qkv.projection,
                     q_norm=_weight(attention.q_norm),
                     k_norm=_weight(attention.k_norm),
-                    out=attention.out.parts,
+                    out=attention.out.projection,
                     attention_post_norm=_weight(layer.attention_post_norm),
                     mlp_norm=layer.mlp_norm.weight,
-                    up=mlp.up.parts,
-                    down=mlp.down.parts,
+                    up=mlp.up.projection,
+                    down=mlp.down.projection,
                     mlp_post_norm=_weight(layer.mlp_post_norm),
                     inner=spec.intermediate_size,
                     window=attention.layer.window,

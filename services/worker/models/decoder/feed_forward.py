@@ -10,7 +10,7 @@ from services.worker.models.spec import Activation, DecoderSpec, Experts
 
 
 class FeedForward:
-    """down(activation(up(x))); gate and up are one product where there are both."""
+    """down(activation(up(x))); where there is a gate, `up` computes both in one matmul."""
 
     def __init__(self, weights: Weights, prefix: str, spec: DecoderSpec, ops: Ops) -> None:
         self.up = Linear(weights, f"{prefix}up", ops)
@@ -32,16 +32,16 @@ class MixtureOfExperts:
         self._top_k, self._normalised, self._ops = experts.top_k, experts.normalised, ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        shares, chosen = self._ops.route(self._router(x), self._top_k, self._normalised)
-        return self._ops.mix_experts(x, shares, chosen, self._experts)
+        topk_weights, topk_ids = self._ops.route(self._router(x), self._top_k, self._normalised)
+        return self._ops.mix_experts(x, topk_weights, topk_ids, self._experts)
 
 
 def activation(name: Activation, ops: Ops) -> Callable[[Tensor], Tensor]:
-    """The operation called `name`."""
-    found: Callable[[Tensor], Tensor] = {
+    """Return the operation called `name`."""
+    operations: dict[Activation, Callable[[Tensor], Tensor]] = {
         "silu_and_mul": ops.silu_and_mul,
         "gelu_tanh_and_mul": ops.gelu_tanh_and_mul,
         "gelu_tanh": ops.gelu_tanh,
         "relu": ops.relu,
-    }[name]
-    return found
+    }
+    return operations[name]

@@ -1,4 +1,4 @@
-"""The small parts of a decoder: where parameters come from, matrix products, norms."""
+"""The small parts of a decoder: its source of parameters, linear layers and norms."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -13,27 +13,27 @@ from services.worker.models.spec import DecoderSpec, Rope
 
 
 class Weights(Protocol):
-    """The parameters of a spec, each made when it is taken: so that only one is in memory before it is packed."""
+    """The parameters of a spec. Each is made when it is taken, so that only one is in memory before it is packed."""
 
     device: torch.device
 
     def __contains__(self, name: str) -> bool: ...
 
     def take(self, name: str) -> Tensor:
-        """The parameter called `name`, for the caller to keep. Each can be taken once."""
+        """Return the parameter called `name`, for the caller to keep. Each can be taken once."""
         ...
 
     def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
-        """As `take`, for one that is only multiplied with, or looked up by rows: it may be of few bits."""
+        """Return a parameter that is only multiplied or looked up by rows, and so may be quantised; see `take`."""
         ...
 
 
-class Step(NamedTuple):
-    """What all layers share in one forward pass."""
+class ForwardContext(NamedTuple):
+    """The values that all layers share in one forward pass."""
 
     inputs: Inputs
-    rotations: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (T, R) at the tokens' positions
-    angles: dict[Rope, Any]  # of all positions, as attention wants them; nothing if no keys lack a bias
+    cos_sin: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (T, R) at the tokens' positions
+    angles: dict[Rope, Any]  # packed for `paged_attention`, of all positions; empty unless keys lack their bias
 
 
 class Linear:
@@ -45,7 +45,7 @@ class Linear:
         self._linear = ops.linear
 
     @property
-    def parts(self) -> Projection:
+    def projection(self) -> Projection:
         return self.weight, self.bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Linear:
 
 
 class Norm:
-    """The norm of a spec's kind, over the last dimension."""
+    """The norm that a spec names, over the last dimension."""
 
     def __init__(self, weights: Weights, name: str, spec: DecoderSpec, ops: Ops) -> None:
         self.weight = weights.take(f"{name}.weight")
@@ -62,21 +62,21 @@ class Norm:
         self.weight = ops.pack_vector(self.weight)
         self.bias = _vector(weights, f"{name}.bias", ops)
         self._eps = spec.norm_eps
-        self._layer = spec.norm == "layer"
+        self._is_layer_norm = spec.norm == "layer"
         self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._layer:
+        if self._is_layer_norm:
             return self._ops.layer_norm(x, self.weight, self.bias, self._eps)
         return self._ops.rms_norm(x, self.weight, self._eps)
 
-    def add(self, part: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum); without a `part`, the sum is `x`."""
-        if part is None:
-            return self(x), x
-        if self._layer:
-            return self._ops.add_layer_norm(part, x, self.weight, self.bias, self._eps)
-        return self._ops.add_rms_norm(part, x, self.weight, self._eps)
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum of both, and the sum. Without `x` the sum is `residual`."""
+        if x is None:
+            return self(residual), residual
+        if self._is_layer_norm:
+            return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self._eps)
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 def _vector(weights: Weights, name: str, ops: Ops) -> Tensor | None:

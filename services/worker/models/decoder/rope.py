@@ -1,12 +1,12 @@
 """Rotary frequencies from config.json, in all the spellings that checkpoints have.
 
-`rope_theta` stands on top or inside; the scaling is called `rope_scaling` or `rope_parameters`, its kind `rope_type`
-or `type`. The plain kind, and the one that is given as a factor for each frequency, are computed here; for the others
-transformers' own functions are asked, which are what checkpoints mean by these names.
+`rope_theta` stands on top or inside; the scaling is called `rope_scaling` or `rope_parameters`, its type `rope_type`
+or `type`. The default type, and the one that gives a factor for each frequency, are computed here. The others are
+computed by transformers' own functions, since these are what checkpoints mean by the names.
 
-Kinds whose frequencies change with the length of a sequence are refused: keys that were cached under one length would
-be wrong under another. Of "longrope" there are two sets, for short and for long sequences; which one is used follows
-from the longest context that is served, and is the same for all sequences.
+Types whose frequencies change with the length of a sequence are refused: keys that were cached under one length would
+be wrong under another. "longrope" has two sets of frequencies, for short and for long sequences. The longest context
+that is served decides between them, and all sequences use the same set.
 """
 
 import math
@@ -21,92 +21,92 @@ from services.worker.models.spec import Rope
 from shared.errors import ModelError
 
 _SCALED = ("linear", "llama3", "yarn")
-_KNOWN = ("default", "factors", *_SCALED, "longrope")
+_SUPPORTED = ("default", "factors", *_SCALED, "longrope")
 _THETA = 10000.0
 
 LARGEST_HEAD = 2**16
-"""The largest head_dim: of each head's dimensions there are frequencies, made before any tensor is looked at."""
+"""The largest head_dim. Frequencies are computed for each pair of dimensions, before any tensor is looked at."""
 
 
 def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA, *, partial: bool = False) -> Rope:
-    """The rotary positions of a model; raises ModelError for a kind that is not supported.
+    """Return the rotary positions of a model. Raise ModelError for a type that is not supported.
 
     `theta` is the family's, for configs that have none. `partial`: the family may rotate a part of each head only.
     """
     scaling = read_scaling(config)
     theta = number(scaling, "rope_theta", number(config, "rope_theta", theta))
-    share = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
-    rotated = _rotated(head_dim, share, partial)
-    kind = rope_kind(scaling)
-    match kind:
+    rotary_factor = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    rotated = _rotated_dims(head_dim, rotary_factor, partial)
+    rope_type = read_rope_type(scaling)
+    match rope_type:
         case "default":
-            return Rope(_plain(theta, rotated))
+            return Rope(_default_frequencies(theta, rotated))
         case "factors":
             factors = _factors(scaling, "factors", rotated)
-            return Rope(tuple((torch.tensor(_plain(theta, rotated)) / factors).tolist()))
+            return Rope(tuple((torch.tensor(_default_frequencies(theta, rotated)) / factors).tolist()))
         case "longrope" | "su":
             return _longrope(config, scaling, theta, rotated)
-        case _ if kind in _SCALED:
-            return _scaled(config, {**scaling, "rope_type": kind, "rope_theta": theta}, head_dim, share)
+        case _ if rope_type in _SCALED:
+            return _scaled(config, {**scaling, "rope_type": rope_type, "rope_theta": theta}, head_dim, rotary_factor)
         case _:
             raise UnsupportedByFamily(
-                f"config.json: rope_type {kind!r} is not supported (supported: {', '.join(_KNOWN)})"
+                f"config.json: rope_type {rope_type!r} is not supported (supported: {', '.join(_SUPPORTED)})"
             )
 
 
-def _rotated(head_dim: int, share: float, partial: bool) -> int:
-    """How many dimensions of each head are rotated: pairs, hence an even number.
+def _rotated_dims(head_dim: int, rotary_factor: float, partial: bool) -> int:
+    """Return the number of dimensions of each head that are rotated. It is even, since pairs are rotated.
 
-    Where transformers' code for a family knows no such share it passes over the field, and other engines honour it:
-    what such a checkpoint was trained with cannot be known.
+    A factor is refused where the family has none (`partial`): transformers ignores it there and other engines honour
+    it, so nobody knows which of both such a checkpoint was trained with.
     """
-    if share != 1 and not partial:
-        raise ModelError(f"config.json: partial_rotary_factor {share} is not supported for this architecture")
-    rotated = int(min(head_dim * share, LARGEST))
+    if rotary_factor != 1 and not partial:
+        raise ModelError(f"config.json: partial_rotary_factor {rotary_factor} is not supported for this architecture")
+    rotated = int(min(head_dim * rotary_factor, LARGEST))
     if rotated % 2 or not 2 <= rotated <= head_dim:
         raise ModelError(
-            f"config.json: partial_rotary_factor {share} of head_dim {head_dim} are {rotated} rotated dimensions; "
-            f"it must be an even number from 2 to {head_dim}"
+            f"config.json: partial_rotary_factor {rotary_factor} of head_dim {head_dim} are {rotated} "
+            f"rotated dimensions; it must be an even number from 2 to {head_dim}"
         )
     return rotated
 
 
 def read_max_positions(config: Mapping[str, Any], default: int) -> int:
-    """The longest context: what a linear or yarn scaling stretches it to, else `max_position_embeddings`."""
+    """Return the longest context: `max_position_embeddings`, or what a linear or yarn scaling extends it to."""
     positions = size(config, "max_position_embeddings", default)
     scaling = read_scaling(config)
-    kind = rope_kind(scaling)
-    if kind not in ("linear", "yarn"):
+    rope_type = read_rope_type(scaling)
+    if rope_type not in ("linear", "yarn"):
         return positions
-    if kind == "yarn":
+    if rope_type == "yarn":
         positions = size(scaling, "original_max_position_embeddings", positions)
-    stretched = positions * number(scaling, "factor", 1.0)
-    return check_size("max_position_embeddings times the rope's factor", int(min(stretched, 2.0 * LARGEST)))
+    extended = positions * number(scaling, "factor", 1.0)
+    return check_size("max_position_embeddings times the rope's factor", int(min(extended, 2.0 * LARGEST)))
 
 
 def read_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scaling under either of its names; where both are there, the older one, as transformers does."""
+    """Return the scaling under either of its names; if both are there, the older one, as transformers does."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise ModelError("config.json: rope_scaling must be an object")
     return scaling
 
 
-def rope_kind(scaling: Mapping[str, Any]) -> str:
-    """Return the kind of a scaling, under either of the field's names; raise ModelError if it is no string."""
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if not isinstance(kind, str):
-        raise ModelError(f"config.json: rope_type must be a string, got {kind!r}")
-    return kind
+def read_rope_type(scaling: Mapping[str, Any]) -> str:
+    """Return the type of a scaling, under either of the field's names. Raise ModelError if it is no string."""
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(rope_type, str):
+        raise ModelError(f"config.json: rope_type must be a string, got {rope_type!r}")
+    return rope_type
 
 
-def _plain(theta: float, rotated: int) -> tuple[float, ...]:
+def _default_frequencies(theta: float, rotated: int) -> tuple[float, ...]:
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     return tuple((1.0 / theta**exponents).tolist())
 
 
 def _factors(scaling: Mapping[str, Any], name: str, rotated: int) -> Tensor:
-    """The list `name`, one number for each frequency."""
+    """Return the list called `name`, with a number for each frequency."""
     if name not in scaling:
         raise ModelError(f"config.json: rope_scaling: {name} is missing")
     factors = convert(scaling[name], f"rope_scaling: {name}", list[float])
@@ -122,22 +122,22 @@ def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, 
     original = size(scaling, "original_max_position_embeddings", positions)
     original = size(config, "original_max_position_embeddings", original)
     factors = {name: _factors(scaling, name, rotated).tolist() for name in ("short_factor", "long_factor")}
-    asked = {**scaling, **factors, "rope_type": "longrope", "rope_theta": theta}
-    asked |= {"original_max_position_embeddings": original, "partial_rotary_factor": 1.0}
-    short, magnitude = _ask({"max_position_embeddings": positions}, asked, rotated)
-    long, _ = _ask({"max_position_embeddings": positions}, asked, rotated, original + 1)
-    return Rope(short, magnitude, original, long)
+    parameters = {**scaling, **factors, "rope_type": "longrope", "rope_theta": theta}
+    parameters |= {"original_max_position_embeddings": original, "partial_rotary_factor": 1.0}
+    short, attention_factor = _by_transformers({"max_position_embeddings": positions}, parameters, rotated)
+    long, _ = _by_transformers({"max_position_embeddings": positions}, parameters, rotated, original + 1)
+    return Rope(short, attention_factor, original, long)
 
 
-def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, share: float) -> Rope:
+def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, rotary_factor: float) -> Rope:
     size(scaling, "original_max_position_embeddings", 1)
-    return Rope(*_ask(config, {**scaling, "partial_rotary_factor": share}, head_dim))
+    return Rope(*_by_transformers(config, {**scaling, "partial_rotary_factor": rotary_factor}, head_dim))
 
 
-def _ask(
+def _by_transformers(
     config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, length: int | None = None
 ) -> tuple[tuple[float, ...], float]:
-    """Inverse frequencies and magnitude by transformers, for sequences of `length`."""
+    """Return inverse frequencies and attention factor as transformers computes them, for sequences of `length`."""
     from transformers import LlamaConfig  # seconds to import, and few models need it
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -145,14 +145,14 @@ def _ask(
         number(scaling, name, 1.0)
     sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
     try:
-        read = LlamaConfig(
+        llama_config = LlamaConfig(
             **{name: config[name] for name in sizes if name in config}, head_dim=head_dim, rope_parameters=scaling
         )
         compute = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
-        frequencies, magnitude = compute(read, device=torch.device("cpu"), seq_len=length)
+        frequencies, attention_factor = compute(llama_config, device=torch.device("cpu"), seq_len=length)
     except Exception as error:  # it checks configs in its own ways, and computes with whatever passes
         reason = " ".join(str(error).split())
         raise ModelError(f"config.json: rope_scaling: {type(error).__name__}: {reason}") from error
-    if not frequencies.isfinite().all() or not math.isfinite(magnitude):
+    if not frequencies.isfinite().all() or not math.isfinite(attention_factor):
         raise ModelError(f"config.json: rope_scaling: these numbers give no finite frequencies: {scaling}")
-    return tuple(frequencies.tolist()), float(magnitude)
+    return tuple(frequencies.tolist()), float(attention_factor)

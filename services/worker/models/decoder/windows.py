@@ -1,4 +1,4 @@
-"""Which layers see a window of the context only: `sliding_window` and `layer_types` of config.json."""
+"""Sliding windows: `sliding_window` and `layer_types` of config.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,33 +13,33 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def with_window(spec: DecoderSpec, window: int | None) -> DecoderSpec:
-    """All layers see `window` positions; None is all of them."""
-    return replace(spec, layers=tuple(replace(layer, window=_checked(window)) for layer in spec.layers))
+    """Return `spec` with a window of `window` positions in all layers; None is no window."""
+    return replace(spec, layers=tuple(replace(layer, window=_window_size(window)) for layer in spec.layers))
 
 
 def with_windows(spec: DecoderSpec, window: int | None, slides: Sequence[bool]) -> DecoderSpec:
-    """The layers that slide see `window` positions."""
+    """Return `spec` with a window of `window` positions in the layers that slide."""
     if any(slides) and window is None:
         raise ModelError(f"config.json: layer_types has {_SLIDING}, but there is no sliding_window")
     pairs = zip(spec.layers, slides, strict=True)
     return replace(
-        spec, layers=tuple(replace(layer, window=_checked(window)) if slide else layer for layer, slide in pairs)
+        spec, layers=tuple(replace(layer, window=_window_size(window)) if slide else layer for layer, slide in pairs)
     )
 
 
 def sliding(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool]:
-    """Which layers slide by `layer_types`, or `default`; raises ModelError for other kinds, or another number."""
+    """Return for each layer if it slides, by `layer_types` or else `default`. Raise ModelError if they are invalid."""
     if config.get("layer_types") is None:
         return list(default)
-    kinds = convert(config["layer_types"], "layer_types", list[str])
-    if unknown := set(kinds) - {_SLIDING, _FULL}:
+    layer_types = convert(config["layer_types"], "layer_types", list[str])
+    if unknown := set(layer_types) - {_SLIDING, _FULL}:
         raise UnsupportedByFamily(
             f"config.json: layer_types {min(unknown)!r} is not supported (supported: {_SLIDING}, {_FULL})"
         )
-    if len(kinds) != len(default):
-        raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers")
-    return [kind == _SLIDING for kind in kinds]
+    if len(layer_types) != len(default):
+        raise ModelError(f"config.json: layer_types has {len(layer_types)} entries for {len(default)} layers")
+    return [layer_type == _SLIDING for layer_type in layer_types]
 
 
-def _checked(window: int | None) -> int:
+def _window_size(window: int | None) -> int:
     return 0 if window is None else check_size("sliding_window", window)

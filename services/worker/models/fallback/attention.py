@@ -1,10 +1,10 @@
 """The bridge from transformers' attention interface to a paged cache.
 
-transformers' modelling code calls an attention function by the name in its config. `Recorder` stands in for one
-forward pass and notes what each call asks for; `PagedAttention` then serves these calls, in the same order, from the
-cache of the step that is running. Layers are told apart by the order of the calls, so a module that a model uses
-twice has two caches, as it must. What the mask of a layer means is taken from transformers' own mask functions: a
-window is honoured whether or not the layer passes it on.
+transformers' modelling code calls an attention function by the name in its config. `Recorder` is that function for one
+forward pass, and records each call; `PagedAttention` then serves these calls, in the same order, from the cache of the
+step that is running. The order of the calls tells layers apart, so a module that a model uses twice has two caches, as
+it must. What the mask of a layer means is read from transformers' own mask functions, so a window is honoured whether
+or not the layer passes it on.
 """
 
 import itertools
@@ -24,27 +24,27 @@ _HARMLESS = {
     "dropout", "hidden_states", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache",
 }  # fmt: skip
-"""Arguments of a call that ask for nothing here. The window is taken from the mask; dropout is off."""
+"""Arguments of a call that may be ignored. The window is read from the mask; dropout is off."""
 
 _numbers = itertools.count()
 
 
-class Call(NamedTuple):
-    """What one call of the attention function needs."""
+class AttentionCall(NamedTuple):
+    """A call of the attention function in each forward pass: the sizes of its keys and values, and its window."""
 
-    kv_heads: int
+    num_kv_heads: int
     key_dim: int
     value_dim: int
-    window: int  # positions that a query sees, its own included; 0 is all
+    window: int  # positions that a query sees, its own included; 0: all
 
 
 class Recorder:
-    """An attention function and a mask function that note what they are asked for, and compute nothing."""
+    """An attention function and a mask function that record their calls, and compute nothing."""
 
     def __init__(self, max_positions: int) -> None:
-        self.calls: list[Call] = []
-        self._positions = max_positions
-        self._windows: dict[int, int | None] = {}  # by the address of a mask; None is for what is no window
+        self.calls: list[AttentionCall] = []
+        self._max_positions = max_positions
+        self._windows: dict[int, int | None] = {}  # by the address of a mask; None: it is no window
         self._masks: list[Tensor] = []  # kept, so that no address is used twice
 
     def attend(
@@ -56,19 +56,19 @@ class Recorder:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """An attention function. Raises ModelError for what paged attention would not honour."""
+        """Act as an attention function. Raise ModelError if the call asks for what paged attention lacks."""
         _check_options(module, options)
         window = self._window(module, attention_mask, options)
-        self.calls.append(Call(key.shape[1], key.shape[3], value.shape[3], window))
+        self.calls.append(AttentionCall(key.shape[1], key.shape[3], value.shape[3], window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    def mask(self, **asked: Any) -> Tensor | None:
-        """A mask function: a mask as eager attention gets it, remembered with what it means."""
+    def mask(self, **arguments: Any) -> Tensor | None:
+        """Act as a mask function. Return a mask for eager attention, and remember its window."""
         from transformers.masking_utils import eager_mask
 
-        mask: Tensor | None = eager_mask(**asked)
-        if mask is not None:  # as it is for attention in both directions
-            self._windows[mask.data_ptr()] = _read_window(asked, self._positions)
+        mask: Tensor | None = eager_mask(**arguments)
+        if mask is not None:  # it is None for attention in both directions
+            self._windows[mask.data_ptr()] = _read_window(arguments, self._max_positions)
             self._masks.append(mask)
         return mask
 
@@ -87,24 +87,24 @@ class Recorder:
 
 
 class PagedAttention:
-    """An attention function that stores keys and values in the running step's cache and reads them from there."""
+    """An attention function that writes keys and values to the cache of the running step, and attends from there."""
 
-    def __init__(self, calls: list[Call], ops: Ops) -> None:
+    def __init__(self, calls: list[AttentionCall], ops: Ops) -> None:
         self._calls = calls
         self._ops = ops
         self._inputs: Inputs | None = None
-        self._turns: Iterator[tuple[Call, tuple[Tensor, Tensor]]] = iter(())
+        self._pending_calls: Iterator[tuple[AttentionCall, tuple[Tensor, Tensor]]] = iter(())
 
     @contextmanager
     def step(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """For the time of the block, calls are of this step: one for each of `caches`."""
-        self._inputs, self._turns = inputs, iter(zip(self._calls, caches, strict=True))
+        """Serve the calls of this step within the block: one for each of `caches`, in order."""
+        self._inputs, self._pending_calls = inputs, iter(zip(self._calls, caches, strict=True))
         try:
             yield
-            if next(self._turns, None) is not None:
+            if next(self._pending_calls, None) is not None:
                 raise RuntimeError("the model called its attention less often than when it was loaded")
         finally:
-            self._inputs, self._turns = None, iter(())
+            self._inputs, self._pending_calls = None, iter(())
 
     def attend(
         self,
@@ -117,17 +117,17 @@ class PagedAttention:
         softcap: float | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """`query` (1, Hq, T, D), `key` (1, Hkv, T, D) and `value` (1, Hkv, T, E); gives (1, T, Hq, E)."""
-        turn = next(self._turns, None)
-        if turn is None or self._inputs is None:
+        """Take `query` (1, Hq, T, D), `key` (1, Hkv, T, D) and `value` (1, Hkv, T, E). Return (1, T, Hq, E)."""
+        pending = next(self._pending_calls, None)
+        if pending is None or self._inputs is None:
             raise RuntimeError("the model called its attention more often than when it was loaded")
-        call, (key_cache, value_cache) = turn
+        call, (key_cache, value_cache) = pending
         heads, dim = key_cache.shape[1], key_cache.shape[3]
-        shared = query.shape[1] // call.kv_heads
+        queries_per_kv = query.shape[1] // call.num_kv_heads
         keys, values = (_padded(part[0].transpose(0, 1), heads, dim, key_cache.dtype) for part in (key, value))
-        self._ops.write_kv(keys, values, key_cache, value_cache, self._inputs.slots)
+        self._ops.write_kv(keys, values, key_cache, value_cache, self._inputs.slot_mapping)
         out = self._ops.paged_attention(
-            _padded(query[0].transpose(0, 1), heads * shared, dim, key_cache.dtype),
+            _padded(query[0].transpose(0, 1), heads * queries_per_kv, dim, key_cache.dtype),
             key_cache,
             value_cache,
             self._inputs.attention,
@@ -140,7 +140,7 @@ class PagedAttention:
 
 @contextmanager
 def registered(recorder: Recorder) -> Iterator[str]:
-    """The name of `recorder` in transformers' interfaces, for the time of the block."""
+    """Register `recorder` in transformers' interfaces for the time of the block, and yield its name there."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -149,12 +149,12 @@ def registered(recorder: Recorder) -> Iterator[str]:
     AttentionMaskInterface.register(name, recorder.mask)
     try:
         yield name
-    finally:  # they have no way to take a name out again but this
+    finally:  # the interfaces have no other way to remove a name
         del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
 
 
 def register(attention: PagedAttention) -> tuple[str, Callable[[], None]]:
-    """The name of `attention` in transformers' interface, and a call that takes it out again.
+    """Register `attention` in transformers' interface. Return its name there, and a function that removes it.
 
     It has no mask function, so transformers makes no masks for it.
     """
@@ -166,7 +166,7 @@ def register(attention: PagedAttention) -> tuple[str, Callable[[], None]]:
 
 
 def _padded(x: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """`x` (T, H, D) with zeros up to the cache's heads and dim, of which a layer, or its values, may have fewer."""
+    """Return `x` (T, H, D) in `dtype`, padded with zeros to the cache's heads and dim: a layer may have fewer."""
     if x.shape[1:] != (heads, dim):
         x = F.pad(x, (0, dim - x.shape[2], 0, heads - x.shape[1]))
     return x.to(dtype)
@@ -175,27 +175,27 @@ def _padded(x: Tensor, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
 def _check_options(module: torch.nn.Module, options: dict[str, Any]) -> None:
     if options.get("is_causal") is False:
         raise ModelError("some attention of it is not causal")
-    asked = {name for name, value in options.items() if value is not None and value is not False}
-    if others := sorted(asked - _HARMLESS - {"is_causal", "scaling", "softcap"}):
+    requested = {name for name, value in options.items() if value is not None and value is not False}
+    if others := sorted(requested - _HARMLESS - {"is_causal", "scaling", "softcap"}):
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(others)}, which ours lacks")
 
 
-def _read_window(asked: dict[str, Any], max_positions: int) -> int | None:
-    """The window of the mask that a mask function is `asked` for; 0 if it is plainly causal, None if it is neither.
+def _read_window(arguments: dict[str, Any], max_positions: int) -> int | None:
+    """Return the window of a mask by the arguments of its mask function; 0 if it is causal, None if it is neither.
 
-    The rule is tried where it could differ: around multiples of the window, and far out. Some models ask for masks
+    The rule is evaluated where it could differ: around multiples of the window, and far out. Some models ask for masks
     that no layer uses, so nothing is refused here.
     """
-    local = asked.get("local_size") or 0
-    places = {0, 1, 2, 3, 5, max_positions // 3, max_positions // 2, max_positions - 2, max_positions - 1}
-    places |= {local * times + step for times in (1, 2, 3) for step in (-2, -1, 0, 1, 2)}
-    index = torch.tensor(sorted(place for place in places if 0 <= place < max_positions))
-    index = index.to(asked.get("device", "cpu"))
+    local = arguments.get("local_size") or 0
+    positions = {0, 1, 2, 3, 5, max_positions // 3, max_positions // 2, max_positions - 2, max_positions - 1}
+    positions |= {local * times + offset for times in (1, 2, 3) for offset in (-2, -1, 0, 1, 2)}
+    index = torch.tensor(sorted(position for position in positions if 0 <= position < max_positions))
+    index = index.to(arguments.get("device", "cpu"))
     queries, keys = index[:, None], index[None, :]
     zero = torch.zeros((), dtype=torch.int64, device=index.device)
     try:
-        seen = torch.as_tensor(asked["mask_function"](zero, zero, queries, keys)).expand(len(index), len(index))
-    except (IndexError, RuntimeError, TypeError):  # it is a rule for the tokens at hand
+        seen = torch.as_tensor(arguments["mask_function"](zero, zero, queries, keys)).expand(len(index), len(index))
+    except (IndexError, RuntimeError, TypeError):  # the rule is for the tokens at hand only
         return None
     for window in dict.fromkeys((local, 0)):
         expected = (keys <= queries) & (keys > queries - window) if window else keys <= queries

@@ -1,6 +1,6 @@
-"""From a model folder to a model of transformers on its device, with its own eager attention.
+"""Builds a model of transformers from a model folder, on its device and with its own eager attention.
 
-Tensors come from our `WeightFiles`, so what may be read, and how a broken file is named, is the same for every model.
+Tensors come from `WeightFiles`, so every model is read from the same formats and has the same errors for broken files.
 As in the loader of native families, a model with a random or missing weight must not start.
 """
 
@@ -22,93 +22,95 @@ from shared.hub.progress import progress
 log = logging.getLogger(__name__)
 
 
-def build(folder: Path, architecture: str, files: WeightFiles | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """The `PreTrainedModel`; without `files`, its weights are drawn from a fixed seed. Raises ModelError."""
+def build_model(
+    folder: Path, architecture: str, files: WeightFiles | None, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return a `PreTrainedModel`. Without `files`, its weights are random, by a fixed seed. Raise ModelError."""
     import transformers
 
-    with quiet():
+    with silenced():
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             for part in (config, config.get_text_config()):
                 if hasattr(part, "quantization_config"):  # our weights come dequantised
                     del part.quantization_config
-            kind = getattr(transformers, architecture)
-            if not isinstance(config, kind.config_class):
+            model_class = getattr(transformers, architecture)
+            if not isinstance(config, model_class.config_class):
                 raise ModelError(
                     f"{folder}/config.json: model_type {config.model_type!r} is not that of {architecture}"
                 )
             check_sizes(config.get_text_config())
-            if getattr(config, "output_router_logits", False):  # for a loss, which nobody asks for here
+            if getattr(config, "output_router_logits", False):  # they serve a training loss only
                 config.output_router_logits = False
-            model = _random(kind, config, dtype) if files is None else _loaded(kind, config, files, dtype)
+            model = _random(model_class, config, dtype) if files is None else _load(model_class, config, files, dtype)
         except ModelError:
             raise
         except Exception as error:  # it checks configs in hundreds of ways, and may raise anything
             raise ModelError(f"{folder}: transformers cannot build {architecture}: {first_line(error)}") from error
-    _refit_experts(model)
+    _use_eager_experts_if_needed(model)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _refit_experts(model: Any) -> None:
-    """Compute experts one by one where the rows of their weights are no multiple of 16 bytes.
+def _use_eager_experts_if_needed(model: Any) -> None:
+    """Compute experts one by one if the rows of their weights are no multiple of 16 bytes.
 
-    transformers' own choice, one product for all experts, takes no others.
+    The default of transformers, one matmul for all experts, cannot take such weights.
     """
-    rows = [weight.shape[-1] * weight.itemsize for weight in model.parameters() if weight.ndim == 3]
-    if any(size % 16 for size in rows) and model._can_set_experts_implementation():
+    row_bytes = [weight.shape[-1] * weight.itemsize for weight in model.parameters() if weight.ndim == 3]
+    if any(size % 16 for size in row_bytes) and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the pages that may follow. A line that only announces the next one is no use."""
+    """Return the first line of an error; with the second, if the first ends with a colon."""
     first, *others = f"{type(error).__name__}: {error}".strip().splitlines()
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
-def _random(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+def _random(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind._from_config(config, dtype=dtype, attn_implementation="eager")
+        return model_class._from_config(config, dtype=dtype, attn_implementation="eager")
 
 
-def _loaded(kind: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> Any:
+def _load(model_class: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> Any:
     tensors = {name: files.get(name) for name in files.names}
     with torch.device("meta"):
-        outline = kind._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+        outline = model_class._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
     _refuse_unfit(outline, tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
     with progress("loading weights", total) as done:
-        model, found = kind.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             None,
             config=config,
             state_dict=dict(tensors),
             dtype=dtype,
             attn_implementation="eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # it tells of them, and they are refused below, by name
+            ignore_mismatched_sizes=True,  # the loading info lists them, and they are refused below
         )
-        _own(model, {tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
+        _copy_mapped(model, {tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
         done(total)
     folder = files.paths[0].parent
-    if wrong := sorted(found["mismatched_keys"]):
-        raise _mismatch(*wrong[0])
-    if missing := sorted(found["missing_keys"]):
+    if mismatched := sorted(loading_info["mismatched_keys"]):
+        raise _mismatch(*mismatched[0])
+    if missing := sorted(loading_info["missing_keys"]):
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{folder}: tensor {missing[0]} is missing{more}")
-    if others := sorted(found["unexpected_keys"]):
+    if others := sorted(loading_info["unexpected_keys"]):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
     return model
 
 
 def _refuse_unfit(outline: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ModelError naming a weight of a quantised type or, if the model is larger than its files, one that is
-    smaller there: transformers would take memory for it and draw its numbers.
+    """Raise ModelError for a weight of a quantised type or, if the model is larger than its files, one that is smaller
+    in the files: transformers would allocate it and fill it with random numbers.
 
-    `outline` is the model without its memory. Masks and positions may be integers, as some checkpoints have them.
+    `outline` is the model on the meta device. Masks and positions may be integers, as some checkpoints have them.
     """
     weights = dict(outline.named_parameters())
-    stored = {_known(name, outline, weights): tensor for name, tensor in tensors.items()}
+    stored = {_full_name(name, outline, weights): tensor for name, tensor in tensors.items()}
     for name, tensor in stored.items():
         plain = tensor.dtype in (*FLOATS, torch.bool)
         if not plain and (name in weights or name.endswith(".weight") or tensor.is_floating_point()):
@@ -119,34 +121,34 @@ def _refuse_unfit(outline: Any, tensors: Mapping[str, Tensor]) -> None:
                 raise _mismatch(name, stored[name].shape, weight.shape)
 
 
-def _known(name: str, model: Any, weights: Mapping[str, Any]) -> str:
-    """The model's name of a tensor, which some checkpoints have without its first part."""
-    whole = f"{model.base_model_prefix}.{name}"
-    return whole if whole in weights else name
+def _full_name(name: str, model: Any, weights: Mapping[str, Any]) -> str:
+    """Return the model's name of a tensor. Some checkpoints leave out its first part."""
+    full_name = f"{model.base_model_prefix}.{name}"
+    return full_name if full_name in weights else name
 
 
 def _mismatch(name: str, stored: Sequence[int], expected: Sequence[int]) -> ModelError:
     return ModelError(f"tensor {name} has shape {list(stored)}, and config.json says {list(expected)}")
 
 
-def _own(model: torch.nn.Module, mapped: set[int]) -> None:
-    """Copy what still lies in a map of a file: it must not change or vanish with the file."""
+def _copy_mapped(model: torch.nn.Module, mapped: set[int]) -> None:
+    """Copy the tensors whose storage is a memory-mapped file (`mapped`, by address): files may change or vanish."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.untyped_storage().data_ptr() in mapped:
             tensor.data = tensor.data.clone()
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' own progress bars and reports: they are said in our words, or are nobody's concern."""
-    from transformers.utils import logging as theirs
+def silenced() -> Iterator[None]:
+    """Silence transformers' progress bars and reports within the block: Quire has its own, or users need none."""
+    from transformers.utils import logging as transformers_logging
 
-    level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity_error()
-    theirs.disable_progress_bar()
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        theirs.set_verbosity(level)
+        transformers_logging.set_verbosity(level)
         if bars:
-            theirs.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

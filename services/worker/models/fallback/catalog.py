@@ -1,7 +1,7 @@
-"""Which causal language models transformers has, read from the text of its files.
+"""The causal language models that transformers has, read from the text of its files.
 
-Importing transformers' modelling code takes seconds and brings torch; the command line and the first checks want
-neither. What is read is what transformers declares. Whether a model really runs is found out when it is loaded.
+Importing transformers' modelling code takes seconds and imports torch, which the command line and the first checks
+avoid. The files say what transformers declares; loading a model shows if it really runs.
 """
 
 import ast
@@ -15,18 +15,18 @@ from shared.errors import ModelError
 
 _MAPPING = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
-_CALLS = "ALL_ATTENTION_FUNCTIONS.get_interface("
+_USES_INTERFACE = "ALL_ATTENTION_FUNCTIONS.get_interface("
 _STATEFUL = re.compile(r"^    _is_stateful = True", re.MULTILINE)
 
 
 def causal_models() -> frozenset[str]:
-    """Names of the classes that transformers takes for causal language modelling."""
+    """Return the names of the classes that transformers uses for causal language modelling."""
     return frozenset(causal_by_type().values())
 
 
 @cache
 def causal_by_type() -> Mapping[str, str]:
-    """The class that transformers takes for causal language modelling, for each `model_type` of config.json."""
+    """Return the class that transformers uses for causal language modelling, by the `model_type` of config.json."""
     path = _models() / "auto" / "modeling_auto.py"
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if (
@@ -36,19 +36,18 @@ def causal_by_type() -> Mapping[str, str]:
         ):
             names: list[tuple[str, str]] = ast.literal_eval(node.value.args[0])
             return dict(names)
-    raise ModelError(f"{path}: no {_MAPPING}; this version of transformers is not known to Quire")
+    raise ModelError(f"{path}: no {_MAPPING}; Quire does not know this version of transformers")
 
 
 @cache
 def with_replaceable_attention() -> frozenset[str]:
-    """Of `causal_models`, those whose modelling file calls the attention interface and declares no other state."""
-    wanted = causal_models()
-    found: set[str] = set()
+    """Return the `causal_models` whose modelling file calls the attention interface and declares no other state."""
+    causal, replaceable = causal_models(), set[str]()
     for path in _models().glob("*/modeling_*.py"):
         text = path.read_text(encoding="utf-8")
-        if _CALLS in text and not _STATEFUL.search(text):
-            found |= wanted.intersection(_CLASS.findall(text))
-    return frozenset(found)
+        if _USES_INTERFACE in text and not _STATEFUL.search(text):
+            replaceable |= causal.intersection(_CLASS.findall(text))
+    return frozenset(replaceable)
 
 
 def _models() -> Path:

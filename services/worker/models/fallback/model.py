@@ -1,4 +1,4 @@
-"""A model of transformers as the rest of the worker wants one: it is built, tried, and then asked step by step."""
+"""`TransformersModel`: a `CausalLM` computed by transformers' code. It is checked on a few tokens when it is loaded."""
 
 import copy
 import weakref
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from kernels.load import Ops
 from services.worker.checkpoint.weight_files import WeightFiles
-from services.worker.models.causal_lm import Inputs, Shape
-from services.worker.models.fallback.attention import Call, PagedAttention, Recorder, register, registered
-from services.worker.models.fallback.build import build, first_line, quiet
-from services.worker.models.fallback.context import max_positions
+from services.worker.models.causal_lm import Inputs, ModelShape
+from services.worker.models.fallback.attention import AttentionCall, PagedAttention, Recorder, register, registered
+from services.worker.models.fallback.build import build_model, first_line, silenced
 from services.worker.models.fallback.linear import pack_modules
+from services.worker.models.fallback.max_positions import max_positions
 from services.worker.models.sanity_check import check_finite, refuse_if_different, trial_tokens
 from shared.errors import ModelError
 
@@ -22,12 +22,12 @@ from shared.errors import ModelError
 @torch.inference_mode()
 def load(
     folder: Path, architecture: str, files: WeightFiles | None, dtype: torch.dtype, device: torch.device, ops: Ops
-) -> "ThroughTransformers":
-    """The model in `folder`, tried. Without `files` its weights are random. Raises ModelError if it can't be served."""
-    model = build(folder, architecture, files, dtype, device)
+) -> "TransformersModel":
+    """Load and check the model in `folder`. Without `files` its weights are random. Raise ModelError if it fails."""
+    model = build_model(folder, architecture, files, dtype, device)
     try:
-        with quiet():
-            return _tried(model, architecture, dtype, ops)
+        with silenced():
+            return _with_paged_attention(model, architecture, dtype, ops)
     except ModelError as error:
         raise ModelError(f"{architecture} cannot be served through transformers: {error}") from error
     except torch.OutOfMemoryError:
@@ -36,7 +36,7 @@ def load(
         raise ModelError(f"{architecture} cannot be served through transformers: {first_line(error)}") from error
 
 
-def _tried(model: Any, architecture: str, dtype: torch.dtype, ops: Ops) -> "ThroughTransformers":
+def _with_paged_attention(model: Any, architecture: str, dtype: torch.dtype, ops: Ops) -> "TransformersModel":
     if not model._can_set_attn_implementation():
         raise ModelError("its attention cannot be replaced")
     body = _body_name(model)
@@ -45,27 +45,27 @@ def _tried(model: Any, architecture: str, dtype: torch.dtype, ops: Ops) -> "Thro
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     check_finite(expected, dtype)
     positions = max_positions(model.config)
-    calls, outputs = _recorded(model, body, ids, positions)
-    shape = Shape(
+    calls, output_type = _record_calls(model, body, ids, positions)
+    shape = ModelShape(
         architecture=architecture,
         vocab_size=expected.shape[-1],
         max_positions=positions,
         num_layers=len(calls),
-        num_kv_heads=max(call.kv_heads for call in calls),
+        num_kv_heads=max(call.num_kv_heads for call in calls),
         head_dim=max(max(call.key_dim, call.value_dim) for call in calls),
     )
     pack_modules(model, ops)
     attention = PagedAttention(calls, ops)
-    name, forget = register(attention)
+    name, unregister = register(attention)
     model.set_attn_implementation(name)
-    served = ThroughTransformers(model, body, attention, shape, outputs)
-    weakref.finalize(served, forget)
-    refuse_if_different(served, tokens, expected, dtype, ops)
-    return served
+    wrapped = TransformersModel(model, body, attention, shape, output_type)
+    weakref.finalize(wrapped, unregister)
+    refuse_if_different(wrapped, tokens, expected, dtype, ops)
+    return wrapped
 
 
-def _recorded(model: Any, body: str, ids: Tensor, positions: int) -> tuple[list[Call], type]:
-    """What the model asks of its attention, call by call, and the type of what its body gives."""
+def _record_calls(model: Any, body: str, ids: Tensor, positions: int) -> tuple[list[AttentionCall], type]:
+    """Run the model's body on `ids` (1, T). Return its calls of attention, and the type of its outputs."""
     recorder = Recorder(positions)
     with registered(recorder) as name:
         model.set_attn_implementation(name)
@@ -75,64 +75,64 @@ def _recorded(model: Any, body: str, ids: Tensor, positions: int) -> tuple[list[
     return recorder.calls, type(outputs)
 
 
-class ThroughTransformers:
-    """A `CausalLM` around a model of transformers that calls `attention`, and whose `body` gives hidden states."""
+class TransformersModel:
+    """A `CausalLM` around a model of transformers. Its module `body` computes hidden states by calls of `attention`."""
 
-    def __init__(self, model: Any, body: str, attention: PagedAttention, shape: Shape, outputs: type) -> None:
+    def __init__(self, model: Any, body: str, attention: PagedAttention, shape: ModelShape, output_type: type) -> None:
         self._body = getattr(model, body)
         self._attention = attention
         self._shape = shape
-        self._outputs = outputs  # the type of what the body gives
+        self._output_type = output_type  # of the body
         self._stub = _Stub()
-        self._head = copy.copy(model)  # shares all but the body
+        self._head = copy.copy(model)  # shares everything but the body
         self._head._modules = {**model._modules, body: self._stub}
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return self._shape
 
-    def reach(self, length: int) -> None:
-        """Nothing to do: the model computes angles as it needs them, and a learned table has its length."""
+    def prepare_positions(self, length: int) -> None:
+        """Do nothing: the model computes angles in each step, and a learned table has its length."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states (T, H) of all tokens; their keys and values are put in `caches`, one pair a call."""
+        """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each call."""
         with self._attention.step(inputs, caches):
-            found = self._body(
+            outputs = self._body(
                 input_ids=inputs.tokens[None].long(), position_ids=inputs.positions[None], use_cache=False
             )
-        hidden: Tensor = found.last_hidden_state[0]
+        hidden: Tensor = outputs.last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, V) float32 of hidden states (N, H): all that the model does behind its body, by its own code."""
-        self._stub.answer = self._outputs(last_hidden_state=hidden[None])
+        """Return the logits (N, V) float32 of hidden states (N, H), by the model's own code around its body."""
+        self._stub.outputs = self._output_type(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
-            found: Tensor = self._head(input_ids=ids, use_cache=False).logits
+            logits: Tensor = self._head(input_ids=ids, use_cache=False).logits
         finally:
-            self._stub.answer = None
-        return found[0].float()
+            self._stub.outputs = None
+        return logits[0].float()
 
 
 class _Stub(nn.Module):
-    """Stands where the body was, and gives what it is told."""
+    """A module in place of the body, which returns the `outputs` that were set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.answer: Any = None
+        self.outputs: Any = None
 
     @property
     def decoder(self) -> "_Stub":
-        """Where some models reach into their body."""
+        """This module too, for models that look for a decoder in their body."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self.answer
+        return self.outputs
 
 
 def _body_name(model: Any) -> str:
-    """The module of a causal model that gives hidden states."""
+    """Return the name of the module of a causal model that computes hidden states."""
     for name in (model.base_model_prefix, "model", "transformer"):
         if name in model._modules:
             return str(name)
-    raise ModelError("it has no body that its head stands on")
+    raise ModelError("it has no separate body under its head")

@@ -1,7 +1,7 @@
-"""Sizes of a config that transformers read, checked before its code works with them.
+"""Checks the sizes in a config that transformers has read, before its code uses them.
 
-They have many names, and most models have some of these. Where one is wrong the code behind raises errors that name no
-field, or sets out to make a million layers.
+They have many names, and a model has some of them. If one is wrong, transformers' code raises errors that name no
+field, or begins to build a million layers.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _EPSILONS = {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps",
 
 
 def check_sizes(config: Any) -> None:
-    """Of the `PreTrainedConfig` of a text model. Raises ModelError naming a field whose number cannot be."""
+    """Check the `PreTrainedConfig` of a text model. Raise ModelError naming a field whose number is out of range."""
     fields = {name: value for name, value in vars(config).items() if isinstance(value, int | float)}
     for name, value in fields.items():
         if name in _SIZES:

@@ -7,14 +7,15 @@ from msgspec.structs import replace
 
 from services.worker.checkpoint.config_json import choice, field
 from services.worker.models.families import llama
-from services.worker.models.spec import GATES, Activation, DecoderSpec, Family
+from services.worker.models.spec import GATED_ACTIVATIONS, Activation, DecoderSpec, Family
 from shared.errors import ModelError
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a GemmaForCausalLM, whose first configs say gelu and mean its approximation by tanh."""
     name = "hidden_act" if config.get("hidden_activation") is None else "hidden_activation"
-    activation = choice(config, name, {**GATES, "gelu": GATES["gelu_pytorch_tanh"]}, "gelu_pytorch_tanh")
+    activations = {**GATED_ACTIVATIONS, "gelu": GATED_ACTIVATIONS["gelu_pytorch_tanh"]}
+    activation = choice(config, name, activations, "gelu_pytorch_tanh")
     return read_as("GemmaForCausalLM", config, activation=activation)
 
 
@@ -22,7 +23,7 @@ def read_as(architecture: str, config: Mapping[str, Any], activation: Activation
     """The spec of a Gemma of any version, as far as they are alike."""
     if field(config, "use_bidirectional_attention", bool, False):  # nobody's code makes a decoder of such a model
         raise ModelError("config.json: use_bidirectional_attention true is not supported")
-    activation = activation or choice(config, "hidden_activation", GATES, "gelu_pytorch_tanh")
+    activation = activation or choice(config, "hidden_activation", GATED_ACTIVATIONS, "gelu_pytorch_tanh")
     config = {"head_dim": 256, "tie_word_embeddings": True, **config}
     spec = llama.read_as(architecture, config, max_positions=8192, activation=activation)
     return replace(spec, norm="rms_plus_one", embedding_scale=spec.hidden_size**0.5)

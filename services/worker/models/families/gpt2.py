@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.worker.checkpoint.config_json import MOST_PARTS, choice, field, number, refuse, size
-from services.worker.models.spec import PLAIN, DecoderSpec, Family, LayerSpec, WeightNames
+from services.worker.models.spec import PLAIN_ACTIVATIONS, DecoderSpec, Family, LayerSpec, WeightNames
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
@@ -25,11 +25,11 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         tied=field(config, "tie_word_embeddings", bool, True),
         norm="layer",
         norm_eps=number(config, "layer_norm_epsilon", 1e-5, zero=True),
-        activation=choice(config, "activation_function", PLAIN, "gelu_new"),
+        activation=choice(config, "activation_function", PLAIN_ACTIVATIONS, "gelu_new"),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        learned_positions=0,
+        position_offset=0,
         attention_scale=None if field(config, "scale_attn_weights", bool, True) else 1.0,
     )
 

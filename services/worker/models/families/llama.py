@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from services.worker.checkpoint.config_json import MOST_PARTS, choice, field, number, size
 from services.worker.models.decoder.rope import LARGEST_HEAD, read_max_positions, read_rope
-from services.worker.models.spec import GATES, Activation, DecoderSpec, Family, LayerSpec, WeightNames
+from services.worker.models.spec import GATED_ACTIVATIONS, Activation, DecoderSpec, Family, LayerSpec, WeightNames
 
 NAMES = WeightNames(
     prefixes=("model.", ""),
@@ -53,7 +53,7 @@ def read_as(
     head_dim = size(config, "head_dim", hidden // heads, LARGEST_HEAD)
     positions = read_max_positions(config, max_positions)
     bias = biased and field(config, "attention_bias", bool, False)
-    gate = choice(config, "hidden_act", GATES, "silu") if activation is None else activation
+    gate = choice(config, "hidden_act", GATED_ACTIVATIONS, "silu") if activation is None else activation
     layer = LayerSpec(rope=read_rope(config, head_dim, theta, partial=partial))
     return DecoderSpec(
         architecture=architecture,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.worker.checkpoint.config_json import MOST_PARTS, choice, field, refuse, size
-from services.worker.models.spec import PLAIN, DecoderSpec, Family, LayerSpec, WeightNames
+from services.worker.models.spec import PLAIN_ACTIVATIONS, DecoderSpec, Family, LayerSpec, WeightNames
 
 
 def read(config: Mapping[str, Any]) -> DecoderSpec:
@@ -27,13 +27,13 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
         tied=field(config, "tie_word_embeddings", bool, True),
         norm="layer",
         norm_eps=1e-5,
-        activation=choice(config, "activation_function", PLAIN, "relu"),
+        activation=choice(config, "activation_function", PLAIN_ACTIVATIONS, "relu"),
         norm_first=norm_first,
         final_norm=norm_first and not field(config, "_remove_final_layer_norm", bool, False),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
-        learned_positions=2,
+        position_offset=2,
     )
 
 

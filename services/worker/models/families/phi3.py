@@ -5,7 +5,7 @@ from dataclasses import replace as with_fields
 from typing import Any
 
 from services.worker.checkpoint.config_json import nullable
-from services.worker.models.decoder.rope import read_scaling, rope_kind
+from services.worker.models.decoder.rope import read_rope_type, read_scaling
 from services.worker.models.decoder.windows import with_window
 from services.worker.models.families import llama
 from services.worker.models.spec import DecoderSpec, Family
@@ -20,7 +20,7 @@ def read(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a Phi3ForCausalLM."""
     config = {"original_max_position_embeddings": 4096, **config}
     scaling = read_scaling(config)
-    if rope_kind(scaling) in ("su", "yarn"):  # early names of what is longrope now
+    if read_rope_type(scaling) in ("su", "yarn"):  # early names of what is longrope now
         config["rope_scaling"] = {**scaling, "rope_type": "longrope"}
     spec = llama.read_as("Phi3ForCausalLM", config, max_positions=4096, norm_eps=1e-5, partial=True, biased=False)
     return with_window(spec, nullable(config, "sliding_window", int))

@@ -1,7 +1,7 @@
-"""A row's bits depend on that row, its context and its position only: the default path on a CPU, held to equality.
+"""Batch invariance: on a CPU, the bits of a row depend on that row, its context and its position only.
 
-Not on how many rows there are, which they are and in what order, where a prompt was cut into chunks, whether a
-position was computed with a prompt or after it, or on the number of threads.
+They do not depend on how many rows there are, which they are and in what order, where a prompt was cut into chunks,
+whether a position was computed with a prompt or after it, or on the number of threads.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from tests.models.tiny import Forward, llama, opt, save
 from tests.models.variants import gemma2, qwen2, qwen3_moe
 
 OPS = ops(torch.device("cpu"))
-pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels promise it")
+pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels are batch-invariant")
 LENGTH = 75
 SLOTS = 10
 BLOCKS = 5  # a sequence
@@ -62,7 +62,7 @@ def _threads() -> Iterator[None]:
 
 
 def chunks(chooser: random.Random, length: int) -> list[int]:
-    """Sizes that sum up to `length`: many ones, a few large, or anything."""
+    """Return sizes that sum up to `length`: many of 1, a few large ones, or anything."""
     most = chooser.choice([1, 3, 12, 40, length])
     sizes: list[int] = []
     while sum(sizes) < length:
@@ -157,7 +157,7 @@ def test_attention(dim: int, kv_heads: int, options: dict[str, float], dtype: to
 @pytest.mark.parametrize(("dim", "kv_heads"), [(64, 3), (128, 1), (256, 2)])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 300}], ids=["plain", "softcap", "window"])
 def test_attention_over_long_contexts(dim: int, kv_heads: int, options: dict[str, float]) -> None:
-    """Of more keys than the matrix library sums in one go; chunks end at other places, neighbours are longer."""
+    """There are more keys than the matrix library sums in one go; chunks end elsewhere, neighbours are longer."""
     chooser = random.Random(dim)
     torch.manual_seed(dim)
     layout = OPS.kv_layout(1, kv_heads, dim, 16, torch.float32)

@@ -1,9 +1,9 @@
-"""Plans written by hand, for runners under test."""
+"""A client of a runner under test: plans written by hand, and their results."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from services.worker.runner import Runner
+from services.worker.interface import Runner
 from shared.protocol import (
     Configure,
     Epoch,
@@ -18,8 +18,8 @@ from shared.protocol import (
 )
 
 
-class Drive:
-    """A configured runner and its step counter."""
+class RunnerClient:
+    """Configures a runner, and numbers the steps that it is given."""
 
     def __init__(
         self, runner: Runner, *, slots: int = 8, blocks: int = 64, block_size: int = 4, max_model_len: int = 128
@@ -47,7 +47,7 @@ class Drive:
         copies: Sequence[tuple[int, int]] = (),
         released: Sequence[int] = (),
     ) -> dict[int, SampledRow]:
-        """One step; its rows (slot, start, count, samples), its results by slot."""
+        """Execute one step with `rows` of (slot, start, count, samples), and return the results by slot."""
         plan = StepPlan(
             epoch=self.epoch,
             step=self.step,
@@ -62,12 +62,12 @@ class Drive:
         assert (result.epoch, result.step) == (self.epoch, self.step)
         assert result.seconds > 0
         self.step += 1
-        found = {row.slot: row for row in result.rows}
-        assert len(found) == len(result.rows)
-        return found
+        by_slot = {row.slot: row for row in result.rows}
+        assert len(by_slot) == len(result.rows)
+        return by_slot
 
     def decode(self, slot: int, length: int, count: int) -> list[int]:
-        """`count` more tokens of a sequence of `length` known ones, whose blocks are all in its table."""
+        """Return `count` more tokens of a sequence that has `length`, and all its blocks in its table."""
         return [self.run((slot, length - 1 + i, 1, 1))[slot].tokens[0] for i in range(count)]
 
 
@@ -75,7 +75,7 @@ def sequence(
     slot: int, tokens: Sequence[int], blocks: Sequence[int], *, prompt_len: int | None = None, sample: int = 0,
     **params: Any,
 ) -> NewSequence:  # fmt: skip
-    """Greedy unless `params` say otherwise."""
+    """Return a sequence that is greedy unless `params` say otherwise."""
     sampling = Sampling(**({"max_tokens": 64, "seed": 0, "temperature": 0.0} | params))
     return NewSequence(
         slot=slot,

@@ -1,4 +1,4 @@
-"""Threads and memory: who decides how many."""
+"""Threads and memory: the limits that hold, and the settings of the process."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu import extension
-from services.worker import cpu_tuning as host
+from services.worker import cpu_tuning
 
 
 @pytest.fixture(autouse=True)
@@ -23,76 +23,76 @@ def _threads() -> object:
 def cgroup(monkeypatch: pytest.MonkeyPatch, folder: Path, **files: str) -> None:
     for name, text in files.items():
         (folder / name.replace("_", ".")).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", folder)
+    monkeypatch.setattr(cpu_tuning, "_CGROUP", folder)
 
 
 def test_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert host.set_threads(3) == 3
+    assert cpu_tuning.set_threads(3) == 3
     assert torch.get_num_threads() == 3
 
 
 def test_omp_num_threads_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     torch.set_num_threads(2)
-    assert host.set_threads(None) == 2
+    assert cpu_tuning.set_threads(None) == 2
 
 
 def test_by_default_one_for_each_allowed_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert host.set_threads(None) == host.allowed_cpus()
+    assert cpu_tuning.set_threads(None) == cpu_tuning.allowed_cpus()
 
 
 def test_the_mask_and_the_quota_bound_the_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     cgroup(monkeypatch, tmp_path)
-    assert host.allowed_cpus() == 6
+    assert cpu_tuning.allowed_cpus() == 6
     for text, cpus in (("max 100000", 6), ("400000 100000", 4), ("50000 100000", 1), ("900000 100000", 6)):
         cgroup(monkeypatch, tmp_path, cpu_max=text)
-        assert host.allowed_cpus() == cpus
+        assert cpu_tuning.allowed_cpus() == cpus
 
 
 def test_the_control_group_bounds_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cgroup(monkeypatch, tmp_path, memory_max="max", memory_current="5")
-    assert host.available_memory() > 2**20
+    assert cpu_tuning.available_memory() > 2**20
     cgroup(monkeypatch, tmp_path, memory_max="1000", memory_current="400")
-    assert host.available_memory() == 600
+    assert cpu_tuning.available_memory() == 600
     cgroup(monkeypatch, tmp_path, memory_max="1000", memory_current="4000")
-    assert host.available_memory() == 0
+    assert cpu_tuning.available_memory() == 0
 
 
 def test_freed_memory_is_kept_without_harm() -> None:
-    host.keep_freed_memory()
+    cpu_tuning.keep_freed_memory()
     assert torch.ones(10_000_000).sum() == 10_000_000
 
 
 PINNED = """
 import os, torch
 from kernels.cpu import extension
-from services.worker import cpu_tuning as host
+from services.worker import cpu_tuning
 torch.set_num_threads({threads})
 torch.ones(10_000_000).sum()  # makes the pool
-host.pin_threads()
+cpu_tuning.pin_threads()
 print(sorted(sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")))
 """
 
 
 @pytest.mark.skipif(not extension.load() or len(os.sched_getaffinity(0)) < 2, reason="no pool to pin")
-def test_threads_are_pinned_where_each_has_its_processor() -> None:
+def test_threads_are_pinned_if_each_has_a_cpu() -> None:
     cpus = sorted(os.sched_getaffinity(0))
 
     def places(threads: int) -> list[list[int]]:
         code = PINNED.format(threads=threads)
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-        found: list[list[int]] = json.loads(done.stdout)
-        return found
+        masks: list[list[int]] = json.loads(done.stdout)
+        return masks
 
     assert all([cpu] in places(len(cpus)) for cpu in cpus)
     assert all(mask == cpus for mask in places(1))
 
 
 def test_huge_pages_leave_memory_as_it_was() -> None:
-    host.keep_freed_memory()
+    cpu_tuning.keep_freed_memory()
     numbers = torch.arange(5_000_000)
-    assert host.use_huge_pages() % 2**21 == 0
+    assert cpu_tuning.use_huge_pages() % 2**21 == 0
     assert torch.equal(numbers, torch.arange(5_000_000))

@@ -1,0 +1,30 @@
+"""The interface between the worker's service, which owns sockets, and a runner, which owns a model.
+
+It imports no torch, so that a service can be tested with a runner that has no model.
+"""
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from shared.protocol import Configure, ModelInfo, StepPlan, StepResult
+
+
+class WorkerInfo(Struct, frozen=True):
+    """A runner's model and device, as the scheduler needs to know them: the body of `Register`."""
+
+    model: ModelInfo
+    device: str
+    kv_bytes_per_token: int  # of all layers, keys and values
+    kv_memory: int  # bytes that may hold KV
+    step_seconds: float  # the fixed cost of a step, measured
+    token_seconds: float  # the cost of one more token in a step, measured
+
+
+class Runner(Protocol):
+    """A model on a device. `configure` comes before the first `execute` of an epoch; plans come in order."""
+
+    @property
+    def info(self) -> WorkerInfo: ...
+    def configure(self, message: Configure) -> None: ...
+    def execute(self, plan: StepPlan) -> StepResult: ...

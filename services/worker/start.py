@@ -1,0 +1,43 @@
+"""Starts a worker: tunes the process, loads the model and warms up its runner.
+
+`python -m services.worker` and the offline engine both start here.
+"""
+
+from pathlib import Path
+
+from kernels.load import ops as load_ops
+from services.worker.config import WorkerConfig
+from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
+from services.worker.models.load import Model, choose_device, load_model
+from services.worker.runner import ModelRunner
+from shared.hub.checkpoint import locate, text_digest
+from shared.hub.embedded import EMBEDDED
+from shared.protocol import ModelInfo
+
+
+def start_runner(config: WorkerConfig) -> ModelRunner:
+    """Return a runner that is warm. Raise ModelError or ConfigError if the model cannot be found, loaded or run."""
+    keep_freed_memory()
+    set_threads(config.num_threads)
+    device = choose_device(config.device)
+    ops = load_ops(device)
+    folder = locate(config.model, config.revision, config.download_dir)
+    model = load_model(folder, config, device, ops)
+    if device.type == "cpu":
+        use_huge_pages()  # when the weights are there, and before the runner measures how fast it is
+    return ModelRunner(model, describe(model, config, folder), config, device, ops)
+
+
+def describe(model: Model, config: WorkerConfig, folder: Path) -> ModelInfo:
+    """Return what other processes learn of `model`, which was loaded from `folder`."""
+    shape = model.decoder.shape
+    return ModelInfo(
+        name=config.model or EMBEDDED,
+        architecture=shape.architecture,
+        dtype=model.precision.name,
+        max_positions=shape.max_positions,
+        vocab_size=shape.vocab_size,
+        fingerprint=model.fingerprint,
+        weights_digest=model.weights,
+        text_digest=text_digest(folder),
+    )
