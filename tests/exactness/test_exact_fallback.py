@@ -27,13 +27,13 @@ TOKENS = 20  # of output
 def requests(vocab_size: int) -> list[Request]:
     """Prompts of all lengths, in pairs with a common beginning."""
     rng = random.Random(3)
-    found = []
+    result = []
     for length in (1, 7, 8, 17, 40, 63):
         prompt = [rng.randrange(3, vocab_size) for _ in range(length)]
         tail = [rng.randrange(3, vocab_size) for _ in range(5)]
         sampling = Sampling(max_tokens=TOKENS, seed=0, temperature=0.0, logprobs=2)
-        found += [Request(prompt, sampling), Request(prompt + tail, sampling)]
-    return found
+        result += [Request(prompt, sampling), Request(prompt + tail, sampling)]
+    return result
 
 
 def assert_likeliest(model: PreTrainedModel, asked: Sequence[Request], outputs: Sequence[Output]) -> None:

@@ -131,15 +131,15 @@ def test_where_the_draw_takes_what_is_not_listed_nothing_is_sure() -> None:
 
 def draws(logits_of: Callable[[torch.Generator], Tensor], way: dict[str, Any]) -> list[tuple[int | None, set[int]]]:
     """For each of many choices what is sure, and what is drawn when logits are moved by half the tolerance at most."""
-    numbers, rng, table, found = random.Random(str(way)), torch.Generator().manual_seed(1), Table(VOCAB, slots=1), []
+    numbers, rng, table, result = random.Random(str(way)), torch.Generator().manual_seed(1), Table(VOCAB, slots=1), []
     for position in range(80):
         sampling = Sampling(**{"max_tokens": 400, "seed": numbers.getrandbits(64), **way})
         table.enter(0, output=[0] * (position % 8), seed=sampling.seed, **way)
         logits = logits_of(rng)
         moves = [(torch.rand(logits.shape, generator=rng) - 0.5) * TOLERANCE for _ in range(4)]
         tokens = {table.draw(logits + move, [0])[0] for move in moves}
-        found.append((sure_token(entry_of(logits), sampling, position % 8, VOCAB), tokens))
-    return found
+        result.append((sure_token(entry_of(logits), sampling, position % 8, VOCAB), tokens))
+    return result
 
 
 def heavy_tail(rng: torch.Generator) -> Tensor:

@@ -158,8 +158,8 @@ async def test_a_killed_worker_is_a_pause(server: Server, client: openai.AsyncOp
     undisturbed = await ask_all(client, ids, asked)
     disturbed = await ask_all(client, ids, asked, killed=server)
     for answer in undisturbed + disturbed:
-        wanted = answer.run.sampling.max_tokens
-        assert (answer.finish, answer.completion_tokens, len(answer.run.tokens)) == ("length", wanted, wanted)
+        expected = answer.run.sampling.max_tokens
+        assert (answer.finish, answer.completion_tokens, len(answer.run.tokens)) == ("length", expected, expected)
         assert answer.text == tokenizer.decode(answer.run.tokens)
     runs, others = ([answer.run for answer in answers] for answers in (undisturbed, disturbed))
     assert_alike(runs, others, tokenizer.vocab_size)

@@ -46,20 +46,20 @@ class Server:
     def url(self) -> str:
         """Once it is announced."""
         deadline = time.monotonic() + 90
-        while not (found := re.search(r"at (http://\S+) \(ready", self.out.read_text())):
+        while not (result := re.search(r"at (http://\S+) \(ready", self.out.read_text())):
             assert self.process.poll() is None, self.err.read_text()
             assert time.monotonic() < deadline, self.err.read_text()
             time.sleep(0.05)
-        return found[1]
+        return result[1]
 
     def children(self) -> dict[str, psutil.Process]:
         """Services by name."""
-        found: dict[str, psutil.Process] = {}
+        result: dict[str, psutil.Process] = {}
         for child in self.process.children():
             with suppress(psutil.Error):  # it has just ended
                 argv = child.cmdline()
-                found |= {name: child for name in ("gateway", "scheduler", "worker") if f"services.{name}" in argv}
-        return found
+                result |= {name: child for name in ("gateway", "scheduler", "worker") if f"services.{name}" in argv}
+        return result
 
     def files(self) -> set[str]:
         """Names of what lies in its own folder, as long as there is one."""

@@ -39,16 +39,16 @@ def take(*parts: tuple[float, bytes], content_type: str = "text/event-stream") -
 
 
 def test_times_are_those_of_the_bytes() -> None:
-    found = take((10.5, text("a")), (11.0, text("b") + text("c")), (12.0, text("d", "length")), (15.0, USAGE + DONE))
-    assert (found.ok, found.error, found.text) == (True, "", "abcd")
-    assert (found.ttft, found.itls, found.latency) == (0.5, [0.5, 0.0, 1.0], 2.0)
-    assert (found.prompt_len, found.output_tokens) == (9, 5)
+    result = take((10.5, text("a")), (11.0, text("b") + text("c")), (12.0, text("d", "length")), (15.0, USAGE + DONE))
+    assert (result.ok, result.error, result.text) == (True, "", "abcd")
+    assert (result.ttft, result.itls, result.latency) == (0.5, [0.5, 0.0, 1.0], 2.0)
+    assert (result.prompt_len, result.output_tokens) == (9, 5)
 
 
 def test_a_chats_role_is_no_token_wherever_it_comes() -> None:
     role = delta(role="assistant", content="")
-    found = take((10.1, role), (10.5, delta(content="a")), (11.0, delta("stop")), (11.0, DONE))
-    assert (found.ok, found.text, found.ttft, found.itls) == (True, "a", 0.5, [0.5])
+    result = take((10.1, role), (10.5, delta(content="a")), (11.0, delta("stop")), (11.0, DONE))
+    assert (result.ok, result.text, result.ttft, result.itls) == (True, "a", 0.5, [0.5])
     together = take((10.5, delta(role="assistant", content="a")), (11.0, delta("stop", content="b")))
     assert (together.ok, together.text, together.ttft, together.itls) == (True, "ab", 0.5, [0.5])
 
@@ -72,9 +72,9 @@ CALL = [{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "a
 def test_words_beside_the_answer_are_tokens(first: dict[str, Any], aside: str) -> None:
     """BEN-01: a model that thinks first answers when it begins to think."""
     opening, text = delta(role="assistant", content=""), delta("stop", content="a")
-    found = take((10.1, opening), (10.5, delta(**first)), (11.0, text), (11.0, DONE))
-    assert (found.ok, found.text, found.aside) == (True, "a", aside)
-    assert (found.ttft, found.itls, found.latency) == (0.5, [0.5], 1.0)
+    result = take((10.1, opening), (10.5, delta(**first)), (11.0, text), (11.0, DONE))
+    assert (result.ok, result.text, result.aside) == (True, "a", aside)
+    assert (result.ttft, result.itls, result.latency) == (0.5, [0.5], 1.0)
 
 
 @pytest.mark.parametrize(
@@ -92,35 +92,35 @@ def test_words_beside_the_answer_are_tokens(first: dict[str, Any], aside: str) -
 def test_a_chats_chunk_without_words_is_no_token_wherever_it_comes(empty: dict[str, Any]) -> None:
     """BEN-01."""
     nothing = delta(**empty)
-    found = take(
+    result = take(
         (10.1, nothing),
         (10.3, nothing),
         (10.5, delta(content="a")),
         (10.7, nothing),
         (11.0, delta("stop", content="b")),
     )
-    assert (found.ok, found.text, found.ttft, found.itls, found.latency) == (True, "ab", 0.5, [0.5], 1.0)
+    assert (result.ok, result.text, result.ttft, result.itls, result.latency) == (True, "ab", 0.5, [0.5], 1.0)
     stream = Stream(Outcome(7))
     assert not stream.feed(nothing, 11.0), "it puts off no limit on the time without a token"
 
 
 def test_the_end_of_an_answer_is_a_piece_even_if_it_has_no_words() -> None:
     """BEN-01: a model may end at once, or say nothing but hidden tokens."""
-    found = take((10.1, delta(role="assistant", content="")), (10.5, delta("stop")), (10.6, USAGE + DONE))
-    assert (found.ok, found.ttft, found.itls, found.output_tokens) == (True, 0.5, [], 5)
+    result = take((10.1, delta(role="assistant", content="")), (10.5, delta("stop")), (10.6, USAGE + DONE))
+    assert (result.ok, result.ttft, result.itls, result.output_tokens) == (True, 0.5, [], 5)
 
 
 def test_content_in_parts_and_an_empty_reason_to_finish_are_read() -> None:
     """BEN-01: some servers write them so."""
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "a"}]
-    found = take((10.5, delta("", content=parts)), (11.0, delta("stop", content="b")), (11.0, DONE))
-    assert (found.ok, found.text, found.ttft, found.itls) == (True, "hmab", 0.5, [0.5])
+    result = take((10.5, delta("", content=parts)), (11.0, delta("stop", content="b")), (11.0, DONE))
+    assert (result.ok, result.text, result.ttft, result.itls) == (True, "hmab", 0.5, [0.5])
     assert take((10.5, delta("", content="a"))).error == "the stream broke off"
 
 
 def test_a_completions_token_without_text_is_a_piece() -> None:
-    found = take((10.5, text("")), (11.0, text("b", "stop")), (11.0, DONE))
-    assert (found.ttft, found.itls, found.output_tokens) == (0.5, [0.5], 0)
+    result = take((10.5, text("")), (11.0, text("b", "stop")), (11.0, DONE))
+    assert (result.ttft, result.itls, result.output_tokens) == (0.5, [0.5], 0)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_a_completions_token_without_text_is_a_piece() -> None:
     ],
 )
 def test_a_stream_that_is_not_whole_has_failed(parts: list[bytes], error: str) -> None:
-    found = take(*((11.0, part) for part in parts))
-    assert (found.ok, found.error) == (False, error)
+    result = take(*((11.0, part) for part in parts))
+    assert (result.ok, result.error) == (False, error)
 
 
 @given(st.lists(st.integers(0, 600), max_size=12), st.sampled_from([b"\n", b"\r\n", b"\r"]))
@@ -144,8 +144,8 @@ def test_bytes_may_be_cut_anywhere(cuts: list[int], end: bytes) -> None:
     whole = whole.replace(b"\n", end)
     ends = sorted({min(cut, len(whole)) for cut in cuts} | {len(whole)})
     pieces = [whole[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    found = take(*((11.0, piece) for piece in pieces))
-    assert (found.ok, found.text, len(found.itls), found.output_tokens) == (True, "aéb", 1, 5)
+    result = take(*((11.0, piece) for piece in pieces))
+    assert (result.ok, result.text, len(result.itls), result.output_tokens) == (True, "aéb", 1, 5)
 
 
 def test_what_is_sent() -> None:
@@ -187,10 +187,10 @@ def test_a_number_of_tokens_that_cannot_be_is_refused(count: str) -> None:
 
 
 def test_an_answer_that_is_no_stream_is_shown() -> None:
-    found = take((11.0, b"<html>\n<body>Log in"), (11.0, b" first</body>"), content_type="text/html")
-    assert found.error == "no stream but an answer of type text/html: <html> <body>Log in first</body>"
-    found = take((11.0, b'{"error": "no such model"}'), content_type="application/json")
-    assert found.error == "no stream but an answer of type application/json: no such model"
+    result = take((11.0, b"<html>\n<body>Log in"), (11.0, b" first</body>"), content_type="text/html")
+    assert result.error == "no stream but an answer of type text/html: <html> <body>Log in first</body>"
+    result = take((11.0, b'{"error": "no such model"}'), content_type="application/json")
+    assert result.error == "no stream but an answer of type application/json: no such model"
     assert take((11.0, text("a", "stop") + DONE), content_type="text/plain").ok, "what it is called does not matter"
 
 

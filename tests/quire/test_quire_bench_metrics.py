@@ -35,8 +35,8 @@ def outcomes() -> st.SearchStrategy[list[Outcome]]:
 
 
 def test_totals_are_counts_and_rates_of_what_was_completed() -> None:
-    found = metrics.totals(THREE, 2.0, {"ttft": 0.3, "e2el": 1.0})
-    assert found == metrics.Totals(
+    results = metrics.totals(THREE, 2.0, {"ttft": 0.3, "e2el": 1.0})
+    assert results == metrics.Totals(
         completed=2,
         failed=1,
         input_tokens=12,
@@ -52,20 +52,20 @@ def test_totals_are_counts_and_rates_of_what_was_completed() -> None:
 
 
 def test_latencies_are_those_of_what_was_completed() -> None:
-    found = metrics.latencies(THREE)
-    assert found["ttft"] == [0.2, 0.4]
-    assert found["tpot"] == [pytest.approx(0.1)], "0.4 s for four tokens in two pieces; a single token has none"
-    assert found["itl"] == [0.1, 0.3]
-    assert found["e2el"] == [0.6, 0.4]
-    assert found["client_queue_time"] == [0.5, 0.0]
-    assert found["e2el_including_client_queue"] == [1.1, 0.4]
+    results = metrics.latencies(THREE)
+    assert results["ttft"] == [0.2, 0.4]
+    assert results["tpot"] == [pytest.approx(0.1)], "0.4 s for four tokens in two pieces; a single token has none"
+    assert results["itl"] == [0.1, 0.3]
+    assert results["e2el"] == [0.6, 0.4]
+    assert results["client_queue_time"] == [0.5, 0.0]
+    assert results["e2el_including_client_queue"] == [1.1, 0.4]
 
 
 def test_a_spread_is_in_milliseconds_with_interpolated_percentiles() -> None:
-    found = metrics.spread([0.001, 0.002, 0.003, 0.010], [50, 90, 99.9])
-    assert (found.mean, found.median) == (4.0, 2.5)
-    assert found.std == pytest.approx(math.sqrt(12.5))
-    assert found.percentiles == {50: 2.5, 90: pytest.approx(7.9), 99.9: pytest.approx(9.979)}
+    results = metrics.spread([0.001, 0.002, 0.003, 0.010], [50, 90, 99.9])
+    assert (results.mean, results.median) == (4.0, 2.5)
+    assert results.std == pytest.approx(math.sqrt(12.5))
+    assert results.percentiles == {50: 2.5, 90: pytest.approx(7.9), 99.9: pytest.approx(9.979)}
     assert metrics.spread([], [99]) == metrics.Spread(0.0, 0.0, 0.0, {99: 0.0})
 
 
@@ -88,8 +88,8 @@ def test_goodput_grows_with_the_goals_and_is_what_keeps_all(found: list[Outcome]
 
 @given(st.lists(SECONDS, min_size=1), st.lists(st.floats(0, 100), min_size=1))
 def test_percentiles_lie_between_the_values_and_in_order(values: list[float], percents: list[float]) -> None:
-    found = metrics.spread(values, percents).percentiles
-    ordered = [found[percent] for percent in sorted(found)]
+    results = metrics.spread(values, percents).percentiles
+    ordered = [results[percent] for percent in sorted(results)]
     rounded = 1e-9 * max(values) * 1000
     assert all(after >= before - rounded for before, after in itertools.pairwise(ordered))
     assert min(values) * 1000 - rounded <= ordered[0]
@@ -167,14 +167,14 @@ DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generat
 def test_the_file_has_vllms_keys_in_its_order() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5)
     names = ["ttft", "tpot", "itl", "e2el"]
-    found = result(Run(THREE, 2.0, now), None, math.inf, names, [50.0, 99.0], {})
+    results = result(Run(THREE, 2.0, now), None, math.inf, names, [50.0, 99.0], {})
     facts = {"model": "m", "tokenizer": "t", "metadata": {}, "now": now}
-    detailed = record(ServeOptions(save_result=True, save_detailed=True), found, **facts)
+    detailed = record(ServeOptions(save_result=True, save_detailed=True), results, **facts)
     assert list(detailed) == KEYS
     assert (detailed["date"], detailed["request_rate"]) == ("20260102-030405", "inf")
     assert detailed["output_lens"] == [5, 0, 1]
     assert detailed["p50_itl_ms"] == pytest.approx(200.0)
-    assert list(record(ServeOptions(), found, **facts)) == [key for key in KEYS if key not in DETAILS]
+    assert list(record(ServeOptions(), results, **facts)) == [key for key in KEYS if key not in DETAILS]
 
 
 def test_waiting_in_the_client_is_told_of_where_it_exists() -> None:
@@ -188,8 +188,8 @@ def test_waiting_in_the_client_is_told_of_where_it_exists() -> None:
 
 
 def test_the_block_names_what_was_measured() -> None:
-    found = result(Run(THREE, 2.0, datetime.now()), 2, 4.0, ["ttft"], [99.9], {"ttft": 0.3})
-    lines = block(found, 4.0).splitlines()
+    results = result(Run(THREE, 2.0, datetime.now()), 2, 4.0, ["ttft"], [99.9], {"ttft": 0.3})
+    lines = block(results, 4.0).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[-1] == "=" * 50
     values = dict(line.split(":") for line in lines if ":" in line)

@@ -51,16 +51,16 @@ async def test_it_measures_prints_and_saves(
     before = await settled(quick)
     flags = ["--save-result", "--save-detailed", f"--result-dir={tmp_path}", "--label=mine", "--metadata", "a=1", "b=2"]
     assert await serve(quick, *flags, "--max-concurrency=4", "--goodput", "ttft:60000", "--num-warmups=3") == 0
-    (found,) = results(tmp_path)
-    assert (found["completed"], found["failed"], found["max_concurrency"]) == (12, 0, 4)
-    assert (found["total_input_tokens"], found["total_output_tokens"]) == (240, 72)
-    assert found["input_lens"] == [20] * 12
-    assert found["output_lens"] == [6] * 12
-    assert all(1 <= len(itls) + 1 <= 6 for itls in found["itls"])
-    for ttft, itls, latency in zip(found["ttfts"], found["itls"], found["latencies"], strict=True):
+    (result,) = results(tmp_path)
+    assert (result["completed"], result["failed"], result["max_concurrency"]) == (12, 0, 4)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 72)
+    assert result["input_lens"] == [20] * 12
+    assert result["output_lens"] == [6] * 12
+    assert all(1 <= len(itls) + 1 <= 6 for itls in result["itls"])
+    for ttft, itls, latency in zip(result["ttfts"], result["itls"], result["latencies"], strict=True):
         assert latency == pytest.approx(ttft + math.fsum(itls))
-    assert found["request_goodput"] == found["request_throughput"] == pytest.approx(12 / found["duration"])
-    assert (found["model_id"], found["a"], found["b"]) == (found["tokenizer_id"], "1", "2")
+    assert result["request_goodput"] == result["request_throughput"] == pytest.approx(12 / result["duration"])
+    assert (result["model_id"], result["a"], result["b"]) == (result["tokenizer_id"], "1", "2")
     (path,) = tmp_path.glob("*")  # noqa: ASYNC240  # nothing else runs
     assert path.name.startswith("mine-infqps-concurrency4-model-")
     printed = capsys.readouterr().out
@@ -75,18 +75,18 @@ async def test_it_measures_prints_and_saves(
 async def test_chats_are_measured_too(quick: Server, tmp_path: Path) -> None:
     flags = ["--backend=openai-chat", "--save-result", f"--result-dir={tmp_path}", "--temperature=0", "--logprobs=1"]
     assert await serve(quick, *flags, '--extra-body={"seed": 3}') == 0
-    (found,) = results(tmp_path)
-    assert (found["completed"], found["total_output_tokens"]) == (12, 72)
-    assert found["total_input_tokens"] > 240, "with what the template adds, by the server's count"
+    (result,) = results(tmp_path)
+    assert (result["completed"], result["total_output_tokens"]) == (12, 72)
+    assert result["total_input_tokens"] > 240, "with what the template adds, by the server's count"
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_several_concurrencies_run_in_turn_into_one_file_and_a_chart(quick: Server, tmp_path: Path) -> None:
     flags = ["--append-result", f"--result-dir={tmp_path}", "--result-filename=all.jsonl", f"--plot={tmp_path}/c.svg"]
     assert await serve(quick, *flags, "--max-concurrency", "1", "6") == 0
-    found = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
-    assert [one["max_concurrency"] for one in found] == [1, 6]
-    assert [one["completed"] for one in found] == [12, 12]
+    result = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [one["max_concurrency"] for one in result] == [1, 6]
+    assert [one["completed"] for one in result] == [12, 12]
     root = xml.etree.ElementTree.parse(tmp_path / "c.svg").getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
@@ -131,11 +131,11 @@ async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsy
         await until(some_are_done)
         await made.gateway.stop()
         assert await running == 0, "some were answered"
-    (found,) = results(tmp_path)
-    assert found["completed"] + found["failed"] == 40
-    assert found["completed"] >= 8
-    assert found["failed"] >= 1
-    assert found["total_output_tokens"] == 20 * found["completed"]
+    (result,) = results(tmp_path)
+    assert result["completed"] + result["failed"] == 40
+    assert result["completed"] >= 8
+    assert result["failed"] >= 1
+    assert result["total_output_tokens"] == 20 * result["completed"]
     assert "quire: a request failed: Client" in capsys.readouterr().err
 
 
@@ -331,7 +331,7 @@ def test_wrong_flags_are_named_before_anybody_is_asked(flags: list[str], message
 
 
 def test_vllms_defaults() -> None:
-    found = resolve(ServeOptions, {}, {})
+    result = resolve(ServeOptions, {}, {})
     expected = {
         "backend": "openai",
         "host": "127.0.0.1",
@@ -351,7 +351,7 @@ def test_vllms_defaults() -> None:
         "prefix_repetition_num_prefixes": 10,
         "custom_output_len": 256,
     }
-    assert {name: getattr(found, name) for name in expected} == expected
+    assert {name: getattr(result, name) for name in expected} == expected
 
 
 def test_a_chart_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ TOKENIZER = make_tokenizer()
 
 
 def draw(*, seed: int = 0, text: bool = False, template: ChatTemplate | None = None, **options: Any) -> list[Request]:
-    given = WorkloadOptions(**{"num_prompts": 20} | options)
-    return RequestGenerator(given, TOKENIZER, seed=seed, text=text, template=template).generate()
+    settings = WorkloadOptions(**{"num_prompts": 20} | options)
+    return RequestGenerator(settings, TOKENIZER, seed=seed, text=text, template=template).generate()
 
 
 @pytest.mark.parametrize("dataset", ["random", "prefix_repetition", "long-tail"])
@@ -43,9 +43,9 @@ def test_random_prompts_have_exactly_their_lengths_and_only_ordinary_tokens() ->
 
 def test_a_range_ratio_spreads_lengths_evenly() -> None:
     ratio = json.dumps({"input": 0.5, "output": 0.1})
-    found = draw(num_prompts=400, random_input_len=10, random_output_len=10, random_range_ratio=ratio)
-    assert {request.prompt_len for request in found} == set(range(5, 16))
-    assert {request.output_len for request in found} == {9, 10, 11}
+    result = draw(num_prompts=400, random_input_len=10, random_output_len=10, random_range_ratio=ratio)
+    assert {request.prompt_len for request in result} == set(range(5, 16))
+    assert {request.output_len for request in result} == {9, 10, 11}
     tiny = draw(num_prompts=100, random_input_len=100, random_output_len=1, random_range_ratio="0.9")
     assert {request.output_len for request in tiny} == {1, 2}, "never nothing"
 
@@ -67,10 +67,10 @@ def test_prefixes_are_shared_evenly_in_a_shuffled_order() -> None:
         "prefix_repetition_suffix_len": 4,
         "prefix_repetition_num_prefixes": 3,
     }
-    found = draw(dataset_name="prefix_repetition", prefix_repetition_output_len=5, **lengths)
-    begins = [tuple(request.prompt[:6]) for request in found]
+    result = draw(dataset_name="prefix_repetition", prefix_repetition_output_len=5, **lengths)
+    begins = [tuple(request.prompt[:6]) for request in result]
     assert sorted(begins.count(begin) for begin in set(begins)) == [6, 7, 7]
-    assert {(request.prompt_len, request.output_len) for request in found} == {(10, 5)}
+    assert {(request.prompt_len, request.output_len) for request in result} == {(10, 5)}
     ordered = draw(dataset_name="prefix_repetition", disable_shuffle=True, **lengths)
     assert [request.prompt[:6] for request in ordered[:3]] == [request.prompt[:6] for request in ordered[3:6]]
     assert begins[:6] != [tuple(request.prompt[:6]) for request in ordered[:6]]
@@ -97,9 +97,9 @@ def test_a_custom_file_gives_prompts_and_lengths(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text('\ufeff{"prompt": "one", "output_tokens": 3}\n\n{"prompt": "two", "output_tokens": 4, "more": 1}\n')
     file: dict[str, Any] = {"dataset_name": "custom", "dataset_path": str(path)}
-    found = draw(**file, custom_output_len=-1)
-    assert len(found) == 20
-    assert {(request.prompt, request.output_len) for request in found} == {("one", 3), ("two", 4)}
+    result = draw(**file, custom_output_len=-1)
+    assert len(result) == 20
+    assert {(request.prompt, request.output_len) for request in result} == {("one", 3), ("two", 4)}
     once = draw(**file, no_oversample=True, disable_shuffle=True)
     assert [(request.prompt, request.output_len) for request in once] == [("one", 256), ("two", 256)]
     template = ChatTemplate("<{{ messages[0].content }}>")
@@ -258,9 +258,9 @@ def test_burstiness_is_the_shape_of_the_gaps() -> None:
 def test_a_ramp_goes_from_its_first_rate_to_its_last() -> None:
     assert rates(3, math.inf, Ramp("linear", 0, 4)) == [0.0, 2.0, 4.0]
     assert rates(3, math.inf, Ramp("exponential", 1, 4)) == pytest.approx([1.0, 2.0, 4.0])
-    wanted = rates(3, math.inf, Ramp("linear", 0, 4))
-    times = arrival_times(wanted, math.inf, 0)
+    expected = rates(3, math.inf, Ramp("linear", 0, 4))
+    times = arrival_times(expected, math.inf, 0)
     assert times == pytest.approx([0.5, 1.0, 1.25]), "a rate of nothing counts as the next"
-    reached = milestones(Ramp("linear", 0, 4), wanted, times)
+    reached = milestones(Ramp("linear", 0, 4), expected, times)
     assert [rate for rate, _ in reached] == [0, 1, 2, 3, 4]
     assert [time for _, time in reached] == pytest.approx([0.0, 1.0, 1.0, 1.25, 1.25])

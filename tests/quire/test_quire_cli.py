@@ -178,18 +178,18 @@ def test_ctrl_c_in_the_first_moments_leaves_no_traceback(tmp_path: Path) -> None
 
 
 def open_files(pid: int) -> list[str]:
-    found = []
+    result = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(entry))
-    return found
+            result.append(os.readlink(entry))
+    return result
 
 
 def test_flags_win_over_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "quire.yaml"
     file.write_text("port: 1\nmax-num-seqs: 2\nready-timeout: 3\n")
-    found = settings.read({"config": str(file), "port": "11"}, {"QUIRE_PORT": "12", "QUIRE_MAX_NUM_SEQS": "13"})
-    assert (found.gateway.port, found.scheduler.max_num_seqs, found.serve.ready_timeout) == (11, 13, 3.0)
+    result = settings.read({"config": str(file), "port": "11"}, {"QUIRE_PORT": "12", "QUIRE_MAX_NUM_SEQS": "13"})
+    assert (result.gateway.port, result.scheduler.max_num_seqs, result.serve.ready_timeout) == (11, 13, 3.0)
 
 
 def test_a_setting_that_nobody_has_is_refused_in_a_file(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_services_get_all_settings_and_no_secret_on_their_command_line(
 ) -> None:
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "99")  # which a flag has overruled
     flags = {"max_num_seqs": "128", "api_key": ["k3y-one", "k3y-two"], "dtype": "bfloat16", "port": "8123"}
-    wanted = connect_services(settings.read(flags, os.environ), 8123, tmp_path)
-    for child, config in zip(children(wanted, Log(sys.stderr.buffer)), wanted[1:], strict=True):
+    expected = connect_services(settings.read(flags, os.environ), 8123, tmp_path)
+    for child, config in zip(children(expected, Log(sys.stderr.buffer)), expected[1:], strict=True):
         argv = child.argv[child.argv.index(f"services.{child.name}") + 1 :]
         assert load(type(config), argv, child.environment, prog=child.name) == config
         assert "k3y" not in " ".join(child.argv)

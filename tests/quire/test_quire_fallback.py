@@ -31,10 +31,10 @@ def whole(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
 def expected(model: PreTrainedModel, count: int) -> list[int]:
     """What transformers takes for the likeliest next token, `count` times; it may be the end of the text, too."""
     ids = make_backend().encode(PROMPT).ids
-    known = list(ids)
+    existing = list(ids)
     for _ in range(count):
-        known.append(int(reference_logits(model, known)[-1].argmax()))
-    return known[len(ids) :]
+        existing.append(int(reference_logits(model, existing)[-1].argmax()))
+    return existing[len(ids) :]
 
 
 def test_it_is_served(model: PreTrainedModel, whole: Path, tmp_path: Path) -> None:

@@ -56,15 +56,15 @@ def test_start_lines_of_vllm_are_taken(line: str) -> None:
 
 def test_what_is_renamed_has_its_effect() -> None:
     """API-02: a flag that means something here is honoured, in vLLM's spelling."""
-    found, notes = parse(
+    result, notes = parse(
         "--uvicorn-log-level warning --shutdown-timeout 7 --kv-cache-memory-bytes 1.5G --max-model-len 2K "
         "-q gptq_marlin"
     )
     assert notes == []
-    assert (found.gateway.log_level, found.scheduler.log_level, found.worker.log_level) == ("warning",) * 3
-    assert found.gateway.drain_timeout == found.scheduler.drain_timeout == 7
-    assert found.worker.kv_cache_memory == 1.5
-    assert (found.scheduler.max_model_len, found.worker.quantization) == (2048, "gptq")
+    assert (result.gateway.log_level, result.scheduler.log_level, result.worker.log_level) == ("warning",) * 3
+    assert result.gateway.drain_timeout == result.scheduler.drain_timeout == 7
+    assert result.worker.kv_cache_memory == 1.5
+    assert (result.scheduler.max_model_len, result.worker.quantization) == (2048, "gptq")
     assert parse("--max-model-len auto")[0].scheduler.max_model_len is None
     assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
     assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
@@ -72,8 +72,8 @@ def test_what_is_renamed_has_its_effect() -> None:
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
-    found, notes = parse("--seed 0 --enforce-eager -tp 1")
-    assert found == parse("")[0]
+    result, notes = parse("--seed 0 --enforce-eager -tp 1")
+    assert result == parse("")[0]
     assert [note.partition(" is taken without effect: ")[0] for note in notes] == [
         "--seed 0",
         "--enforce-eager",
@@ -113,10 +113,10 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
         "max-model-len: 2k\nkv_cache_memory_bytes: 1073741824\nrevision: null\n"
     )
     notes: list[str] = []
-    found = settings.read({"config": str(file)}, {}, notes.append)
-    assert found.gateway.served_model_name == ["foo"]
-    assert found.gateway.api_key == ["123"]
-    assert (found.scheduler.max_model_len, found.worker.kv_cache_memory) == (2000, 1.0)
+    result = settings.read({"config": str(file)}, {}, notes.append)
+    assert result.gateway.served_model_name == ["foo"]
+    assert result.gateway.api_key == ["123"]
+    assert (result.scheduler.max_model_len, result.worker.kv_cache_memory) == (2000, 1.0)
     assert [note.partition(" is taken")[0] for note in notes] == [
         f"--config {file}: --tensor-parallel-size 1",
         f"--config {file}: --enforce-eager",
@@ -134,9 +134,9 @@ def test_the_key_of_vllm_protects_the_server() -> None:
     assert settings.read({}, {"VLLM_API_KEY": "a", "QUIRE_API_KEY": "b"}).gateway.api_key == ["b"]
     assert settings.read({}, {"VLLM_API_KEY": "a\n", "QUIRE_API_KEY": " "}).gateway.api_key == ["a"]  # blank: unset
     assert settings.read({}, {"VLLM_API_KEY": " "}).gateway.api_key == []
-    found = settings.read({"api_key": ["c"]}, {"VLLM_API_KEY": "a"})
-    assert found.gateway.api_key == ["c"]
-    assert json.loads(settings.service_environment(found)["QUIRE_API_KEY"]) == ["c"]
+    result = settings.read({"api_key": ["c"]}, {"VLLM_API_KEY": "a"})
+    assert result.gateway.api_key == ["c"]
+    assert json.loads(settings.service_environment(result)["QUIRE_API_KEY"]) == ["c"]
 
 
 @pytest.mark.parametrize(

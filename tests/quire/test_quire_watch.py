@@ -33,9 +33,9 @@ class World:
         self.net.hear(b"reporter", Heartbeat(name, vitals or ProcessStats()), 1, pid=pid or self.pid)
 
     def look(self, now: float) -> list[str]:
-        found = self.watch.find_hung([self.child], now)
-        assert all(child is self.child for child, _ in found)
-        return [fault for _, fault in found]
+        result = self.watch.find_hung([self.child], now)
+        assert all(child is self.child for child, _ in result)
+        return [fault for _, fault in result]
 
     def until_dead(self, began: float, vitals: ProcessStats | None = None) -> tuple[float, str]:
         """Return when it is found dead and why, if from then on it beats so, or not at all."""

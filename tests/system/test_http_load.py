@@ -70,12 +70,12 @@ async def test_sch_12_a_burst_at_a_cold_server_is_served(server: Server) -> None
 
 async def test_sch_12_beyond_a_limit_the_burst_is_turned_away_at_once() -> None:
     async with serving(talk(delay=0.01), "--max-num-seqs=4", "--max-num-queued-reqs=20") as server:
-        found = Counter(await burst(server))
-        assert set(found) == {200, 429}
-        assert found[200] >= 20
+        result = Counter(await burst(server))
+        assert set(result) == {200, 429}
+        assert result[200] >= 20
         grown = await settled(server)
-        assert grown["quire:requests_accepted_total"] == found[200]
-        assert grown["quire:requests_refused_total"] == grown["quire:http_responses_total:429"] == found[429]
+        assert grown["quire:requests_accepted_total"] == result[200]
+        assert grown["quire:requests_refused_total"] == grown["quire:http_responses_total:429"] == result[429]
         await official_clients_wait_for_their_turn(server)
 
 
@@ -125,8 +125,8 @@ async def stand_still(server: Server, count: int, **fields: Any) -> None:
         server.gateway.signal(signal.SIGSTOP)
         await asyncio.sleep(2.0)  # the point
         server.gateway.signal(signal.SIGCONT)
-        found = [*[answer.text for answer in await asyncio.gather(*running)], await stream.rest()]
-    for prompt, text in zip(prompts, found, strict=True):
+        result = [*[answer.text for answer in await asyncio.gather(*running)], await stream.rest()]
+    for prompt, text in zip(prompts, result, strict=True):
         chunks = events(text)
         assert texts(chunks) == {0: chained(prompt, 40)}
         assert ends(chunks) == {0: ["length"]}

@@ -64,17 +64,17 @@ async def leave_after_first_text(at: Listening, prompt: list[int]) -> None:
 
 async def test_met_01_figures_are_back_at_idle_soon_after_all_have_left(server: Server) -> None:
     before = await settled(server)
-    gone = asyncio.Event()
+    removed = asyncio.Event()
 
     async def one() -> None:
         async with streaming(server, [ENDLESS], 2000) as stream:
             await first_text(stream)
-            await gone.wait()
+            await removed.wait()
             await stream.reset()
 
     clients = [asyncio.create_task(one()) for _ in range(20)]
     await until(lambda: running(server, 20))
-    gone.set()
+    removed.set()
     await asyncio.gather(*clients)
     await until(lambda: at_rest(server), 5.0)
     grown = await settled(server, before, 20)
@@ -161,9 +161,9 @@ async def test_throughput_is_the_rate_of_tokens_now_and_nothing_at_rest(server: 
         await first_text(stream)
         await until(lambda: above(server, "vllm:request_throughput_tok_per_second", 1.0))
         await stream.reset()
-    found = await figures(server)
-    assert found["vllm:generation_token_count"] == found["vllm:generation_tokens_total"] > 0
-    assert found["vllm:cache_config_info"] == 1
+    result = await figures(server)
+    assert result["vllm:generation_token_count"] == result["vllm:generation_tokens_total"] > 0
+    assert result["vllm:cache_config_info"] == 1
 
 
 async def above(server: Server, name: str, bound: float) -> bool:

@@ -67,8 +67,8 @@ async def test_str_16_a_hundred_streams_have_one_finish_each(server: Server) -> 
         ("view", {"stop": "o t"}),
     ]
     async with client(server) as official:
-        found = await asyncio.gather(*(chat(official, *kinds[at % 4]) for at in range(100)))
-    assert Counter(found) == {("stop", "one two three"): 50, ("length", " two" * 5): 25, ("stop", " tw"): 25}
+        result = await asyncio.gather(*(chat(official, *kinds[at % 4]) for at in range(100)))
+    assert Counter(result) == {("stop", "one two three"): 50, ("length", " two" * 5): 25, ("stop", " tw"): 25}
     assert ended(await settled(server, before, 100), SAMPLES) == {"stop": 75, "length": 25}
 
 

@@ -33,8 +33,8 @@ async def streams(backend: Backend, count: int) -> AsyncIterator[list["asyncio.T
 
 
 async def assert_recovered(system: Engine, backend: Backend, *, losses: int = 1) -> None:
-    found = await rest(backend)
-    assert found.worker_losses == losses
+    result = await rest(backend)
+    assert result.worker_losses == losses
     assert system.worker.lives == losses + 1
     assert system.scheduler.lives == 1
 
@@ -109,9 +109,9 @@ async def test_a_request_that_kills_each_worker_fails_alone(kind: str) -> None:
             output = await complete(backend, [CHAIN, POISON], 9)
         assert output.finish is FinishReason.ERROR
         assert "the worker died" in output.detail
-        found = await rest(backend)
-        assert (found.finished_error, found.finished_length) == (1, 3)
-        assert system.worker.lives == found.worker_losses + 1 <= 7
+        result = await rest(backend)
+        assert (result.finished_error, result.finished_length) == (1, 3)
+        assert system.worker.lives == result.worker_losses + 1 <= 7
 
 
 async def test_a_hung_step_ends_the_worker_and_the_stream_goes_on() -> None:
@@ -149,6 +149,6 @@ async def test_a_gateway_that_dies_leaves_nothing_behind() -> None:
                 for task in other._running:  # as a killed process: the socket closes and no Abort is sent
                     task.cancel()
                 await asyncio.wait(other._running)
-                found = await rest(backend)
-                assert found.finished_abort == 2
-                assert found.steps < 1000
+                result = await rest(backend)
+                assert result.finished_abort == 2
+                assert result.steps < 1000

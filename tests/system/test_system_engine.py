@@ -115,8 +115,8 @@ async def test_a_full_queue_refuses_at_once_with_a_hint_when_to_come_back() -> N
         results = await asyncio.gather(*running, return_exceptions=True)
         served = [one for one in results if not isinstance(one, Overloaded)]
         assert 2 <= len(served) <= 3
-        found = await rest(backend)
-        assert (found.accepted, found.refused) == (len(served), 6 - len(served))
+        result = await rest(backend)
+        assert (result.accepted, result.refused) == (len(served), 6 - len(served))
 
 
 async def test_leaving_a_running_request_frees_its_blocks_soon() -> None:
@@ -125,9 +125,9 @@ async def test_leaving_a_running_request_frees_its_blocks_soon() -> None:
             rows = await attempt.rows()
             while len(rows) < 5:
                 rows += await attempt.rows()
-        found = await rest(backend)
-        assert found.finished_abort == 1
-        assert found.steps < ENDLESS / 10
+        result = await rest(backend)
+        assert result.finished_abort == 1
+        assert result.steps < ENDLESS / 10
 
 
 async def test_leaving_requests_in_the_queue_spares_them_the_prefill() -> None:
@@ -140,8 +140,8 @@ async def test_leaving_requests_in_the_queue_spares_them_the_prefill() -> None:
                 task.cancel()
             await until(lambda: snapshot(backend).waiting == 0)
         assert len((await complete(backend, [7], 3)).tokens) == 3
-        found = await rest(backend)
-        assert found.prompt_tokens == 2
+        result = await rest(backend)
+        assert result.prompt_tokens == 2
 
 
 async def test_aborts_are_idempotent_and_late_results_have_no_owner() -> None:
@@ -156,8 +156,8 @@ async def test_aborts_are_idempotent_and_late_results_have_no_owner() -> None:
             await collect(attempt)
             attempt.abort(0)  # it has just finished
         assert len((await complete(backend, [6], 2)).tokens) == 2
-        found = await rest(backend)
-        assert (found.finished_abort, found.worker_losses) == (2, 0)
+        result = await rest(backend)
+        assert (result.finished_abort, result.worker_losses) == (2, 0)
 
 
 async def test_two_gateways_on_one_engine_do_not_meet() -> None:
@@ -165,8 +165,8 @@ async def test_two_gateways_on_one_engine_do_not_meet() -> None:
         await until(other.ready)
         prompts = [[CHAIN, at] for at in range(20)]
         outputs = await asyncio.gather(*(complete(side, prompt, 25) for prompt in prompts for side in (one, other)))
-        wanted = [expected_chain(prompt, 25) for prompt in prompts for _ in (one, other)]
-        assert [output.tokens for output in outputs] == wanted
+        expected = [expected_chain(prompt, 25) for prompt in prompts for _ in (one, other)]
+        assert [output.tokens for output in outputs] == expected
         await rest(one)
 
 

@@ -31,9 +31,9 @@ async def folder() -> AsyncIterator[Path]:
 def refusal(module: str, *flags: str) -> str:
     """The one line of a program that does not start."""
     argv = [sys.executable, "-m", module, *flags]
-    found = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
     return line
 
 
@@ -76,9 +76,9 @@ async def test_the_scheduler_exports_its_own_figures() -> None:
                 async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
                     families = text_string_to_metric_families(await response.text())
                 samples = [one for family in families for one in family.samples]
-                found = {one.name: (one.labels, one.value) for one in samples if one.labels.get("engine")}
+                result = {one.name: (one.labels, one.value) for one in samples if one.labels.get("engine")}
                 labels = {"engine": "east", "model_name": "scripted"}
-                return found["vllm:generation_tokens_total"] == (labels, 9.0)
+                return result["vllm:generation_tokens_total"] == (labels, 9.0)
 
             await until(generated)
 

@@ -38,8 +38,8 @@ from tests.system.running import Child, Engine, complete, engine, rest, serving,
 async def stranger(address: str) -> AsyncIterator[zmq.asyncio.Socket]:
     context = zmq.asyncio.Context()
     try:
-        with connect(context, address, b"stranger") as (found, _):
-            yield found
+        with connect(context, address, b"stranger") as (result, _):
+            yield result
     finally:
         context.destroy(linger=0)
 
@@ -126,8 +126,8 @@ async def test_a_gateway_that_sends_nonsense_loses_its_requests_and_no_other_doe
             pass
         await sender.send(b"nonsense")
         assert (await complete(backend, [CHAIN], 30)).tokens == expected_chain([CHAIN], 30)
-        found = await rest(backend)
-        assert found.finished_abort == 1
+        result = await rest(backend)
+        assert result.finished_abort == 1
 
 
 async def test_other_versions_of_the_protocol_are_not_served() -> None:
