@@ -80,7 +80,7 @@ class Runner:
                 max_positions=shape.max_positions,
                 vocab_size=shape.vocab_size,
                 fingerprint=model.fingerprint,
-                weights_digest=model.weights,
+                weights_digest=model.weights_digest,
                 text_digest=text_digest(folder),
             ),
             device=str(self.device),

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.load import ops
-from services.worker.checkpoint.errors import naming
+from services.worker.checkpoint.errors import name_folder_in_errors
 from services.worker.config import WorkerConfig
-from services.worker.models.load import Model, load_model
+from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.tiny import llama, opt, save
@@ -29,7 +29,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {**VARIANTS, "llama": llama, 
 HUGE = 2**31
 
 
-def load(folder: Path, **config: Any) -> Model:
+def load(folder: Path, **config: Any) -> LoadedModel:
     return load_model(folder, WorkerConfig(device="cpu", **config), CPU, ops(CPU))
 
 
@@ -55,13 +55,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     save_file(tensors, folder / "model.safetensors")
 
 
-# weights that are codes
+# weights that are quants
 
-CODES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64]
+QUANTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64]
 PROJECTION = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("dtype", CODES, ids=str)
+@pytest.mark.parametrize("dtype", QUANTS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_weights_that_need_scales_are_refused(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     def quantise(tensors: dict[str, Tensor]) -> None:
@@ -82,7 +82,7 @@ def test_integers_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
 @pytest.mark.parametrize("name", ["llama", "granite"])
-def test_signs_of_quantisation_beside_the_config(name: str, file: str, tmp_path: Path) -> None:
+def test_markers_of_quantisation_beside_the_config(name: str, file: str, tmp_path: Path) -> None:
     made(name, tmp_path)
     (tmp_path / file).write_text("{}")
     refused(tmp_path, f"there is a {file}, but no quantization_config in config.json, which is not supported")
@@ -96,7 +96,7 @@ def test_signs_of_quantisation_beside_the_config(name: str, file: str, tmp_path:
         {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
-def test_signs_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_markers_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path: Path) -> None:
     refused(made("llama", tmp_path, **changes), "config.*is not supported .of quantised checkpoints these are")
 
 
@@ -230,7 +230,7 @@ def test_partial_rotation_is_not_guessed(name: str, tmp_path: Path) -> None:
     refused(folder, "partial_rotary_factor 0.4 is not supported")
 
 
-# what nobody foresaw
+# errors that nobody foresaw
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_partial_rotation_is_not_guessed(name: str, tmp_path: Path) -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_every_error_names_the_folder(error: Exception, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=said) as caught, naming(tmp_path):
+    with pytest.raises(ModelError, match=said) as caught, name_folder_in_errors(tmp_path):
         raise error
     assert str(caught.value).startswith(f"{tmp_path}: ")
     assert "\n" not in str(caught.value)
@@ -260,7 +260,7 @@ def test_every_error_names_the_folder(error: Exception, said: str, tmp_path: Pat
 
 def test_a_folder_is_named_once(tmp_path: Path) -> None:
     error = ModelError(f"{tmp_path}/config.json does not exist")
-    with pytest.raises(ModelError) as caught, naming(tmp_path):
+    with pytest.raises(ModelError) as caught, name_folder_in_errors(tmp_path):
         raise error
     assert caught.value is error
 

@@ -27,11 +27,12 @@ from transformers import (
 )
 
 from kernels.load import ops
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.fallback.context import max_positions
 from services.worker.models.fallback.model import load
-from services.worker.models.load import Model, load_model
+from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import GROUPED, SIZES, granite
 from tests.models.tiny import save, tiny
@@ -39,7 +40,7 @@ from tests.models.tiny import save, tiny
 CPU = torch.device("cpu")
 
 
-def served(folder: Path, **config: Any) -> Model:
+def served(folder: Path, **config: Any) -> LoadedModel:
     return load_model(folder, WorkerConfig(device="cpu", **config), CPU, ops(CPU))
 
 
@@ -115,14 +116,14 @@ def test_models_that_are_no_decoders_of_today(make: Any, tmp_path: Path) -> None
     ids=["linear attention", "position biases", "position biases, again", "no attention"],
 )
 def test_the_trial_does_not_need_the_first_look(config: PreTrainedConfig, reason: str, tmp_path: Path) -> None:
-    """`choose` knows these by the text of their files; `load` must not rely on its being right."""
+    """`choose_implementation` knows these by the text of their files; `load` must not rely on its being right."""
     model = tiny(config)
     save(model, tmp_path)
     name = type(model).__name__
     with pytest.raises(ModelError, match=rf"{name} is not supported"):
         served(tmp_path)
     with pytest.raises(ModelError, match=rf"{name} cannot be served through transformers: .*{reason}"):
-        load(tmp_path, name, WeightFiles(tmp_path), torch.float32, CPU, ops(CPU))
+        load(tmp_path, name, WeightFiles(ModelFolder.read(tmp_path)), torch.float32, CPU, ops(CPU))
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ The names of parameters are ours; which tensors of a checkpoint they come from i
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.causal_lm import Shape
 from shared.errors import ModelError
 
@@ -132,7 +133,7 @@ class WeightNames:
 class Family:
     """One entry of the registry."""
 
-    spec: Callable[[Mapping[str, Any]], DecoderSpec]  # from config.json; raises ModelError for what is not supported
+    spec: Callable[[ConfigJson], DecoderSpec]  # from config.json; raises ModelError for what is not supported
     names: WeightNames
 
 
