@@ -9,21 +9,21 @@ TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def checkpoint(folder: Path) -> Path:
-    """Its folder inside `folder`, made once out of the GGUF file's weights."""
-    wanted = folder / "models" / "bfloat16"
-    if not wanted.exists():
+    """Return its folder inside `folder`, made once out of the GGUF file's weights."""
+    target = folder / "models" / "bfloat16"
+    if not target.exists():
         import torch
         from safetensors.torch import save_file
 
         from services.worker.checkpoint.model_folder import ModelFolder
         from services.worker.checkpoint.weight_files import WeightFiles
 
-        source, made = locate(""), wanted.with_suffix(".part")
-        made.mkdir(parents=True, exist_ok=True)
+        source, partial = locate(""), target.with_suffix(".part")
+        partial.mkdir(parents=True, exist_ok=True)
         for name in TEXTS:
-            shutil.copy(source / name, made)
+            shutil.copy(source / name, partial)
         files = WeightFiles(ModelFolder.read(source))
         tensors = {name: files.get(name).to(torch.bfloat16).contiguous() for name in files.names}
-        save_file(tensors, made / "model.safetensors", {"format": "pt"})
-        made.rename(wanted)
-    return wanted
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        partial.rename(target)
+    return target

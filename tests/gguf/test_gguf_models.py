@@ -114,7 +114,7 @@ def test_each_type_of_weights(kind: str, tmp_path: Path) -> None:
 
 
 def plain_blocks(name: str) -> GGMLQuantizationType:
-    """Types that are computed with as they are; parts of one product are of different ones."""
+    """Return types that matmuls take as they are; parts of one matrix are of different ones."""
     return GGMLQuantizationType[("Q4_0", "Q8_0", "Q4_1")[sum(name.encode()) % 3]]
 
 

@@ -1,4 +1,4 @@
-"""Every wish of a config.json is met or refused by name: fields, their older spellings, and values nobody serves."""
+"""Each field of a config.json is honoured or refused by name, older spellings and unsupported values included."""
 
 import json
 import re

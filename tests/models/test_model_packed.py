@@ -178,7 +178,7 @@ def test_scales_that_are_no_float16_are_dequantised_and_it_is_said(
 
 @compiled
 def test_modules_that_were_not_converted_are_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where one of a stack is plain, all of it is dequantised. The output layer may be packed too."""
+    """A stack with one plain matrix is dequantised. The output layer may be packed too."""
     model = llama(**WIDE, vocab_size=136)
     folder = save_packed(model, tmp_path, Scheme(), plain=lambda name: name == "model.layers.1.self_attn.k_proj")
     theirs = reference_logits(model, TOKENS)

@@ -150,7 +150,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 
 def test_the_file_beside_is_part_of_what_the_weights_are(tmp_path: Path) -> None:
-    """Since the same codes mean other numbers in another layout."""
+    """The same quants mean other numbers in another layout."""
     folder = beside(llama(**WIDE), tmp_path, Scheme(), quantize_config=AUTOGPTQ)
     paths = [folder / "model.safetensors"]
     before = weights_digest(ModelFolder.read(folder), paths)

@@ -13,8 +13,8 @@ MAX_SIZE = 2**31 - 1
 MAX_MODULES = 2**16
 """The largest number of layers, and of experts in one: each costs time before its first tensor is looked for."""
 
-T = TypeVar("T", int, float, bool, str)
-M = TypeVar("M")
+Scalar = TypeVar("Scalar", int, float, bool, str)
+T = TypeVar("T")
 
 
 class UnsupportedByFamily(ModelError):
@@ -51,7 +51,7 @@ class ConfigJson(Mapping[str, Any]):
         """Return the object in the field `name`; it has no fields if the field is absent or null."""
         return ConfigJson(convert(self.get(name) or {}, name, dict[str, Any]))
 
-    def field(self, name: str, expected: type[T], default: T | None = None) -> T:
+    def field(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar:
         """Return the field `name` as an `expected`; absent or null it is `default`, and an error if there is none.
 
         A field that is absent raises UnsupportedByFamily: transformers' class for the model may have a default.
@@ -64,7 +64,7 @@ class ConfigJson(Mapping[str, Any]):
             raise error(f"config.json: {name} is missing")
         return value
 
-    def nullable(self, name: str, expected: type[T], default: T | None = None) -> T | None:
+    def nullable(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar | None:
         """Return the field `name` as an `expected`, or None where it is null; absent it is `default`."""
         value = self.get(name, default)
         return None if value is None else convert(value, name, expected)
@@ -81,7 +81,7 @@ class ConfigJson(Mapping[str, Any]):
             raise ModelError(f"config.json: {name} must be {expected}, got {value}")
         return value
 
-    def choice(self, name: str, meanings: Mapping[str, M], default: str) -> M:
+    def choice(self, name: str, meanings: Mapping[str, T], default: str) -> T:
         """Return the meaning of the word in the field `name`; raise UnsupportedByFamily if it has none."""
         word = self.field(name, str, default)
         if word not in meanings:
@@ -96,7 +96,7 @@ class ConfigJson(Mapping[str, Any]):
                 raise UnsupportedByFamily(f"config.json: {name} {str(value).lower()} is not supported")
 
 
-def convert(value: Any, name: str, expected: type[M]) -> M:
+def convert(value: Any, name: str, expected: type[T]) -> T:
     """Return `value` as an `expected`; raise ModelError naming the field `name` if it is none."""
     try:
         return msgspec.convert(value, expected)

@@ -29,7 +29,7 @@ _FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
 class ModelFolder(NamedTuple):
-    """What a model folder says of its model, beside the weights."""
+    """A model folder, read once: everything but its weights."""
 
     path: Path
     config: ConfigJson

@@ -29,7 +29,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightFiles:
-    """All tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
+    """The tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
 
     def __init__(self, folder: ModelFolder, requested: WeightFormat = "auto") -> None:
         self._folder = folder

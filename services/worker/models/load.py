@@ -38,7 +38,7 @@ class LoadedModel:
 
 
 class FamilyMatch(NamedTuple):
-    """What a family makes of a checkpoint."""
+    """A checkpoint as a family reads it."""
 
     spec: DecoderSpec
     tensors: TensorMap | None  # None if there are no weight files
@@ -53,10 +53,10 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
 def match_family(
     config: ConfigJson, implementation: Implementation, model_impl: ModelImpl, files: WeightFiles | None
 ) -> tuple[Implementation, FamilyMatch | None]:
-    """Return what serves a checkpoint, now also by all its fields and the names of its tensors, if it has `files`.
+    """Return what serves a checkpoint after all, and how its family reads it, if that can.
 
-    Where that is a family, return what it makes of the checkpoint, too. Raise ModelError naming what is wrong with the
-    checkpoint, or what its family lacks where `model_impl` asks for the family.
+    The family looks at all of config.json and, if there are `files`, at the names of the tensors. Raise ModelError
+    naming what is wrong with the checkpoint, or what its family lacks where `model_impl` asks for the family.
     """
     if not implementation.native:
         return implementation, None

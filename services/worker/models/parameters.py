@@ -122,7 +122,7 @@ def load_weights(
         weights = CheckpointWeights(files, tensors.sources, precision, device, report)
         yield weights
     if names := weights.dequantized:
-        reason = "products take Q4_0, Q4_1, Q8_0, and groups of 32 inputs, the same in all parts of one product"
+        reason = "matmuls take Q4_0, Q4_1, Q8_0, and groups of 32 inputs, the same in all parts of one matrix"
         log.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
 
 

@@ -45,7 +45,7 @@ class Precision(NamedTuple):
 
 
 class ModelSource(NamedTuple):
-    """What the choice depends on beside settings and device: the checkpoint, and whose code computes it."""
+    """The types of a checkpoint, and whose code computes the model."""
 
     dtype: torch.dtype  # that most of the checkpoint is stored in
     quantization: CheckpointQuantization | Literal["other"] | None  # other: in quants that no matmul takes

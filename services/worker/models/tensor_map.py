@@ -21,7 +21,7 @@ _MAX_MISSING = 1000  # that are counted; a wrong number of layers or experts may
 
 
 class SourceTensor(NamedTuple):
-    """One tensor of the checkpoint, or one expert's share of it, and its shape as our parameters have it."""
+    """A tensor of the checkpoint, or one expert's share of it, and its shape as our parameters have it."""
 
     name: str
     shape: tuple[int, ...]
