@@ -11,7 +11,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVis
 
 from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.checkpoint.model_folder import ModelFolder
-from services.worker.models.registry import choose_implementation, family
+from services.worker.models.registry import choose_implementation, load_family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
 from tests.models.tiny import (
@@ -39,7 +39,7 @@ def config_of(name: str, folder: Path) -> dict[str, Any]:
 
 def spec(fields: dict[str, Any]) -> DecoderSpec:
     config = ConfigJson(fields)
-    return family(choose_implementation(config).architecture).spec(config)
+    return load_family(choose_implementation(config).architecture).spec(config)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,13 @@ from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fingerprint import fingerprint, weights_digest
 from services.worker.models.parameters import RandomWeights, load_weights
 from services.worker.models.precision import ModelSource, Precision, choose_precision, why_dequantized
-from services.worker.models.registry import Implementation, ModelImpl, fall_back, family, read_supported
+from services.worker.models.registry import (
+    Implementation,
+    ModelImpl,
+    fall_back_to_transformers,
+    load_family,
+    read_supported,
+)
 from services.worker.models.sanity_check import refuse_if_not_finite
 from services.worker.models.spec import DecoderSpec
 from services.worker.models.tensor_map import TensorMap
@@ -60,12 +66,12 @@ def match_family(
     """
     if not implementation.native:
         return implementation, None
-    ours = family(implementation.architecture)
+    ours = load_family(implementation.architecture)
     try:
         spec = ours.spec(config)
         return implementation, FamilyMatch(spec, TensorMap(files, spec, ours.names) if files else None)
     except UnsupportedByFamily as error:
-        return fall_back(implementation.architecture, model_impl, error), None
+        return fall_back_to_transformers(implementation.architecture, model_impl, error), None
 
 
 def choose_device(requested: str) -> torch.device:

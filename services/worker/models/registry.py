@@ -77,7 +77,7 @@ def choose_implementation(config: ConfigJson, model_impl: ModelImpl = "auto") ->
     )
 
 
-def fall_back(architecture: str, model_impl: ModelImpl, error: UnsupportedByFamily) -> Implementation:
+def fall_back_to_transformers(architecture: str, model_impl: ModelImpl, error: UnsupportedByFamily) -> Implementation:
     """Return transformers as what serves an architecture whose family cannot, because of `error`.
 
     Raise `error` if transformers cannot either, or if the family was asked for.
@@ -87,8 +87,8 @@ def fall_back(architecture: str, model_impl: ModelImpl, error: UnsupportedByFami
     return Implementation(architecture, native=False, reason=str(error))
 
 
-def family(architecture: str) -> "Family":
-    """Return the family of an architecture that is in the table."""
+def load_family(architecture: str) -> "Family":
+    """Import and return the family of an architecture that is in the table."""
     module = importlib.import_module(f"services.worker.models.families.{ARCHITECTURES[architecture]}")
     family: Family = module.FAMILY
     return family
