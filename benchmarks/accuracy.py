@@ -1,4 +1,4 @@
-"""How far narrower types are from float32, on fixed texts: Kullback-Leibler divergence and agreement of the likeliest.
+"""Print how far narrower types are from float32 on fixed texts: divergence, and agreement of the likeliest token.
 
 Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, the model's
 distribution over the next token in float32 is held against that of each other precision. The embedded model's weights

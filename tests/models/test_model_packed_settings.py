@@ -100,7 +100,7 @@ def test_the_file_beside_is_read_for_transformers_code_too(tmp_path: Path) -> No
     assert (forward.step((0, 0, len(TOKENS)))[0] - reference_logits(model, TOKENS)).abs().max() < 1e-4
 
 
-def test_the_config_counts_and_a_disagreement_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_config_counts_and_a_conflict_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = llama(**WIDE)
     folder = save_packed(model, tmp_path, Scheme(symmetric=False))
     same, other = AUTOGPTQ | {"quant_method": None, "desc_act": True}, AUTOGPTQ | {"checkpoint_format": "gptq_v2"}
