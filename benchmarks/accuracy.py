@@ -1,4 +1,4 @@
-"""Print how far narrower types are from float32 on fixed texts: divergence, and agreement of the likeliest token.
+"""How far narrower types are from float32, on fixed texts: Kullback-Leibler divergence and agreement of the likeliest.
 
 Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, the model's
 distribution over the next token in float32 is held against that of each other precision. The embedded model's weights
@@ -58,8 +58,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder or file; the embedded model if left out")
     parser.add_argument("--key-biases", action="store_true", help="of tiny models whose keys have large biases")
-    arguments = parser.parse_args()
-    key_biases() if arguments.key_biases else precisions(arguments.model)
+    asked = parser.parse_args()
+    key_biases() if asked.key_biases else precisions(asked.model)
 
 
 def precisions(model: str) -> None:
@@ -70,9 +70,9 @@ def precisions(model: str) -> None:
     print(f"{len(exact)} positions\n\n| precision | KL, mean | KL, largest | the same likeliest token |")
     print("|---|---|---|---|")
     for settings in PRECISIONS:
-        rounded = distributions(model, texts, settings)
-        divergence = (exact.exp() * (exact - rounded)).sum(-1)
-        agree = (rounded.argmax(-1) == exact.argmax(-1)).float().mean()
+        found = distributions(model, texts, settings)
+        divergence = (exact.exp() * (exact - found)).sum(-1)
+        agree = (found.argmax(-1) == exact.argmax(-1)).float().mean()
         name = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
         print(f"| `{name}` | {divergence.mean():.1e} | {divergence.max():.1e} | {agree:.1%} |", flush=True)
 
@@ -92,7 +92,7 @@ def key_biases() -> None:
                 }
             for cache in caches:
                 kept[cache].append(int((best[cache] == best["float32"]).sum()))
-        print(f"| {size} | {' | '.join(f'{min(counts)} to {max(counts)}' for counts in kept.values())} |", flush=True)
+        print(f"| {size} | {' | '.join(f'{min(n)} to {max(n)}' for n in kept.values())} |", flush=True)
 
 
 def save_biased(folder: Path, size: float, seed: int) -> Sequence[int]:
@@ -113,7 +113,7 @@ def save_biased(folder: Path, size: float, seed: int) -> Sequence[int]:
 
 @torch.inference_mode()
 def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str, str]) -> Tensor:
-    """Return log-probabilities (positions of all texts, V)."""
+    """(positions of all texts, V) log-probabilities."""
     device = torch.device("cpu")
     kernels = ops(device)
     loaded = load_model(locate(model), WorkerConfig(model=model, device="cpu", **settings), device, kernels)
@@ -122,7 +122,7 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
     layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, loaded.precision.kv_dtype)
     storage = layout.allocate(blocks, device)
     epoch = Epoch(boot_id="accuracy", count=1)
-    logprobs = []
+    found = []
     for text in texts:
         sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
         state = Slots(sizes, shape.vocab_size, device)
@@ -131,8 +131,8 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
         state.apply(StepPlan(epoch, 0, [], new_sequences=[sequence]))
         batch = build([Row(0, 0, len(text), 0)], state, layout, kernels)
         hidden = loaded.decoder.forward(batch.inputs, layout.views(storage))
-        logprobs.append(loaded.decoder.logits(hidden).log_softmax(-1))
-    return torch.cat(logprobs)
+        found.append(loaded.decoder.logits(hidden).log_softmax(-1))
+    return torch.cat(found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The embedded model as vLLM, transformers and OpenVINO's exporter read it: a folder with bfloat16 weights."""
+"""Makes the embedded model a folder with bfloat16 weights, which vLLM, transformers and OpenVINO can read."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ TEXTS = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def checkpoint(folder: Path) -> Path:
-    """Return its folder inside `folder`, made once out of the GGUF file's weights."""
+    """Return the model's folder inside `folder`, made once from the GGUF file's weights."""
     target = folder / "models" / "bfloat16"
     if not target.exists():
         import torch
