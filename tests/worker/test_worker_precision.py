@@ -1,4 +1,4 @@
-"""The types in which a model is computed: which are chosen and refused, and that a row's bits stay its own in each."""
+"""The types in which a model is computed: which are chosen or refused, and batch invariance in each."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ def chosen(
     )
 
 
-def test_what_is_chosen() -> None:
+def test_types_are_chosen_by_settings_checkpoint_and_device() -> None:
     assert chosen() == Precision(F32, None, F32)
     assert chosen(dtype="bfloat16") == Precision(BF16, None, BF16)
     assert chosen(dtype="half", kv_cache_dtype="float32") == Precision(F16, None, F32)
@@ -48,7 +48,7 @@ def test_what_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
-def test_a_checkpoint_keeps_its_own_bits_unless_a_type_is_named(own: str) -> None:
+def test_a_checkpoint_stays_quantised_unless_a_dtype_is_set(own: str) -> None:
     assert chosen(own=own) == chosen(own=own, quantization=own) == Precision(F32, own, BF16)
     assert chosen(own=own, dtype="float32") == chosen(own=own, quantization="none") == Precision(F32, None, F32)
     assert chosen(own=own, dtype="half") == Precision(F16, None, F16)
@@ -57,7 +57,7 @@ def test_a_checkpoint_keeps_its_own_bits_unless_a_type_is_named(own: str) -> Non
 
 
 @pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
-def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(own: Any) -> None:
+def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: Any) -> None:
     plain = Precision(F32, None, F32)
     assert chosen(own=own, native=False) == chosen(own=own, mixes_types=False) == chosen(own="other") == plain
     assert chosen(CUDA, F16, own=own, mixes_types=False) == Precision(F16, None, F16)
@@ -75,7 +75,7 @@ def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(o
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"quantization": "gguf"}, "--quantization gguf: the model is not a GGUF file"),
         ({"quantization": "gguf", "own": "other"}, "--quantization gguf: the model is not a GGUF file with blocks"),
@@ -88,8 +88,8 @@ def test_where_bits_cannot_be_kept_they_are_dequantised_and_the_reason_is_told(o
         ({"kv_cache_dtype": "bfloat16", "mixes_types": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
     ],
 )
-def test_what_cannot_be_done_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         chosen(**settings)
 
 
@@ -109,7 +109,7 @@ SHAPE = {
 
 @compiled
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_a_rows_bits_are_its_own_in_every_type(settings: dict[str, str], tmp_path: Path) -> None:
+def test_batch_invariance_in_every_type(settings: dict[str, str], tmp_path: Path) -> None:
     chooser, length, slots = random.Random(str(settings)), 60, 6
     forward = Forward(save(llama(**SHAPE), tmp_path), slots=slots, blocks=slots * 4, block_size=BLOCK, **settings)
     texts = [[chooser.randrange(3, 300) for _ in range(length)] for _ in range(slots)]
@@ -143,7 +143,7 @@ def test_rounded_weights_are_near(quantization: str, bound: float, tmp_path: Pat
 
 
 @compiled
-def test_the_embedded_models_own_bits_are_near_its_floats() -> None:
+def test_the_embedded_models_quantised_logits_are_near_float32() -> None:
     tokens = list(range(1000, 1040))
     logprobs, fingerprints = [], set()
     for settings in ({"dtype": "float32"}, {}):
