@@ -8,8 +8,8 @@ from typing import Literal
 
 from services.gateway.config import GatewayConfig
 from services.gateway.model import named_generation_config
-from services.worker.checkpoint.weight_paths import Format, find_weights
-from services.worker.models.registry import Implementation, read_supported
+from services.worker.checkpoint.model_folder import WeightFormat, find_weights
+from services.worker.models.registry import ModelImpl, read_supported
 from shared.text.added_tokens import special_tokens
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import check_tokenizer_files
@@ -25,8 +25,8 @@ def check_files(config: GatewayConfig) -> None:
 
 def check_model(
     folder: Path,
-    load_format: Format | Literal["dummy"] = "auto",
-    implementation: Implementation = "auto",
+    load_format: WeightFormat | Literal["dummy"] = "auto",
+    model_impl: ModelImpl = "auto",
     tokenizer: Path | None = None,
     template: Path | None = None,
 ) -> None:
@@ -35,7 +35,7 @@ def check_model(
 
     The tokenizer's folder may be another one, with a template of its own; `template` is a file that replaces it.
     """
-    read_supported(folder, implementation)
+    read_supported(folder, model_impl)
     texts = tokenizer or folder
     check_tokenizer_files(texts)
     ChatTemplate.load(texts, special_tokens(texts), template).sanity_check()

@@ -1,21 +1,21 @@
-"""`quire models`: which architectures are served, and which way one of them would go.
+"""`quire models`: which architectures are served, and whose code would serve one of them.
 
 It reads names only: of architectures, of a folder's fields and tensors. Only a folder whose architecture has a family
-needs torch, since the family is asked whether it can read this one.
+needs torch, since the family is asked if it can read this one.
 """
 
 from importlib.metadata import version
 from pathlib import Path
 
-from services.worker.checkpoint.quantization_config import packed_format
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.fallback.catalog import with_replaceable_attention
-from services.worker.models.registry import ARCHITECTURES, Way, choose, read_supported
+from services.worker.models.registry import ARCHITECTURES, Implementation, choose_implementation, read_supported
 from shared.errors import ModelError
 from shared.hub.checkpoint import locate
 
 
 def listing() -> str:
-    """All architectures, as config.json names them, one a line."""
+    """Return all architectures, as config.json names them, one a line."""
     others = sorted(with_replaceable_attention() - set(ARCHITECTURES), key=str.casefold)
     return "\n".join(
         [
@@ -33,45 +33,48 @@ def listing() -> str:
     )
 
 
-def describe(asked: str) -> str:
-    """The way of a model folder, a GGUF file or an architecture. Raises `ModelError` if there is none."""
-    if asked.isidentifier() and not Path(asked).is_dir():
-        return _line(choose({"architectures": [_known(asked)]}))
-    if not Path(asked).expanduser().exists():
-        raise ModelError(f"there is no folder or file {asked}; of a model that is elsewhere, name the architecture")
-    return _line(_way(locate(asked)))
+def describe(model: str) -> str:
+    """Return a line about a model folder, a GGUF file or an architecture. Raise ModelError if nothing serves it."""
+    if model.isidentifier() and not Path(model).is_dir():
+        return _line(choose_implementation(ConfigJson({"architectures": [_complete(model)]})))
+    if not Path(model).expanduser().exists():
+        raise ModelError(f"there is no folder or file {model}; of a model that is elsewhere, name the architecture")
+    return _line(_implementation(locate(model)))
 
 
-def _way(folder: Path) -> Way:
-    """Return the way that serving takes, by config.json alone where there are no weights."""
-    config = read_supported(folder)
-    way = choose(config)
-    if not way.native:
-        return way
+def _implementation(path: Path) -> Implementation:
+    """Return what would serve a model folder, by config.json alone where there are no weights."""
+    folder, implementation = read_supported(path)
+    if not implementation.native:
+        return implementation
     from services.worker.checkpoint.weight_files import WeightFiles
-    from services.worker.models.implementation import decide  # torch, which takes seconds to import
+    from services.worker.models.load import match_family  # torch, which takes seconds to import
 
     try:
-        files = WeightFiles(folder, packed=packed_format(config))
+        files = WeightFiles(folder)
     except ModelError:
         files = None
     try:
-        return decide(config, "auto", files)
+        implementation, _ = match_family(folder.config, implementation, "auto", files)
+        return implementation
     except ModelError as error:
-        raise ModelError(str(error) if str(folder) in str(error) else f"{folder}: {error}") from error
+        raise ModelError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
 
 
-def _known(asked: str) -> str:
-    """An architecture as it is written, from any beginning or spelling of its name that is meant for one of them."""
-    known = [*ARCHITECTURES, *sorted(with_replaceable_attention() - set(ARCHITECTURES))]
-    meant = [name for name in known if name.casefold().startswith(asked.casefold())]
-    if asked in known or len(meant) == 1:
-        return asked if asked in known else meant[0]
-    if meant:
-        raise ModelError(f"{asked} may be {', '.join(meant)}")
-    return asked
+def _complete(name: str) -> str:
+    """Return the architecture as it is written, for the beginning of a name, in any case, that fits only one."""
+    architectures = [*ARCHITECTURES, *sorted(with_replaceable_attention() - set(ARCHITECTURES))]
+    if name in architectures:
+        return name
+    matches = [architecture for architecture in architectures if architecture.casefold().startswith(name.casefold())]
+    if len(matches) > 1:
+        raise ModelError(f"{name} may be {', '.join(matches)}")
+    return matches[0] if matches else name
 
 
-def _line(way: Way) -> str:
-    how = "a family of Quire's own" if way.native else "through transformers, if the model passes its trial when loaded"
-    return f"{way.architecture}: {how}{f' ({way.reason})' if way.reason else ''}\n"
+def _line(implementation: Implementation) -> str:
+    if implementation.native:
+        code = "a family of Quire's own"
+    else:
+        code = "through transformers, if the model passes its sanity check when loaded"
+    return f"{implementation.architecture}: {code}{f' ({implementation.reason})' if implementation.reason else ''}\n"

@@ -15,13 +15,14 @@ def checkpoint(folder: Path) -> Path:
         import torch
         from safetensors.torch import save_file
 
+        from services.worker.checkpoint.model_folder import ModelFolder
         from services.worker.checkpoint.weight_files import WeightFiles
 
         source, partial = locate(""), target.with_suffix(".part")
         partial.mkdir(parents=True, exist_ok=True)
         for name in TEXTS:
             shutil.copy(source / name, partial)
-        files = WeightFiles(source)
+        files = WeightFiles(ModelFolder.read(source))
         tensors = {name: files.get(name).to(torch.bfloat16).contiguous() for name in files.names}
         save_file(tensors, partial / "model.safetensors", {"format": "pt"})
         partial.rename(target)

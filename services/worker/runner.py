@@ -18,7 +18,7 @@ from services.worker.config import WorkerConfig
 from services.worker.interface import WorkerInfo
 from services.worker.kv_memory import kv_memory
 from services.worker.logprobs import prompt_logprobs, sampled_logprobs
-from services.worker.models.load import Model
+from services.worker.models.load import LoadedModel
 from services.worker.sampler import Sampler, SamplingBatch, build_sampling_batch
 from services.worker.sequence_states import SequenceStates
 from services.worker.warmup import warm_up
@@ -42,7 +42,9 @@ class ModelRunner:
     The constructor runs a few steps to warm up and to measure. It raises ConfigError if no memory is left for KV.
     """
 
-    def __init__(self, model: Model, info: ModelInfo, config: WorkerConfig, device: torch.device, ops: Ops) -> None:
+    def __init__(
+        self, model: LoadedModel, info: ModelInfo, config: WorkerConfig, device: torch.device, ops: Ops
+    ) -> None:
         self.device = device
         self._ops = ops
         self._decoder, self._kv_dtype = model.decoder, model.precision.kv_dtype

@@ -8,7 +8,7 @@ from pathlib import Path
 from kernels.load import ops as load_ops
 from services.worker.config import WorkerConfig
 from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
-from services.worker.models.load import Model, choose_device, load_model
+from services.worker.models.load import LoadedModel, choose_device, load_model
 from services.worker.runner import ModelRunner
 from shared.hub.checkpoint import locate, text_digest
 from shared.hub.embedded import EMBEDDED
@@ -28,7 +28,7 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     return ModelRunner(model, describe(model, config, folder), config, device, ops)
 
 
-def describe(model: Model, config: WorkerConfig, folder: Path) -> ModelInfo:
+def describe(model: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:
     """Return what other processes learn of `model`, which was loaded from `folder`."""
     shape = model.decoder.shape
     return ModelInfo(
@@ -38,6 +38,6 @@ def describe(model: Model, config: WorkerConfig, folder: Path) -> ModelInfo:
         max_positions=shape.max_positions,
         vocab_size=shape.vocab_size,
         fingerprint=model.fingerprint,
-        weights_digest=model.weights,
+        weights_digest=model.weights_digest,
         text_digest=text_digest(folder),
     )

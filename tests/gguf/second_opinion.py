@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 
 
@@ -25,7 +26,7 @@ def read(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def from_ours(folder: Path) -> PreTrainedModel:
     """Return transformers' model, in float32, of a GGUF file's folder with the tensors that Quire's worker loads."""
-    files = WeightFiles(folder)
+    files = WeightFiles(ModelFolder.read(folder))
     return from_tensors(folder, {name: files.get(name) for name in files.names})
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.checkpoint.model_folder import ModelFolder, find_weights
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.gguf import folder as gguf_folder
@@ -51,7 +52,7 @@ def test_it_has_configuration_and_no_weights(file: Path, tmp_path: Path) -> None
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", POINTER}
     assert json.loads((folder / "generation_config.json").read_bytes()) == {"temperature": 0.5}
-    assert WeightFiles(folder).paths == [file]
+    assert WeightFiles(ModelFolder.read(folder)).paths == [file]
 
 
 def test_it_is_made_once_by_starts_at_the_same_time(file: Path, tmp_path: Path, written: list[Path]) -> None:
@@ -101,10 +102,10 @@ def test_a_file_that_moved_keeps_its_folder(file: Path, tmp_path: Path, written:
     with pytest.raises(ModelError, match="there is no file"):
         model_folder(file, tmp_path / "cache")
     with pytest.raises(ModelError, match="there is no file"):
-        WeightFiles(folder)  # a folder alone, whose file is gone
+        WeightFiles(ModelFolder.read(folder))  # a folder alone, whose file is gone
     assert model_folder(moved, tmp_path / "cache") == folder
     assert len(written) == 1
-    assert WeightFiles(folder).get(EMBEDDING).shape == (131, 60)
+    assert WeightFiles(ModelFolder.read(folder)).get(EMBEDDING).shape == (131, 60)
 
 
 def test_a_relative_path_is_kept_as_an_absolute_one(
@@ -191,8 +192,8 @@ def test_making_and_reading_it_takes_no_torch(file: Path, tmp_path: Path) -> Non
 
 def test_the_load_format_may_ask_for_it_and_for_another(file: Path, tmp_path: Path) -> None:
     folder = model_folder(file, tmp_path / "cache")
-    assert WeightFiles(folder, "gguf").names == WeightFiles(folder).names
+    assert WeightFiles(ModelFolder.read(folder), "gguf").names == WeightFiles(ModelFolder.read(folder)).names
     with pytest.raises(ModelError, match=r"no weights; none of model\.safetensors"):
-        WeightFiles(folder, "safetensors")
+        WeightFiles(ModelFolder.read(folder), "safetensors")
     with pytest.raises(ModelError, match=r"was not made of a GGUF file; name the \.gguf file itself"):
-        WeightFiles(tmp_path, "gguf")
+        find_weights(tmp_path, "gguf")

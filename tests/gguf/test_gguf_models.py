@@ -10,6 +10,7 @@ from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
 from kernels.load import ops
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
 from tests.gguf import second_opinion
@@ -162,7 +163,7 @@ def test_tensors_are_those_that_transformers_finds(name: str, tmp_path: Path) ->
     """Transformers' own reader agrees on names, order of rows, transposition and what is subtracted."""
     file = write(MODELS[name](), tmp_path / "model.gguf", mixed)
     folder = model_folder(file, tmp_path / "cache")
-    files = WeightFiles(folder)
+    files = WeightFiles(ModelFolder.read(folder))
     _, theirs = second_opinion.read(file, folder)
     assert set(theirs) == set(files.names)
     for tensor, values in theirs.items():

@@ -12,6 +12,7 @@ import pytest
 from gguf import GGUFEndian, GGUFValueType, GGUFWriter
 from numpy.typing import NDArray
 
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.gguf.damage import damage_as_model_error
@@ -202,7 +203,7 @@ def test_a_name_in_capitals_is_one(whole: bytes, tmp_path: Path, monkeypatch: py
 
 def test_a_file_that_was_cut_short_later(whole: bytes, tmp_path: Path) -> None:
     file = saved(whole, tmp_path)
-    files = WeightFiles(model_folder(file, tmp_path / "cache"))
+    files = WeightFiles(ModelFolder.read(model_folder(file, tmp_path / "cache")))
     os.truncate(file, 1000)
     with pytest.raises(ModelError, match=rf"^{file}: tensor output_norm.weight \(F32 \[60\]\) cannot be read \("):
         files.get("model.norm.weight")

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.load import ops
-from services.worker.checkpoint.errors import naming
+from services.worker.checkpoint.errors import name_folder_in_errors
 from services.worker.config import WorkerConfig
-from services.worker.models.load import Model, load_model
+from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
 from tests.models.tiny import llama, opt, save
@@ -29,7 +29,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {**VARIANTS, "llama": llama, 
 HUGE = 2**31
 
 
-def load(folder: Path, **config: Any) -> Model:
+def load(folder: Path, **config: Any) -> LoadedModel:
     return load_model(folder, WorkerConfig(device="cpu", **config), CPU, ops(CPU))
 
 
@@ -41,8 +41,8 @@ def refused(folder: Path, said: str, **config: Any) -> None:
     assert "\n" not in text
 
 
-def made(name: str, folder: Path, **changes: Any) -> Path:
-    """A tiny model with a changed config.json."""
+def save_changed(name: str, folder: Path, **changes: Any) -> Path:
+    """Save a tiny model with a changed config.json."""
     save(MAKERS[name](), folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -55,26 +55,26 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     save_file(tensors, folder / "model.safetensors")
 
 
-# weights that are codes
+# weights that are quants
 
-CODES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64]
+QUANTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64]
 PROJECTION = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("dtype", CODES, ids=str)
+@pytest.mark.parametrize("dtype", QUANTS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_weights_that_need_scales_are_refused(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     def quantise(tensors: dict[str, Tensor]) -> None:
         tensors[PROJECTION] = tensors[PROJECTION].to(dtype)
         tensors[f"{PROJECTION}_scale"] = torch.tensor(0.5)
 
-    made(name, tmp_path)
+    save_changed(name, tmp_path)
     rewrite(tmp_path, quantise)
     refused(tmp_path, re.escape(f"tensor {PROJECTION} is of {dtype}: quantised weights are not supported"))
 
 
 def test_integers_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
-    made("granite", tmp_path)
+    save_changed("granite", tmp_path)
     mask = torch.ones(1, 1, 4, 4)
     rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.bias": mask.to(torch.uint8), "m": mask.bool()}))
     assert load(tmp_path).decoder.shape.architecture == "GraniteForCausalLM"
@@ -82,8 +82,8 @@ def test_integers_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
 @pytest.mark.parametrize("name", ["llama", "granite"])
-def test_signs_of_quantisation_beside_the_config(name: str, file: str, tmp_path: Path) -> None:
-    made(name, tmp_path)
+def test_markers_of_quantisation_beside_the_config(name: str, file: str, tmp_path: Path) -> None:
+    save_changed(name, tmp_path)
     (tmp_path / file).write_text("{}")
     refused(tmp_path, f"there is a {file}, but no quantization_config in config.json, which is not supported")
 
@@ -96,8 +96,8 @@ def test_signs_of_quantisation_beside_the_config(name: str, file: str, tmp_path:
         {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
-def test_signs_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path: Path) -> None:
-    refused(made("llama", tmp_path, **changes), "config.*is not supported .of quantised checkpoints these are")
+def test_markers_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path: Path) -> None:
+    refused(save_changed("llama", tmp_path, **changes), "config.*is not supported .of quantised checkpoints these are")
 
 
 # weights that give no numbers
@@ -107,13 +107,13 @@ def test_signs_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", PROJECTION, "model.norm.weight"])
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_logits_must_be_finite(name: str, tensor: str, value: float, tmp_path: Path) -> None:
-    made(name, tmp_path)
+    save_changed(name, tmp_path)
     rewrite(tmp_path, lambda tensors: tensors[tensor].fill_(value))
     refused(tmp_path, "the model's logits are not finite")
 
 
 def test_a_type_too_narrow_for_the_weights(tmp_path: Path) -> None:
-    made("llama", tmp_path)
+    save_changed("llama", tmp_path)
     rewrite(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
     assert load(tmp_path).precision.dtype == torch.float32
     refused(tmp_path, "logits are not finite: .*too large for float16", dtype="float16")
@@ -125,7 +125,7 @@ def test_models_of_few_positions_are_tried_too(tmp_path: Path) -> None:
         ("opt", "max_position_embeddings", "model.decoder.embed_positions.weight"),
     ):
         rows = 5 if name == "opt" else 3  # two lie before position 0
-        folder = made(name, tmp_path / name, **{field: 3})
+        folder = save_changed(name, tmp_path / name, **{field: 3})
         rewrite(folder, lambda t, tensor=tensor, rows=rows: t.update({tensor: t[tensor][:rows]}))
         assert load(folder).decoder.shape.max_positions == 3
 
@@ -187,7 +187,7 @@ SIZES = [
     ],
 )  # fmt: skip
 def test_wrong_sizes_are_named(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    refused(made(name, tmp_path, **changes), said)
+    refused(save_changed(name, tmp_path, **changes), said)
 
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 16, "long_factor": [1.0] * 5}
@@ -220,17 +220,17 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 16, "long_f
     ],
 )  # fmt: skip
 def test_wrong_ropes_are_named(name: str, rope: dict[str, Any], said: str, tmp_path: Path) -> None:
-    refused(made(name, tmp_path, rope_parameters={"rope_theta": 1e4, **rope}), said)
+    refused(save_changed(name, tmp_path, rope_parameters={"rope_theta": 1e4, **rope}), said)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "gemma", "gemma3", "qwen2", "qwen3", "qwen3_moe"])
 def test_partial_rotation_is_not_guessed(name: str, tmp_path: Path) -> None:
     """transformers' code for these passes over the field; other engines honour it."""
-    folder = made(name, tmp_path, partial_rotary_factor=0.4)
+    folder = save_changed(name, tmp_path, partial_rotary_factor=0.4)
     refused(folder, "partial_rotary_factor 0.4 is not supported")
 
 
-# what nobody foresaw
+# errors that nobody foresaw
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_partial_rotation_is_not_guessed(name: str, tmp_path: Path) -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_every_error_names_the_folder(error: Exception, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=said) as caught, naming(tmp_path):
+    with pytest.raises(ModelError, match=said) as caught, name_folder_in_errors(tmp_path):
         raise error
     assert str(caught.value).startswith(f"{tmp_path}: ")
     assert "\n" not in str(caught.value)
@@ -260,13 +260,13 @@ def test_every_error_names_the_folder(error: Exception, said: str, tmp_path: Pat
 
 def test_a_folder_is_named_once(tmp_path: Path) -> None:
     error = ModelError(f"{tmp_path}/config.json does not exist")
-    with pytest.raises(ModelError) as caught, naming(tmp_path):
+    with pytest.raises(ModelError) as caught, name_folder_in_errors(tmp_path):
         raise error
     assert caught.value is error
 
 
 def test_a_pickle_of_something_else(tmp_path: Path) -> None:
-    made("llama", tmp_path)
+    save_changed("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
     refused(tmp_path, r"pytorch_model\.bin holds list, not tensors by name")

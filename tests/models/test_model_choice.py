@@ -40,11 +40,11 @@ def assert_served(folder: Path, decoder: type, caplog: pytest.LogCaptureFixture)
         assert describe(str(folder)).endswith(": a family of Quire's own\n")
     else:
         assert len(said) == 1
-        reason, _, code = said[0].rpartition(": ")
+        reason, _, line = said[0].rpartition(": ")
         architecture = forward.decoder.shape.architecture
-        assert code == f"{architecture} is loaded by transformers' code instead of Quire's own"
-        way = "through transformers, if the model passes its trial when loaded"
-        assert describe(str(folder)) == f"{architecture}: {way} ({reason})\n"
+        assert line == f"{architecture} is loaded by transformers' code instead of Quire's own"
+        code = "through transformers, if the model passes its sanity check when loaded"
+        assert describe(str(folder)) == f"{architecture}: {code} ({reason})\n"
 
 
 TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate")
@@ -138,7 +138,7 @@ def test_a_family_that_was_asked_for_refuses_what_it_lacks(make: Make, tmp_path:
         our_logits(tmp_path, TOKENS, model_impl="quire")
 
 
-def test_random_weights_go_the_same_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_weights_are_served_by_the_same_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """LDG-24."""
     save(gpt2(activation_function="gelu"), tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -147,14 +147,15 @@ def test_random_weights_go_the_same_way(tmp_path: Path, caplog: pytest.LogCaptur
     assert len(caplog.records) == 1
 
 
-def test_the_way_of_a_folder_is_told_by_its_tensors_too(tmp_path: Path) -> None:
+def test_the_code_that_serves_a_folder_depends_on_its_tensors_too(tmp_path: Path) -> None:
     """LDG-23: `quire models` says what serving does, and refuses what it refuses.
 
     Where there are no weights, config.json counts.
     """
     save(llama(), tmp_path)
     rewrite(tmp_path, lambda t: {f"model.{name}" if name != "lm_head.weight" else name: t[name] for name in t})
-    assert "through transformers, if the model passes its trial when loaded (tensor model." in describe(str(tmp_path))
+    line = describe(str(tmp_path))
+    assert "through transformers, if the model passes its sanity check when loaded (tensor model." in line
     rewrite(tmp_path, lambda tensors: {name: tensors[name] for name in tensors if "norm" not in name})
     set_config(tmp_path, num_hidden_layers=60)
     with pytest.raises(ModelError, match="is missing") as caught:

@@ -1,4 +1,4 @@
-"""What a config.json asks for is done or refused by name: fields, their older spellings, and values nobody serves."""
+"""Each field of a config.json is honoured or refused by name, older spellings and unsupported values included."""
 
 import json
 import re
@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
-from services.worker.checkpoint.config_json import read_config
-from services.worker.models.registry import choose, family
+from services.worker.checkpoint.config_json import ConfigJson
+from services.worker.checkpoint.model_folder import ModelFolder
+from services.worker.models.registry import choose_implementation, load_family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
 from tests.models.tiny import (
@@ -36,8 +37,9 @@ def config_of(name: str, folder: Path) -> dict[str, Any]:
     return config | {"architectures": [type(model).__name__]}
 
 
-def spec(config: dict[str, Any]) -> DecoderSpec:
-    return family(choose(config).architecture).spec(config)
+def spec(fields: dict[str, Any]) -> DecoderSpec:
+    config = ConfigJson(fields)
+    return load_family(choose_implementation(config).architecture).spec(config)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,13 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     """LDG-22: as by transformers."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=re.escape(f"{tmp_path}/config.json: ")):
-        read_config(tmp_path)
+        ModelFolder.read(tmp_path)
 
 
 def test_of_a_field_that_is_there_twice_the_last_counts(tmp_path: Path) -> None:
     """LDG-22."""
     (tmp_path / "config.json").write_text('{"vocab_size": 5, "vocab_size": 7}')
-    assert read_config(tmp_path) == {"vocab_size": 7}
+    assert ModelFolder.read(tmp_path).config == {"vocab_size": 7}
 
 
 LAYERED = {"rope_type": "linear", "factor": 2.0}
@@ -186,7 +188,7 @@ def test_windows(name: str, tmp_path: Path) -> None:
 
 
 def test_long_contexts_have_the_long_factors(tmp_path: Path) -> None:
-    """Where contexts of up to 128 tokens are served, and 10 are the original length."""
+    """Contexts of up to 128 tokens are served here, and 10 are the original length."""
     model = longrope(10)
     forward = Forward(save(model, tmp_path))
     forward.enter(0, TOKENS, [2, 0, 1])
@@ -198,7 +200,7 @@ def test_long_contexts_have_the_long_factors(tmp_path: Path) -> None:
 
 
 def test_absent_fields_have_the_familys_defaults(tmp_path: Path) -> None:
-    """As in the configs of models that take images, which leave out what they share with the family."""
+    """The configs of models that take images leave out what they share with the family."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     read = spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})

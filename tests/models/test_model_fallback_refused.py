@@ -27,11 +27,12 @@ from transformers import (
 )
 
 from kernels.load import ops
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.fallback.max_positions import max_positions
 from services.worker.models.fallback.model import load
-from services.worker.models.load import Model, load_model
+from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import GROUPED, SIZES, granite
 from tests.models.tiny import save, tiny
@@ -39,7 +40,7 @@ from tests.models.tiny import save, tiny
 CPU = torch.device("cpu")
 
 
-def served(folder: Path, **config: Any) -> Model:
+def served(folder: Path, **config: Any) -> LoadedModel:
     return load_model(folder, WorkerConfig(device="cpu", **config), CPU, ops(CPU))
 
 
@@ -122,7 +123,7 @@ def test_the_sanity_check_does_not_need_the_first_look(config: PreTrainedConfig,
     with pytest.raises(ModelError, match=rf"{name} is not supported"):
         served(tmp_path)
     with pytest.raises(ModelError, match=rf"{name} cannot be served through transformers: .*{reason}"):
-        load(tmp_path, name, WeightFiles(tmp_path), torch.float32, CPU, ops(CPU))
+        load(tmp_path, name, WeightFiles(ModelFolder.read(tmp_path)), torch.float32, CPU, ops(CPU))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Each family against transformers, in float32, and against itself in other batches, chunks and block tables."""
+"""Families against transformers, in float32, and against themselves in other batches, chunks and block tables."""
 
 from pathlib import Path
 
@@ -68,10 +68,10 @@ def test_random_weights_have_the_shapes(pair: tuple[PreTrainedModel, Path]) -> N
     model, folder = pair
     forward = Forward(folder, load_format="dummy", dtype="float32")
     forward.enter(0, TOKENS, SCATTERED)
-    (drawn,) = forward.step((0, 0, 41))
-    assert drawn.shape == (41, model.config.vocab_size)
-    assert drawn.isfinite().all()
-    assert drawn.std() > 0
+    (ours,) = forward.step((0, 0, 41))
+    assert ours.shape == (41, model.config.vocab_size)
+    assert ours.isfinite().all()
+    assert ours.std() > 0
 
 
 def test_a_shared_prefix_is_read_from_the_same_blocks(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.config import WorkerConfig
 from services.worker.kv_memory import kv_memory
 from services.worker.models.fingerprint import fingerprint, weights_digest
@@ -388,7 +389,7 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
     plain = Precision(torch.float32, None, torch.float32)
 
     def of(folder: Path, **changes: Any) -> str:
-        weights = weights_digest(folder, [folder / "model.safetensors"])
+        weights = weights_digest(ModelFolder.read(folder), [folder / "model.safetensors"])
         return fingerprint(weights, plain._replace(**changes), cpu)
 
     assert of(first) == of(copy)

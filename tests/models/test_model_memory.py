@@ -1,6 +1,6 @@
 """Loading needs the memory of the model and of one parameter more, whatever the checkpoint's type.
 
-Measured is memory of the process's own: pages of mapped files come and go as the system sees fit.
+The tests measure the memory of the process alone: pages of mapped files come and go as the system sees fit.
 """
 
 import json
@@ -89,8 +89,8 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_loading_takes_little_more_than_the_model(folders: tuple[Path, Path, int], dtype: str, bytes_each: int) -> None:
     small, large, parameters = folders
     command = [sys.executable, "-c", MEASURE, str(small), str(large), dtype]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     weights = parameters * bytes_each
-    print({name: value / weights for name, value in found.items()})
-    assert 0.95 * weights < found["held"]
-    assert found["peak"] < 1.1 * weights
+    print({name: value / weights for name, value in measured.items()})
+    assert 0.95 * weights < measured["held"]
+    assert measured["peak"] < 1.1 * weights

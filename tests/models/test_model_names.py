@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
 from kernels.load import ops
-from services.worker.checkpoint.config_json import read_config
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import TransformersModel
-from services.worker.models.implementation import decide
-from services.worker.models.load import load_model
+from services.worker.models.load import load_model, match_family
+from services.worker.models.registry import read_supported
 from shared.errors import ModelError
 from tests.models.tiny import (
     LLAMA,
@@ -94,10 +94,10 @@ def test_a_tied_head_of_another_shape_is_named(tmp_path: Path) -> None:
         our_logits(tmp_path, TOKENS)
 
 
-def test_a_tied_head_of_codes_is_named(tmp_path: Path) -> None:
+def test_a_tied_head_of_integers_is_named(tmp_path: Path) -> None:
     """LDG-21: its numbers cannot be held against the table's."""
-    codes = torch.ones(131, 60).to(torch.float8_e4m3fn)
-    rewrite(save(llama(tie_word_embeddings=True), tmp_path), lambda tensors: tensors | {HEAD: codes})
+    quants = torch.ones(131, 60).to(torch.float8_e4m3fn)
+    rewrite(save(llama(tie_word_embeddings=True), tmp_path), lambda tensors: tensors | {HEAD: quants})
     with pytest.raises(ModelError, match=r"lm_head\.weight is of torch\.float8_e4m3fn"):
         our_logits(tmp_path, TOKENS)
 
@@ -210,7 +210,7 @@ def test_experts_in_one_tensor(name: str, tmp_path: Path, caplog: pytest.LogCapt
     """LDG-23: as transformers keeps them in memory, and saves them if told to, or if it has loaded them so."""
     make, change = EXPERTS[name]
     save(make(), tmp_path, save_original_format=False)
-    assert any(tensor.endswith("experts.gate_up_proj") for tensor in WeightFiles(tmp_path).names)
+    assert any(tensor.endswith("experts.gate_up_proj") for tensor in WeightFiles(ModelFolder.read(tmp_path)).names)
     rewrite(tmp_path, change)
     assert_as_transformers(tmp_path)
     assert not caplog.records
@@ -230,7 +230,7 @@ def test_experts_in_one_tensor_in_any_file(make: Callable[[], PreTrainedModel], 
     save(model, tmp_path, save_original_format=False, max_shard_size="60KB" if form == "shards" else "1GB")
     expected = transformers_logits(tmp_path, TOKENS)
     if form == "bin":
-        files = WeightFiles(tmp_path)
+        files = WeightFiles(ModelFolder.read(tmp_path))
         torch.save({name: files.get(name).clone() for name in files.names}, tmp_path / "pytorch_model.bin")
         (tmp_path / "model.safetensors").unlink()
     assert (our_logits(tmp_path, TOKENS) - expected).abs().max() < 1e-4
@@ -238,14 +238,14 @@ def test_experts_in_one_tensor_in_any_file(make: Callable[[], PreTrainedModel], 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_experts_in_one_tensor_in_few_bits(
+def test_quantised_experts_in_one_tensor(
     make: Callable[..., PreTrainedModel], quantization: str, tmp_path: Path
 ) -> None:
     """LDG-23: the same numbers as from tensors of their own."""
     if not ops(torch.device("cpu")).mixes_types:
         pytest.skip("the kernels are not compiled here")
     model = make(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
-    apart, together = (save(model, tmp_path / str(way), save_original_format=way) for way in (True, False))
+    apart, together = (save(model, tmp_path / str(old), save_original_format=old) for old in (True, False))
     assert torch.equal(*(our_logits(folder, TOKENS, quantization=quantization) for folder in (apart, together)))
 
 
@@ -254,7 +254,7 @@ def test_a_wrong_tensor_of_all_experts_is_named(make: Callable[[], PreTrainedMod
     """LDG-23."""
     save(make(), tmp_path, save_original_format=False)
     name = "model.layers.1.mlp.experts.down_proj"
-    whole = WeightFiles(tmp_path).shape(name)
+    whole = WeightFiles(ModelFolder.read(tmp_path)).shape(name)
     rewrite(tmp_path, lambda tensors: tensors | {name: tensors[name][1:]})
     expected = f"{name} has shape {[whole[0] - 1, *whole[1:]]}, and config.json says {list(whole)}"
     with pytest.raises(ModelError, match=re.escape(expected)):
@@ -281,8 +281,9 @@ def test_transformers_is_tried_for_names_that_a_family_does_not_know(
     said = [record.getMessage() for record in caplog.records]
     assert re.match(r"tensor model\.embed_tokens\.weight is missing .*: \w+ is loaded by transformers' code", said[0])
     assert len(set(said)) == 1
-    way = decide(read_config(tmp_path), "auto", WeightFiles(tmp_path))
-    assert (way.native, way.reason) == (False, said[0].partition(": ")[0])
+    folder, by_name = read_supported(tmp_path)
+    implementation, _ = match_family(folder.config, by_name, "auto", WeightFiles(folder))
+    assert (implementation.native, implementation.reason) == (False, said[0].partition(": ")[0])
 
 
 def test_a_family_that_was_asked_for_refuses_them(tmp_path: Path) -> None:

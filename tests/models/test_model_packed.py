@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.load import ops, reference
-from services.worker.checkpoint.quantization_config import packed_format
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
-from services.worker.models.registry import read_supported
 from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
-from tests.models.packing import Way, save_packed
+from tests.models.packing import Scheme, save_packed
 from tests.models.tiny import Forward, llama, opt, reference_logits
 from tests.models.variants import gpt2, phi3
 
@@ -35,22 +34,22 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": lambda: opt(hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_attention_heads=4),
     "gpt2": lambda: gpt2(n_embd=64, n_head=4),
 }
-WAYS = {
-    "gptq, symmetric": Way(),
-    "gptq, zeros": Way(symmetric=False, group=64),
-    "gptq, zeros as they are": Way(symmetric=False, layout="gptq_v2", group=-1),
-    "gptq, 8 bits": Way(bits=8),
-    "gptq, 8 bits, zeros": Way(bits=8, symmetric=False, group=-1, layout="gptq_v2"),
-    "gptq, order of activations": Way(act_order=True),
-    "gptq, order of activations, zeros": Way(act_order=True, symmetric=False, group=64),
-    "gptq, g_idx of zeros": Way(symmetric=False, g_idx="zeros"),
-    "gptq, 8 bits, g_idx of zeros": Way(bits=8, g_idx="zeros"),
-    "gptq, no g_idx": Way(symmetric=False, g_idx="absent"),
-    "awq": Way(method="awq", symmetric=False),
-    "awq, one group": Way(method="awq", symmetric=False, group=-1),
+SCHEMES = {
+    "gptq, symmetric": Scheme(),
+    "gptq, zeros": Scheme(symmetric=False, group_size=64),
+    "gptq, zeros as they are": Scheme(symmetric=False, layout="gptq_v2", group_size=-1),
+    "gptq, 8 bits": Scheme(bits=8),
+    "gptq, 8 bits, zeros": Scheme(bits=8, symmetric=False, group_size=-1, layout="gptq_v2"),
+    "gptq, order of activations": Scheme(act_order=True),
+    "gptq, order of activations, zeros": Scheme(act_order=True, symmetric=False, group_size=64),
+    "gptq, g_idx of zeros": Scheme(symmetric=False, g_idx="zeros"),
+    "gptq, 8 bits, g_idx of zeros": Scheme(bits=8, g_idx="zeros"),
+    "gptq, no g_idx": Scheme(symmetric=False, g_idx="absent"),
+    "awq": Scheme(method="awq", symmetric=False),
+    "awq, one group": Scheme(method="awq", symmetric=False, group_size=-1),
 }
-CASES = [("llama", way) for way in WAYS] + [
-    (name, way) for name in ("phi3", "opt", "gpt2") for way in ("gptq, zeros", "awq")
+CASES = [("llama", scheme) for scheme in SCHEMES] + [
+    (name, scheme) for name in ("phi3", "opt", "gpt2") for scheme in ("gptq, zeros", "awq")
 ]
 
 
@@ -61,20 +60,20 @@ def logits(folder: Path, **config: Any) -> tuple[Tensor, Forward]:
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    return WeightFiles(folder, packed=packed_format(read_supported(folder)))
+    return WeightFiles(ModelFolder.read(folder))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save_packed(llama(**WIDE), tmp_path, Way(symmetric=False))
+    return save_packed(llama(**WIDE), tmp_path, Scheme(symmetric=False))
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
+@pytest.mark.parametrize(("name", "scheme"), CASES)
 def test_logits_are_those_of_transformers(
-    name: str, way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MODELS[name]()
-    folder = save_packed(model, tmp_path, WAYS[way])
+    folder = save_packed(model, tmp_path, SCHEMES[scheme])
     theirs = reference_logits(model, TOKENS)
     assert theirs.std() > 0.3  # the comparison is of something
     ours, forward = logits(folder, dtype="float32")
@@ -82,17 +81,17 @@ def test_logits_are_those_of_transformers(
     assert (ours - theirs).abs().max() < 1e-4
     if ops(CPU).mixes_types:
         ours, forward = logits(folder)
-        assert forward.precision.name == WAYS[way].method
+        assert forward.precision.name == SCHEMES[scheme].method
         # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.
         assert 1e-4 < (ours - theirs).norm() / theirs.norm() < 0.2
     assert not caplog.records
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
     """LDG-26 among them."""
     model = MODELS["llama"]()
-    folder = save_packed(model, tmp_path, WAYS[way])
+    folder = save_packed(model, tmp_path, SCHEMES[scheme])
     files = weight_files(folder)
     assert set(files.names) == set(model.state_dict())
     for name, weight in model.state_dict().items():
@@ -100,12 +99,12 @@ def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
         if not files.is_quantized(name):
             assert files.get_quantized(name) is None
             continue
-        codes = files.get_quantized(name)
-        assert codes is not None
-        assert codes.bits == WAYS[way].bits
-        step = codes._replace(codes=torch.ones_like(codes.codes), leasts=None, zero=0).dequantize()
-        error = ((codes.dequantize() - weight).abs() / step).max()
-        assert error <= (0 if WAYS[way].symmetric else 2**codes.bits * 2.0**-11)
+        quantized = files.get_quantized(name)
+        assert quantized is not None
+        assert quantized.bits == SCHEMES[scheme].bits
+        scale = quantized._replace(codes=torch.ones_like(quantized.codes), leasts=None, zero=0).dequantize()
+        error = ((quantized.dequantize() - weight).abs() / scale).max()
+        assert error <= (0 if SCHEMES[scheme].symmetric else 2**quantized.bits * 2.0**-11)
     assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")
     assert not files.is_quantized("lm_head.weight")
 
@@ -113,29 +112,29 @@ def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
 def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
-    """GPTQ's first layout stores zero points less one, so that this one is the largest code there."""
+    """GPTQ's first layout stores zero points less one, so that this one is the largest quant there."""
     model = llama(**WIDE)
     weight = model.get_submodule(Q).weight
     weight.data[:, :32].abs_()  # a group whose least number is 0, beside one with numbers of both signs
-    folder = save_packed(model, tmp_path, Way(bits=bits, symmetric=False, layout=layout))
+    folder = save_packed(model, tmp_path, Scheme(bits=bits, symmetric=False, layout=layout))
     zeros = load_file(folder / "model.safetensors")[f"{Q}.qzeros"]
     assert (zeros[0] == (0 if layout == "gptq_v2" else -1)).all()
     files = weight_files(folder)
-    codes = files.get_quantized(f"{Q}.weight")
-    assert codes is not None
-    assert codes.leasts is not None
-    assert (codes.leasts[:, 0] == 0).all()
+    quantized = files.get_quantized(f"{Q}.weight")
+    assert quantized is not None
+    assert quantized.leasts is not None
+    assert (quantized.leasts[:, 0] == 0).all()
     assert torch.equal(files.get(f"{Q}.weight"), weight)
-    assert torch.equal(codes.dequantize()[:, :32], weight[:, :32])
+    assert torch.equal(quantized.dequantize()[:, :32], weight[:, :32])
 
 
 @pytest.mark.parametrize("desc_act", [True, False, None])
 def test_g_idx_counts_where_it_is_meant(desc_act: bool | None, tmp_path: Path) -> None:
-    """One that gives each group its inputs is meant, and zeros never are; others contradict `desc_act` (LDG-26)."""
+    """A g_idx that gives each group its inputs is meant, and zeros never are; others contradict `desc_act` (LDG-26)."""
     models, folders = [], []
-    for name, way in (("order", Way(act_order=True)), ("zeros", Way(g_idx="zeros"))):
+    for name, scheme in (("order", Scheme(act_order=True)), ("zeros", Scheme(g_idx="zeros"))):
         models.append(llama(**WIDE))
-        folders.append(save_packed(models[-1], tmp_path / name, way))
+        folders.append(save_packed(models[-1], tmp_path / name, scheme))
         change(folders[-1], desc_act=desc_act)
         files = weight_files(folders[-1])
         assert all(torch.equal(files.get(name), weight) for name, weight in models[-1].state_dict().items())
@@ -155,7 +154,7 @@ def test_parts_of_a_product_with_inputs_in_different_orders_are_dequantised_and_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MODELS["llama"]()
-    folder = save_packed(model, tmp_path, Way(act_order=True), other=lambda name: name.endswith("1.mlp.up_proj"))
+    folder = save_packed(model, tmp_path, Scheme(act_order=True), other=lambda name: name.endswith("1.mlp.up_proj"))
     theirs = reference_logits(model, TOKENS)
     ours, forward = logits(folder)
     assert forward.precision.name == "gptq"
@@ -164,24 +163,24 @@ def test_parts_of_a_product_with_inputs_in_different_orders_are_dequantised_and_
 
 
 @compiled
-def test_steps_that_are_no_float16_are_dequantised_and_it_is_said(
+def test_scales_that_are_no_float16_are_dequantised_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = MODELS["llama"]()
-    folder = save_packed(model, tmp_path, Way(scales=torch.float32))
+    folder = save_packed(model, tmp_path, Scheme(scales=torch.float32))
     ours, _ = logits(folder, kv_cache_dtype="float32")
     assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
     assert "21 tensors are dequantised" in caplog.text
     caplog.clear()
-    logits(save_packed(MODELS["llama"](), tmp_path / "exact", Way(scales=torch.bfloat16)))
+    logits(save_packed(MODELS["llama"](), tmp_path / "exact", Scheme(scales=torch.bfloat16)))
     assert not caplog.records
 
 
 @compiled
 def test_modules_that_were_not_converted_are_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One of a stack: all of it is dequantised. The output layer may be packed too."""
+    """A stack with one plain matrix is dequantised. The output layer may be packed too."""
     model = llama(**WIDE, vocab_size=136)
-    folder = save_packed(model, tmp_path, Way(), plain=lambda name: name == "model.layers.1.self_attn.k_proj")
+    folder = save_packed(model, tmp_path, Scheme(), plain=lambda name: name == "model.layers.1.self_attn.k_proj")
     theirs = reference_logits(model, TOKENS)
     ours, _ = logits(folder, dtype="float32")
     assert (ours - theirs).abs().max() < 1e-4
@@ -206,7 +205,7 @@ def test_transformers_code_computes_it_dequantised(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    folder = save_packed(model, tmp_path, Way(method=method, symmetric=False))
+    folder = save_packed(model, tmp_path, Scheme(method=method, symmetric=False))
     ours, forward = logits(folder)
     assert forward.precision.name == "float32"
     assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
@@ -255,7 +254,7 @@ def test_other_kinds_are_refused_by_name(folder: Path, fields: dict[str, Any]) -
 @pytest.mark.parametrize("fields", [{"dynamic": {"-:.*lm_head": {}}}, {"checkpoint_format": None}, {"damp": 0.1}])
 def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) -> None:
     change(folder, **fields)
-    assert packed_format(read_supported(folder)) is not None
+    assert ModelFolder.read(folder).quantization is not None
 
 
 @pytest.mark.parametrize(
@@ -283,6 +282,6 @@ def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | No
 
 
 def test_a_checkpoint_of_floats_that_says_gptq_is_refused(tmp_path: Path) -> None:
-    folder = save_packed(llama(**WIDE), tmp_path, Way(), plain=lambda name: True)
+    folder = save_packed(llama(**WIDE), tmp_path, Scheme(), plain=lambda name: True)
     with pytest.raises(ModelError, match=r"config\.json says gptq, but the weight files have no tensor with codes"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))

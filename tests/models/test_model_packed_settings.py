@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kernels.load import ops
-from services.worker.checkpoint.quantization_config import packed_format
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.fingerprint import weights_digest
@@ -17,7 +17,7 @@ from services.worker.models.load import load_model
 from services.worker.models.registry import read_supported
 from shared.errors import ModelError
 from tests.models.fallback_models import stablelm
-from tests.models.packing import Way, save_packed
+from tests.models.packing import Scheme, save_packed
 from tests.models.tiny import Forward, llama, reference_logits
 
 CPU = torch.device("cpu")
@@ -29,9 +29,9 @@ AUTOGPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False
 AUTOAWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
 
 
-def beside(model: PreTrainedModel, folder: Path, way: Way, **files: dict[str, Any]) -> Path:
+def beside(model: PreTrainedModel, folder: Path, scheme: Scheme, **files: dict[str, Any]) -> Path:
     """The model, with these files in the place of a `quantization_config`."""
-    save_packed(model, folder, way)
+    save_packed(model, folder, scheme)
     config = json.loads((folder / "config.json").read_bytes())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -41,39 +41,39 @@ def beside(model: PreTrainedModel, folder: Path, way: Way, **files: dict[str, An
 
 
 def assert_exact(model: PreTrainedModel, folder: Path) -> None:
-    files = WeightFiles(folder, packed=packed_format(read_supported(folder)))
+    files = WeightFiles(ModelFolder.read(folder))
     assert any(files.is_quantized(name) for name in files.names)
     assert all(torch.equal(files.get(name), weight) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("way", "file", "settings"),
+    ("scheme", "file", "settings"),
     [
-        (Way(), GPTQ, AUTOGPTQ),
-        (Way(), GPTQ, {"bits": 4, "group_size": 32}),
-        (Way(bits=8), GPTQ, AUTOGPTQ | {"bits": 8}),
-        (Way(group=-1), GPTQ, AUTOGPTQ | {"group_size": -1}),
-        (Way(act_order=True), GPTQ, AUTOGPTQ | {"desc_act": True}),
-        (Way(symmetric=False), GPTQ, AUTOGPTQ | {"sym": False, "checkpoint_format": "gptq", "quant_method": "gptq"}),
-        (Way(symmetric=False, layout="gptq_v2"), GPTQ, AUTOGPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}),
-        (Way(symmetric=False, layout="gptq_v2"), GPTQ, AUTOGPTQ | {"format": "gptq_v2", "method": "gptq"}),
-        (Way(), GPTQ, AUTOGPTQ | {"quant_method": None, "checkpoint_format": None}),
-        (Way(), AWQ, AUTOGPTQ | {"quant_method": "gptq"}),
-        (Way("awq", symmetric=False), AWQ, AUTOAWQ),
-        (Way("awq", symmetric=False), AWQ, {"bits": 4, "group_size": 32}),
-        (Way("awq", symmetric=False), AWQ, AUTOAWQ | {"version": "gemm", "modules_to_not_convert": None}),
-        (Way("awq", symmetric=False), AWQ, {"zero_point": True, "bits": 4, "group_size": 32}),
-        (Way("awq", symmetric=False, group=-1), AWQ, AUTOAWQ | {"q_group_size": -1}),
-        (Way("awq", symmetric=False), GPTQ, AUTOAWQ),
-        (Way("awq", symmetric=False), GPTQ, {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemm"}),
+        (Scheme(), GPTQ, AUTOGPTQ),
+        (Scheme(), GPTQ, {"bits": 4, "group_size": 32}),
+        (Scheme(bits=8), GPTQ, AUTOGPTQ | {"bits": 8}),
+        (Scheme(group_size=-1), GPTQ, AUTOGPTQ | {"group_size": -1}),
+        (Scheme(act_order=True), GPTQ, AUTOGPTQ | {"desc_act": True}),
+        (Scheme(symmetric=False), GPTQ, AUTOGPTQ | {"sym": False, "checkpoint_format": "gptq", "quant_method": "gptq"}),
+        (Scheme(symmetric=False, layout="gptq_v2"), GPTQ, AUTOGPTQ | {"sym": False, "checkpoint_format": "gptq_v2"}),
+        (Scheme(symmetric=False, layout="gptq_v2"), GPTQ, AUTOGPTQ | {"format": "gptq_v2", "method": "gptq"}),
+        (Scheme(), GPTQ, AUTOGPTQ | {"quant_method": None, "checkpoint_format": None}),
+        (Scheme(), AWQ, AUTOGPTQ | {"quant_method": "gptq"}),
+        (Scheme("awq", symmetric=False), AWQ, AUTOAWQ),
+        (Scheme("awq", symmetric=False), AWQ, {"bits": 4, "group_size": 32}),
+        (Scheme("awq", symmetric=False), AWQ, AUTOAWQ | {"version": "gemm", "modules_to_not_convert": None}),
+        (Scheme("awq", symmetric=False), AWQ, {"zero_point": True, "bits": 4, "group_size": 32}),
+        (Scheme("awq", symmetric=False, group_size=-1), AWQ, AUTOAWQ | {"q_group_size": -1}),
+        (Scheme("awq", symmetric=False), GPTQ, AUTOAWQ),
+        (Scheme("awq", symmetric=False), GPTQ, {"quant_method": "awq", "bits": 4, "group_size": 32, "format": "gemm"}),
     ],
     ids=str,
 )
 def test_settings_are_read_from_the_file_beside(
-    way: Way, file: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    scheme: Scheme, file: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = llama(**WIDE)
-    folder = beside(model, tmp_path, way, **{file.removesuffix(".json"): settings})
+    folder = beside(model, tmp_path, scheme, **{file.removesuffix(".json"): settings})
     assert_exact(model, folder)
     forward = Forward(folder, dtype="float32")
     forward.enter(0, TOKENS, range(10))
@@ -85,7 +85,7 @@ def test_settings_are_read_from_the_file_beside(
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_other_spellings_are_read_in_the_config_too(method: str, tmp_path: Path) -> None:
     model, folder = llama(**WIDE), tmp_path
-    save_packed(model, folder, Way(method, symmetric=False))
+    save_packed(model, folder, Scheme(method, symmetric=False))
     config = json.loads((folder / "config.json").read_bytes())
     config["quantization_config"] = {"quant_method": method, "w_bit": 4, "q_group_size": 32}
     (folder / "config.json").write_text(json.dumps(config))
@@ -94,15 +94,15 @@ def test_other_spellings_are_read_in_the_config_too(method: str, tmp_path: Path)
 
 def test_the_file_beside_is_read_for_transformers_code_too(tmp_path: Path) -> None:
     model = stablelm(hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    folder = beside(model, tmp_path, Way(), quantize_config=AUTOGPTQ)
+    folder = beside(model, tmp_path, Scheme(), quantize_config=AUTOGPTQ)
     forward = Forward(folder)
     forward.enter(0, TOKENS, range(10))
     assert (forward.step((0, 0, len(TOKENS)))[0] - reference_logits(model, TOKENS)).abs().max() < 1e-4
 
 
-def test_the_config_counts_and_a_disagreement_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_config_counts_and_a_conflict_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = llama(**WIDE)
-    folder = save_packed(model, tmp_path, Way(symmetric=False))
+    folder = save_packed(model, tmp_path, Scheme(symmetric=False))
     same, other = AUTOGPTQ | {"quant_method": None, "desc_act": True}, AUTOGPTQ | {"checkpoint_format": "gptq_v2"}
     for text, said in ((json.dumps(same), False), (json.dumps(other), True), ('{"bits": 3}', True), ("{", True)):
         (folder / GPTQ).write_text(text)
@@ -113,7 +113,7 @@ def test_the_config_counts_and_a_disagreement_is_said(tmp_path: Path, caplog: py
 
 
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    folder = beside(llama(**WIDE), tmp_path, Way(), quantize_config=AUTOGPTQ, quant_config=AUTOAWQ)
+    folder = beside(llama(**WIDE), tmp_path, Scheme(), quantize_config=AUTOGPTQ, quant_config=AUTOAWQ)
     with pytest.raises(ModelError, match=r"quantize_config\.json and quant_config\.json say different things"):
         read_supported(folder)
     (folder / AWQ).write_text(json.dumps({"bits": 4, "w_bit": 8, "group_size": 32}))
@@ -137,22 +137,22 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     ids=str,
 )
 def test_other_kinds_are_refused_by_the_name_of_the_file(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    folder = beside(llama(**WIDE), tmp_path, Way(), quantize_config=AUTOGPTQ | changes)
+    folder = beside(llama(**WIDE), tmp_path, Scheme(), quantize_config=AUTOGPTQ | changes)
     with pytest.raises(ModelError, match=rf"{folder}: quantize_config\.json: {said}"):
         read_supported(folder)
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
-    folder = beside(llama(**WIDE), tmp_path, Way())
+    folder = beside(llama(**WIDE), tmp_path, Scheme())
     (folder / GPTQ).write_text("{")
     with pytest.raises(ModelError, match=rf"{folder}: quantize_config\.json: "):
         read_supported(folder)
 
 
 def test_the_file_beside_is_part_of_what_the_weights_are(tmp_path: Path) -> None:
-    """Since the same codes mean other numbers in another layout."""
-    folder = beside(llama(**WIDE), tmp_path, Way(), quantize_config=AUTOGPTQ)
+    """The same quants mean other numbers in another layout."""
+    folder = beside(llama(**WIDE), tmp_path, Scheme(), quantize_config=AUTOGPTQ)
     paths = [folder / "model.safetensors"]
-    before = weights_digest(folder, paths)
+    before = weights_digest(ModelFolder.read(folder), paths)
     (folder / GPTQ).write_text(json.dumps(AUTOGPTQ | {"checkpoint_format": "gptq_v2"}))
-    assert weights_digest(folder, paths) != before
+    assert weights_digest(ModelFolder.read(folder), paths) != before

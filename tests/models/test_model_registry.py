@@ -1,4 +1,4 @@
-"""Which way a model is served, and what is said where there is none: from its config.json alone, without torch."""
+"""The code that serves a model, and the refusal where there is none: from its config.json alone, without torch."""
 
 import json
 import subprocess
@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
-from services.worker.models.registry import ARCHITECTURES, Way, choose, family, read_supported
+from services.worker.models.registry import (
+    ARCHITECTURES,
+    Implementation,
+    ModelImpl,
+    choose_implementation,
+    load_family,
+    read_supported,
+)
 from shared.errors import ModelError
 
 ROOT = Path(__file__).parents[2]
@@ -19,11 +27,15 @@ def config(*architectures: str, **fields: Any) -> dict[str, Any]:
     return {"architectures": list(architectures)} | fields
 
 
+def chosen(fields: dict[str, Any], model_impl: ModelImpl = "auto") -> Implementation:
+    return choose_implementation(ConfigJson(fields), model_impl)
+
+
 def test_a_family_comes_first_and_transformers_next() -> None:
-    assert choose(config("LlamaForCausalLM")) == Way("LlamaForCausalLM", True)
-    assert choose(config("LlamaForCausalLM"), "transformers") == Way("LlamaForCausalLM", False)
-    assert choose(config("GraniteForCausalLM")) == Way("GraniteForCausalLM", False)
-    assert choose(config("Other", "GraniteForCausalLM")) == Way("GraniteForCausalLM", False)
+    assert chosen(config("LlamaForCausalLM")) == Implementation("LlamaForCausalLM", True)
+    assert chosen(config("LlamaForCausalLM"), "transformers") == Implementation("LlamaForCausalLM", False)
+    assert chosen(config("GraniteForCausalLM")) == Implementation("GraniteForCausalLM", False)
+    assert chosen(config("Other", "GraniteForCausalLM")) == Implementation("GraniteForCausalLM", False)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +55,7 @@ def test_a_family_comes_first_and_transformers_next() -> None:
 )
 def test_what_cannot_be_served_is_said(described: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        choose(described)
+        chosen(described)
 
 
 @pytest.mark.parametrize(
@@ -51,39 +63,39 @@ def test_what_cannot_be_served_is_said(described: dict[str, Any], said: str) -> 
 )
 def test_without_a_class_of_causal_models_the_type_counts(names: dict[str, Any]) -> None:
     """LDG-22: transformers goes by it alone."""
-    assert choose({"model_type": "llama"} | names) == Way("LlamaForCausalLM", True)
-    assert choose({"model_type": "gemma3_text"} | names) == Way("Gemma3ForCausalLM", True)
-    assert choose({"model_type": "granite"} | names) == Way("GraniteForCausalLM", False)
+    assert chosen({"model_type": "llama"} | names) == Implementation("LlamaForCausalLM", True)
+    assert chosen({"model_type": "gemma3_text"} | names) == Implementation("Gemma3ForCausalLM", True)
+    assert chosen({"model_type": "granite"} | names) == Implementation("GraniteForCausalLM", False)
 
 
 def test_an_architecture_may_be_a_plain_string() -> None:
     """LDG-22."""
-    assert choose({"architectures": "LlamaForCausalLM"}) == Way("LlamaForCausalLM", True)
-    assert choose({"architectures": "GraniteForCausalLM"}) == Way("GraniteForCausalLM", False)
+    assert chosen({"architectures": "LlamaForCausalLM"}) == Implementation("LlamaForCausalLM", True)
+    assert chosen({"architectures": "GraniteForCausalLM"}) == Implementation("GraniteForCausalLM", False)
 
 
 def test_families_only_by_wish() -> None:
     with pytest.raises(ModelError, match=r"--model-impl quire: no family of architecture GraniteForCausalLM \(there"):
-        choose(config("GraniteForCausalLM"), "quire")
+        chosen(config("GraniteForCausalLM"), "quire")
 
 
 def test_every_architecture_of_the_table_has_its_module() -> None:
     for name in ARCHITECTURES:
-        assert family(name).spec
+        assert load_family(name).spec
 
 
 def test_what_transformers_has_is_what_its_own_tables_say() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     assert causal_models() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    found = with_replaceable_attention()
-    assert {"GPTNeoXForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", *ARCHITECTURES} <= found
-    assert not found & {"MambaForCausalLM", "RecurrentGemmaForCausalLM", "BloomForCausalLM", "RwkvForCausalLM"}
+    replaceable = with_replaceable_attention()
+    assert {"GPTNeoXForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", *ARCHITECTURES} <= replaceable
+    assert not replaceable & {"MambaForCausalLM", "RecurrentGemmaForCausalLM", "BloomForCausalLM", "RwkvForCausalLM"}
 
 
 def test_the_question_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("GraniteForCausalLM")))
-    assert read_supported(tmp_path)["architectures"] == ["GraniteForCausalLM"]
+    assert read_supported(tmp_path)[1] == Implementation("GraniteForCausalLM", native=False)
     script = (
         "import sys; from pathlib import Path; from quire.checks import read_supported; "
         f"read_supported(Path({str(tmp_path)!r})); print('torch' in sys.modules, 'transformers' in sys.modules)"

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.decoder.attention import rope_table
 from services.worker.models.decoder.rope import read_max_positions, read_rope
 from services.worker.models.families import phi3
@@ -59,7 +60,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 def test_tables_equal_those_of_transformers(spelling: dict[str, Any]) -> None:
     """LDG-22, where both `rope_scaling` and `rope_parameters` are there."""
     length = 300  # beyond any original length here
-    cos, sin = rope_table(read_rope(BASE | spelling, 12), length, torch.device("cpu"))
+    cos, sin = rope_table(read_rope(ConfigJson(BASE | spelling), 12), length, torch.device("cpu"))
     rotary = LlamaRotaryEmbedding(LlamaConfig(**(BASE | _copy(spelling))))
     their_cos, their_sin = rotary(torch.zeros(1), torch.arange(length)[None])
     torch.testing.assert_close(cos, their_cos[0], atol=1e-6, rtol=0)
@@ -87,7 +88,7 @@ def test_a_part_of_each_head_and_longrope(spelling: dict[str, Any], served: int)
     """The longest context that is served decides between short and long factors."""
     sizes = BASE | {"vocab_size": 10, "intermediate_size": 5, "num_hidden_layers": 1}
     config = Phi3Config(**(sizes | {"pad_token_id": 0, "eos_token_id": 2} | _copy(spelling)))
-    spec = phi3.read(sizes | spelling)
+    spec = phi3.read(ConfigJson(sizes | spelling))
     rope = spec.layers[0].rope
     assert rope is not None
     assert len(rope.inverse_frequencies) == 3
@@ -101,21 +102,23 @@ def test_a_part_of_each_head_and_longrope(spelling: dict[str, Any], served: int)
 def test_a_wrong_number_of_factors_is_refused(name: str) -> None:
     scaling = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 6} | {name: [1.0] * 5}
     with pytest.raises(ModelError, match=f"{name} has 5 numbers instead of 6"):
-        read_rope(BASE | {"rope_scaling": scaling}, 12)
+        read_rope(ConfigJson(BASE | {"rope_scaling": scaling}), 12)
 
 
 def test_a_factor_for_each_frequency() -> None:
     factors = [1.0, 1.0, 1.25, 2.0, 4.0, 8.0]
-    rope = read_rope(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors, "rope_theta": 500.0}}, 12)
-    plain = read_rope(BASE | {"rope_theta": 500.0}, 12)
+    rope = read_rope(
+        ConfigJson(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors, "rope_theta": 500.0}}), 12
+    )
+    plain = read_rope(ConfigJson(BASE | {"rope_theta": 500.0}), 12)
     assert rope.inverse_frequencies == pytest.approx(
         [frequency / factor for frequency, factor in zip(plain.inverse_frequencies, factors, strict=True)], rel=1e-6
     )
     assert rope.attention_factor == 1
     with pytest.raises(ModelError, match="factors has 5 numbers instead of 6"):
-        read_rope(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors[1:]}}, 12)
+        read_rope(ConfigJson(BASE | {"rope_parameters": {"rope_type": "factors", "factors": factors[1:]}}), 12)
     with pytest.raises(ModelError, match="factors is missing"):
-        read_rope(BASE | {"rope_parameters": {"rope_type": "factors"}}, 12)
+        read_rope(ConfigJson(BASE | {"rope_parameters": {"rope_type": "factors"}}), 12)
 
 
 def _copy(spelling: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def _copy(spelling: dict[str, Any]) -> dict[str, Any]:
 def test_other_types_are_refused_by_name(rope_type: str, key: str) -> None:
     supported = "default, factors, linear, llama3, yarn, longrope"
     with pytest.raises(ModelError, match=f"'{rope_type}' is not supported.*{supported}"):
-        read_rope(BASE | {"rope_scaling": {key: rope_type, "factor": 2.0}}, 12)
+        read_rope(ConfigJson(BASE | {"rope_scaling": {key: rope_type, "factor": 2.0}}), 12)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_other_types_are_refused_by_name(rope_type: str, key: str) -> None:
 )
 def test_incomplete_scalings_are_refused(scaling: Any) -> None:
     with pytest.raises(ModelError, match="rope"):
-        read_rope(BASE | {"rope_scaling": scaling}, 12)
+        read_rope(ConfigJson(BASE | {"rope_scaling": scaling}), 12)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +147,11 @@ def test_incomplete_scalings_are_refused(scaling: Any) -> None:
     [("nothing", 64), ("linear, old key", 128), ("llama3", 64), ("yarn", 64), ("yarn, tuned", 64)],
 )
 def test_longest_context(spelling: str, positions: int) -> None:
-    assert read_max_positions(BASE | SPELLINGS[spelling], 2048) == positions
+    assert read_max_positions(ConfigJson(BASE | SPELLINGS[spelling]), 2048) == positions
 
 
 def test_yarn_without_an_original_length() -> None:
-    config = BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    config = ConfigJson(BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})
     assert read_max_positions(config, 2048) == 256
     cos, _ = rope_table(read_rope(config, 12), 8, torch.device("cpu"))
     rotary = LlamaRotaryEmbedding(LlamaConfig(**(BASE | {"rope_scaling": {"type": "yarn", "factor": 4.0}})))

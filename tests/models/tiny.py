@@ -1,4 +1,4 @@
-"""Tiny random models made by transformers, and a way to get logits of ours through a paged cache."""
+"""Tiny random models of transformers, and their logits by Quire through a paged cache."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model of this config, in the plainest of transformers' implementations."""
+    """Return a model of this config, in the plainest of transformers' implementations."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the only one with a softcap
     config._experts_implementation = "eager"  # the only one that takes any sizes
@@ -60,7 +60,7 @@ def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def draw_the_rest(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with biases, norms and routers drawn too: at 0 and 1 a forgotten one would not show."""
+    """Return the model, with biases, norms and routers drawn too: at 0 and 1 a forgotten one would not show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -78,19 +78,19 @@ def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 
 
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
-    """(T, V) by transformers."""
+    """Return logits (T, V) by transformers."""
     with torch.inference_mode():
         return model(torch.tensor([list(tokens)])).logits[0].float()
 
 
 def transformers_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
-    """(T, V) by what transformers makes of a model folder."""
+    """Return logits (T, V) by the model that transformers loads from a folder."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return reference_logits(AutoModelForCausalLM.from_pretrained(folder, **plain).eval(), tokens)
 
 
 def our_logits(folder: Path, tokens: Sequence[int], **config: Any) -> Tensor:
-    """(T, V) by what we make of a model folder."""
+    """Return logits (T, V) by the model that Quire loads from a folder."""
     forward = Forward(folder, **config)
     forward.enter(0, tokens, range(len(tokens)))
     return forward.step((0, 0, len(tokens)))[0]
@@ -144,7 +144,7 @@ class Forward:
         self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
 
     def step(self, *rows: tuple[int, int, int]) -> list[Tensor]:
-        """Logits (count, V) of each row (slot, start, count)."""
+        """Return logits (count, V) of each row (slot, start, count)."""
         with torch.inference_mode():
             batch = build_batch([Row(*row, samples=0) for row in rows], self.state, self.layout, self.ops)
             logits = self.decoder.logits(self.decoder.forward(batch.inputs, self.layout.views(self.storage)))

@@ -1,4 +1,4 @@
-"""What is tested of each family: tiny models with all that a config can switch on, by name.
+"""The tested variants of each family: tiny models with all that a config can switch on, by name.
 
 Windows are far shorter than the contexts of the tests.
 """

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.hub import embedded
@@ -28,7 +29,7 @@ def test_transformers_reads_the_same_tensors_and_the_model_makes_sense(folder: P
     config = json.loads((folder / "config.json").read_bytes())
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
         assert config[name] == described[name]
-    files = WeightFiles(folder)
+    files = WeightFiles(ModelFolder.read(folder))
     assert set(files.names) == set(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(files.get(name), tensor), name
@@ -58,7 +59,7 @@ def test_the_folder_says_what_loaders_need(folder: Path) -> None:
     generation = json.loads((folder / "generation_config.json").read_bytes())
     assert (generation["eos_token_id"], generation["temperature"]) == (2, 0.2)
     assert "<|im_start|>" in json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
-    files = WeightFiles(folder)
+    files = WeightFiles(ModelFolder.read(folder))
     assert files.get("model.layers.29.self_attn.k_proj.weight").shape == (192, 576)
     assert files.dtype("model.layers.29.self_attn.k_proj.weight") == torch.bfloat16
     assert len(files.names) == 2 + 30 * 9

@@ -18,7 +18,7 @@ from kernels.load import ops
 from quire import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan, StepResult
-from tests.models.packing import Way, save_packed
+from tests.models.packing import Scheme, save_packed
 from tests.text.vocabulary import make_vocabulary
 
 PROMPTS = [
@@ -319,7 +319,7 @@ def test_progress_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
 def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
-        save_packed(OPTForCausalLM.from_pretrained(folder), tmp_path, Way())
+        save_packed(OPTForCausalLM.from_pretrained(folder), tmp_path, Scheme())
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
 

@@ -10,7 +10,7 @@ import torch
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
-from services.worker.models.precision import Checkpoint, Precision, choose_precision, why_dequantised
+from services.worker.models.precision import ModelSource, Precision, choose_precision, why_dequantized
 from shared.errors import ConfigError
 from shared.hub.checkpoint import locate
 from tests.models.tiny import Forward, llama, reference_logits, save
@@ -26,10 +26,12 @@ def chosen(
     dtype_of_file: torch.dtype = BF16,
     own: Any = None,
     native: bool = True,
-    mixes: bool = True,
+    mixes_types: bool = True,
     **settings: Any,
 ) -> Precision:
-    return choose_precision(WorkerConfig(**settings), device, Checkpoint(dtype_of_file, own, native), mixes=mixes)
+    return choose_precision(
+        WorkerConfig(**settings), device, ModelSource(dtype_of_file, own, native), mixes_types=mixes_types
+    )
 
 
 def test_types_are_chosen_by_settings_checkpoint_and_device() -> None:
@@ -38,10 +40,10 @@ def test_types_are_chosen_by_settings_checkpoint_and_device() -> None:
     assert chosen(dtype="half", kv_cache_dtype="float32") == Precision(F16, None, F32)
     assert chosen(quantization="int8") == Precision(F32, "int8", BF16)
     assert chosen(quantization="gguf", own="gguf", kv_cache_dtype="float32") == Precision(F32, "gguf", F32)
-    assert chosen(CUDA, mixes=False) == Precision(BF16, None, BF16)
-    assert chosen(CUDA, F32, mixes=False) == Precision(BF16, None, BF16)
-    assert chosen(CUDA, kv_cache_dtype="int8", mixes=False) == Precision(BF16, None, torch.int8)
-    assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16", mixes=False) == Precision(F16, None, F16)
+    assert chosen(CUDA, mixes_types=False) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, F32, mixes_types=False) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, kv_cache_dtype="int8", mixes_types=False) == Precision(BF16, None, torch.int8)
+    assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16", mixes_types=False) == Precision(F16, None, F16)
     assert [chosen().name, chosen(quantization="int4").name] == ["float32", "int4"]
 
 
@@ -57,17 +59,19 @@ def test_a_checkpoint_stays_quantised_unless_a_dtype_is_set(own: str) -> None:
 @pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
 def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: Any) -> None:
     plain = Precision(F32, None, F32)
-    assert chosen(own=own, native=False) == chosen(own=own, mixes=False) == chosen(own="other") == plain
-    assert chosen(CUDA, F16, own=own, mixes=False) == Precision(F16, None, F16)
+    assert chosen(own=own, native=False) == chosen(own=own, mixes_types=False) == chosen(own="other") == plain
+    assert chosen(CUDA, F16, own=own, mixes_types=False) == Precision(F16, None, F16)
 
-    def reason(own: Any, native: bool = True, mixes: bool = True, **settings: Any) -> str | None:
-        return why_dequantised(WorkerConfig(**settings), Checkpoint(F16, own, native), mixes=mixes)
+    def reason(own: Any, native: bool = True, mixes_types: bool = True, **settings: Any) -> str | None:
+        return why_dequantized(WorkerConfig(**settings), ModelSource(F16, own, native), mixes_types=mixes_types)
 
-    assert reason(own) is reason(None, native=False) is reason(None, mixes=False) is None
+    assert reason(own) is reason(None, native=False) is reason(None, mixes_types=False) is None
     assert "family" in str(reason(own, native=False))
-    assert "compiled" in str(reason(own, mixes=False))
+    assert "compiled" in str(reason(own, mixes_types=False))
     assert "Q4_0" in str(reason("other"))
-    assert reason(own, mixes=False, dtype="float32") is reason(own, mixes=False, quantization="none") is None
+    assert (
+        reason(own, mixes_types=False, dtype="float32") is reason(own, mixes_types=False, quantization="none") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,12 +80,12 @@ def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: A
         ({"quantization": "gguf"}, "--quantization gguf: the model is not a GGUF file"),
         ({"quantization": "gguf", "own": "other"}, "--quantization gguf: the model is not a GGUF file with blocks"),
         ({"quantization": "gptq", "own": "awq"}, "--quantization gptq: the model is not .*gptq"),
-        ({"quantization": "awq", "own": "awq", "mixes": False}, "--quantization awq needs a CPU"),
+        ({"quantization": "awq", "own": "awq", "mixes_types": False}, "--quantization awq needs a CPU"),
         ({"quantization": "gguf", "own": "gguf", "native": False}, "--quantization gguf needs a family"),
         ({"quantization": "int8", "native": False}, "--quantization int8 needs a family"),
-        ({"quantization": "int4", "mixes": False}, "--quantization int4 needs a CPU"),
+        ({"quantization": "int4", "mixes_types": False}, "--quantization int4 needs a CPU"),
         ({"kv_cache_dtype": "int8", "native": False}, "--kv-cache-dtype int8 needs a family"),
-        ({"kv_cache_dtype": "bfloat16", "mixes": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
+        ({"kv_cache_dtype": "bfloat16", "mixes_types": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:

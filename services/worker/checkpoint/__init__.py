@@ -1,1 +1,1 @@
-"""Reads a checkpoint: bytes on disk become named tensors."""
+"""Reading of a checkpoint: bytes on disk become a parsed config and named tensors."""

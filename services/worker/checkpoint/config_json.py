@@ -1,107 +1,113 @@
-"""Reading of a checkpoint's config.json: fields with a type and a name in the error."""
+"""`ConfigJson`: the fields of a checkpoint's config.json, each read with its type and named in its errors."""
 
-import json
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from shared.errors import ModelError
 
-LARGEST = 2**31 - 1
-"""The largest of sizes: indices of some kernels have 32 bits, and no model comes near."""
-MOST_PARTS = 2**16
+MAX_SIZE = 2**31 - 1
+"""The largest size of anything: indices of some kernels have 32 bits, and no model comes near."""
+MAX_MODULES = 2**16
 """The largest number of layers, and of experts in one: each costs time before its first tensor is looked for."""
 
-T = TypeVar("T", int, float, bool, str)
-M = TypeVar("M")
+Scalar = TypeVar("Scalar", int, float, bool, str)
+T = TypeVar("T")
 
 
 class UnsupportedByFamily(ModelError):
     """A config.json may be right, but asks for something that Quire's own code for the model does not have."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder; raises ModelError naming the file.
+class ConfigJson(Mapping[str, Any]):
+    """The fields of a config.json, or of an object inside one. Every method raises ModelError naming a wrong field."""
 
-    It is read by Python's own module, as transformers reads it: `Infinity`, `NaN` and numbers of any size are taken.
-    A field that a family reads is checked where it is read.
-    """
-    path = folder / "config.json"
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return repr(self._fields)
+
+    def replace(self, **fields: Any) -> "ConfigJson":
+        """Return a copy in which these fields have these values."""
+        return ConfigJson({**self._fields, **fields})
+
+    def with_defaults(self, **fields: Any) -> "ConfigJson":
+        """Return a copy that has these fields too, where they are absent."""
+        return ConfigJson({**fields, **self._fields})
+
+    def section(self, name: str) -> "ConfigJson":
+        """Return the object in the field `name`; it has no fields if the field is absent or null."""
+        return ConfigJson(convert(self.get(name) or {}, name, dict[str, Any]))
+
+    def field(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar:
+        """Return the field `name` as an `expected`; absent or null it is `default`, and an error if there is none.
+
+        A field that is absent raises UnsupportedByFamily: transformers' class for the model may have a default.
+        """
+        value = self.nullable(name, expected, default)
+        if value is None:
+            value = default
+        if value is None:
+            error = ModelError if name in self else UnsupportedByFamily
+            raise error(f"config.json: {name} is missing")
+        return value
+
+    def nullable(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar | None:
+        """Return the field `name` as an `expected`, or None where it is null; absent it is `default`."""
+        value = self.get(name, default)
+        return None if value is None else convert(value, name, expected)
+
+    def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
+        """Return the field `name` as a number of things, 1 to `maximum`."""
+        return check_size(name, self.field(name, int, default), maximum)
+
+    def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
+        """Return the field `name` as a positive number, or as 0 where `zero` allows it."""
+        value = self.field(name, float, default)
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            expected = "a number that is not negative" if zero else "a positive number"
+            raise ModelError(f"config.json: {name} must be {expected}, got {value}")
+        return value
+
+    def choice(self, name: str, meanings: Mapping[str, T], default: str) -> T:
+        """Return the meaning of the word in the field `name`; raise UnsupportedByFamily if it has none."""
+        word = self.field(name, str, default)
+        if word not in meanings:
+            supported = ", ".join(meanings)
+            raise UnsupportedByFamily(f"config.json: {name} {word!r} is not supported (supported: {supported})")
+        return meanings[word]
+
+    def refuse(self, **unsupported: bool) -> None:
+        """Raise UnsupportedByFamily if a switch has the value given here. Absent and null are fine."""
+        for name, value in unsupported.items():
+            if self.get(name) is not None and self.field(name, bool) is value:
+                raise UnsupportedByFamily(f"config.json: {name} {str(value).lower()} is not supported")
+
+
+def convert(value: Any, name: str, expected: type[T]) -> T:
+    """Return `value` as an `expected`; raise ModelError naming the field `name` if it is none."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist: {folder} is not a model folder") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: must hold an object")
-    return config
-
-
-def field(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Return `config[name]` as a `kind`; absent or null it is `default`, and an error if there is none.
-
-    An absent one is an UnsupportedByFamily: transformers' class for the model may have a default.
-    """
-    value = nullable(config, name, kind, default)
-    if value is None:
-        value = default
-    if value is None:
-        unfit = ModelError if name in config else UnsupportedByFamily
-        raise unfit(f"config.json: {name} is missing")
-    return value
-
-
-def nullable(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T | None:
-    """`config[name]` as a `kind`, or None where it is null; absent it is `default`."""
-    value = config.get(name, default)
-    return None if value is None else convert(value, name, kind)
-
-
-def convert(value: Any, name: str, kind: type[M]) -> M:
-    """`value` as a `kind`; raises ModelError naming the field."""
-    try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
         raise ModelError(f"config.json: {name}: {error}") from error
 
 
-def size(config: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST) -> int:
-    """`config[name]` as a number of things, 1 to `most`; raises ModelError naming the field."""
-    return check_size(name, field(config, name, int, default), most)
-
-
-def check_size(name: str, value: int, most: int = LARGEST) -> int:
-    """`value`, which is what the field `name` gives, if it is from 1 to `most`; raises ModelError naming it if not."""
+def check_size(name: str, value: int, maximum: int = MAX_SIZE) -> int:
+    """Return `value`; raise ModelError naming the field `name` unless it is from 1 to `maximum`."""
     if value < 1:
         raise ModelError(f"config.json: {name} must be at least 1, got {value}")
-    if value > most:
-        raise ModelError(f"config.json: {name} must be at most {most}, got {value}")
+    if value > maximum:
+        raise ModelError(f"config.json: {name} must be at most {maximum}, got {value}")
     return value
-
-
-def number(config: Mapping[str, Any], name: str, default: float | None = None, *, zero: bool = False) -> float:
-    """`config[name]` as a positive number, or as 0 where that is allowed; raises ModelError naming the field."""
-    value = field(config, name, float, default)
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        wanted = "a number that is not negative" if zero else "a positive number"
-        raise ModelError(f"config.json: {name} must be {wanted}, got {value}")
-    return value
-
-
-def choice(config: Mapping[str, Any], name: str, meanings: Mapping[str, M], default: str) -> M:
-    """Return what the word in `config[name]` means here; raise UnsupportedByFamily naming those that are known."""
-    word = field(config, name, str, default)
-    if word not in meanings:
-        raise UnsupportedByFamily(f"config.json: {name} {word!r} is not supported (supported: {', '.join(meanings)})")
-    return meanings[word]
-
-
-def refuse(config: Mapping[str, Any], **unsupported: bool) -> None:
-    """Raise UnsupportedByFamily if a switch in `config` has the value named here. Absent and null are fine."""
-    for name, value in unsupported.items():
-        if config.get(name) is not None and field(config, name, bool) is value:
-            raise UnsupportedByFamily(f"config.json: {name} {str(value).lower()} is not supported")

@@ -1,7 +1,7 @@
-"""The last net under the loading of a model: whatever goes wrong becomes one ModelError that names the model's folder.
+"""`name_folder_in_errors`: whatever goes wrong while a model is loaded becomes one ModelError that names its folder.
 
-What is foreseen is checked where it is read, and says what is at fault. A config.json or a weight file can be broken
-in more ways than anyone foresees; then the error's own words have to do.
+Faults that are foreseen are checked where a file is read, and say what is wrong. A config.json or a weight file can be
+broken in more ways than anyone foresees; then the error's own words have to do.
 """
 
 from collections.abc import Iterator
@@ -15,26 +15,26 @@ from shared.gguf.folder import read_pointer
 
 
 @contextmanager
-def naming(folder: Path) -> Iterator[None]:
-    """Errors of the block as ModelErrors that name `folder`, or the GGUF file it was made of."""
+def name_folder_in_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the block into ModelErrors that name `folder`, or the GGUF file it was made of."""
     try:
         yield
     except ModelError as error:
-        if any(place in str(error) for place in _places(folder)):
+        if any(name in str(error) for name in _names(folder)):
             raise
-        raise ModelError(f"{_places(folder)[0]}: {error}") from error
+        raise ModelError(f"{_names(folder)[0]}: {error}") from error
     except torch.OutOfMemoryError as error:
         message = f"the model does not fit into the GPU's memory ({_first_line(error)})"
-        raise ModelError(f"{_places(folder)[0]}: {message}") from error
+        raise ModelError(f"{_names(folder)[0]}: {message}") from error
     except QuireError:
         raise
     except Exception as error:  # of ours, torch's, safetensors' and others' code
         message = f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
-        raise ModelError(f"{_places(folder)[0]}: {message}") from error
+        raise ModelError(f"{_names(folder)[0]}: {message}") from error
 
 
-def _places(folder: Path) -> list[str]:
-    """The files and folders that tell a user which model is meant, the best first."""
+def _names(folder: Path) -> list[str]:
+    """Return the files and folders that tell a user which model is meant, the best first."""
     pointer = read_pointer(folder)
     return [*(pointer.files if pointer else ()), str(folder)]
 

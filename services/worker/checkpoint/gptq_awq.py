@@ -1,13 +1,13 @@
-"""Matrices that a checkpoint has as packed integers, under the names that their weights would have.
+"""Matrices that a GPTQ or AWQ checkpoint has as packed integers, under the names that their weights would have.
 
-A module has tensors `qweight`, `qzeros` and `scales`, and maybe `g_idx`, of which `weight` is made here: as codes that
-the products take, or as floats. Codes and zeros are bits of int32, the lowest first:
+A module has tensors `qweight`, `qzeros` and `scales`, and maybe `g_idx`, of which `weight` is made here: as quants that
+matmuls take, or as floats. Quants and zero points are bits of int32, the lowest first:
 
     GPTQ   qweight (in * bits / 32, out), along the inputs; qzeros (groups, out * bits / 32), along the outputs
     AWQ    qweight (in, out / 8) and qzeros (groups, out / 8), along the outputs in the order 0 2 4 6 1 3 5 7
 
-`scales` are (groups, out). `g_idx` (in,) says which group an input belongs to; they need not lie side by side. Without
-it they do, and so they do where it cannot be meant: some tools write zeros there.
+`scales` are (groups, out). `g_idx` (in,) says which group an input belongs to; the inputs of a group need not lie side
+by side. Without `g_idx` they do, and also where it cannot be meant: some tools write zeros there.
 """
 
 from collections.abc import Mapping
@@ -17,137 +17,147 @@ import torch
 from torch import Tensor
 
 from kernels.quantized import GROUP, QuantizedWeight
-from services.worker.checkpoint.quantization_config import PackedFormat
+from services.worker.checkpoint.quantization_config import QuantizationConfig
 from shared.errors import ModelError
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_STEPS = (torch.float16, torch.bfloat16, torch.float32)
+_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Shard(Protocol):
-    """One opened file."""
+    """An opened file of tensors."""
 
     def keys(self) -> list[str]: ...
 
     def get_tensor(self, name: str) -> Tensor: ...
 
 
-class _Matrix(NamedTuple):
+class _PackedMatrix(NamedTuple):
     """A module's tensors, whose shapes fit each other."""
 
     qweight: Tensor
     qzeros: Tensor
     scales: Tensor
-    group: Tensor  # (in,) int64
+    g_idx: Tensor  # (in,) int64
     shape: tuple[int, int]  # (out, in)
 
 
 class _Unpacked(NamedTuple):
-    codes: Tensor  # (out, in) uint8
-    zeros: Tensor  # (out, groups) uint8
+    quants: Tensor  # (out, in) uint8
+    zero_points: Tensor  # (out, groups) uint8
     scales: Tensor  # (out, groups)
-    group: Tensor  # (in,) int64, below groups
+    g_idx: Tensor  # (in,) int64, below groups
 
 
 class PackedWeights:
-    """All packed matrices among the `tensors` (each with the file it is in). Raises ModelError naming a wrong one."""
+    """The packed matrices among `tensors`, which are named with the file each is in.
 
-    def __init__(self, tensors: Mapping[str, Shard], how: PackedFormat) -> None:
-        self._tensors, self._how = tensors, how
+    The constructor raises ModelError naming a tensor that is wrong.
+    """
+
+    def __init__(self, tensors: Mapping[str, Shard], config: QuantizationConfig) -> None:
+        self._tensors, self._config = tensors, config
         modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
         if not modules:
-            raise ModelError(f"config.json says {how.method}, but the weight files have no tensor with codes (qweight)")
+            raise ModelError(
+                f"config.json says {config.method}, but the weight files have no tensor with codes (qweight)"
+            )
         self._matrices = {f"{module}.weight": self._matrix(module) for module in modules}
-        self.parts = {module + suffix for module in modules for suffix in _SUFFIXES}
+        self.packed_names = {module + suffix for module in modules for suffix in _SUFFIXES}
 
     def keys(self) -> list[str]:
         return list(self._matrices)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of its scales, in which other programs compute with it."""
+        """Return the type of the matrix's scales, in which other programs compute with it."""
         return self._matrices[name].scales.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """(outputs, inputs), also in families whose plain checkpoints have them the other way round."""
+        """Return (outputs, inputs), also in families whose plain checkpoints have them the other way round."""
         return self._matrices[name].shape
 
     @property
     def method(self) -> Literal["gptq", "awq"]:
-        return self._how.method
+        return self._config.method
 
     def get_tensor(self, name: str) -> Tensor:
-        """The matrix in float32."""
-        codes, zeros, scales, group = self._unpack(name)
-        wide = codes.float()
-        wide -= zeros.float()[:, group]
-        wide *= scales.float()[:, group]
-        return wide
+        """Return the matrix in float32."""
+        quants, zero_points, scales, g_idx = self._unpack(name)
+        floats = quants.float()
+        floats -= zero_points.float()[:, g_idx]
+        floats *= scales.float()[:, g_idx]
+        return floats
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """The matrix in its own bits; None if it has no groups of 32 inputs of one step each, or that is no float16.
+        """Return the matrix in its own bits; None if 32 inputs side by side have no common scale, or it is no float16.
 
-        Groups of scattered inputs are put side by side. A zero that all of a matrix share is exact. Zeros that differ
-        become leasts, zero * step rounded to float16: an error of at most 2**-11 of that, which is a 128th of a step of
-        4 bits.
+        Groups of scattered inputs are put side by side. A zero point that all of a matrix share is exact. Zero points
+        that differ become mins, -zero_point * scale rounded to float16: an error of at most 2**-11 of that, which is a
+        128th of a scale of 4 bits.
         """
-        codes, zeros, scales, group = self._unpack(name)
-        order = None if _whole(group) else group.argsort(stable=True)
+        quants, zero_points, scales, g_idx = self._unpack(name)
+        order = None if _in_whole_groups(g_idx) else g_idx.argsort(stable=True)
         if order is not None:
-            codes, group = codes[:, order], group[order]
-        steps = scales.half()
-        if not _whole(group) or not torch.equal(steps.float(), scales.float()):
+            quants, g_idx = quants[:, order], g_idx[order]
+        half_scales = scales.half()
+        if not _in_whole_groups(g_idx) or not torch.equal(half_scales.float(), scales.float()):
             return None
-        places, shared, leasts = group[::GROUP], int(zeros.view(-1)[0]), None
-        if not (zeros == shared).all():
-            leasts, shared = (zeros.float() * -scales.float()).half()[:, places], 0
-            if not leasts.isfinite().all():
+        groups, zero_point, mins = g_idx[::GROUP], int(zero_points.view(-1)[0]), None
+        if not (zero_points == zero_point).all():
+            mins, zero_point = (zero_points.float() * -scales.float()).half()[:, groups], 0
+            if not mins.isfinite().all():
                 return None
-        return QuantizedWeight(self._how.bits, codes, steps[:, places], leasts, shared, order)
+        return QuantizedWeight(self._config.bits, quants, half_scales[:, groups], mins, zero_point, order)
 
     def _unpack(self, name: str) -> _Unpacked:
-        qweight, qzeros, scales, group, _ = self._matrices[name]
-        bits = self._how.bits
-        if self._how.method == "gptq":
-            codes, zeros = _unpacked(qweight.T.contiguous(), bits), _unpacked(qzeros, bits).T.contiguous()
+        qweight, qzeros, scales, g_idx, _ = self._matrices[name]
+        bits = self._config.bits
+        if self._config.method == "gptq":
+            quants, zero_points = _unpack(qweight.T.contiguous(), bits), _unpack(qzeros, bits).T.contiguous()
         else:
-            codes, zeros = _unpacked_awq(qweight), _unpacked_awq(qzeros)
-        zeros = zeros + self._how.zero_offset & 2**bits - 1  # a zero of 0 was stored as the largest code
-        return _Unpacked(codes, zeros, scales.T.contiguous(), group)
+            quants, zero_points = _unpack_awq(qweight), _unpack_awq(qzeros)
+        zero_points = zero_points + self._config.zero_offset & 2**bits - 1  # 0 was stored as the largest quant
+        return _Unpacked(quants, zero_points, scales.T.contiguous(), g_idx)
 
-    def _matrix(self, module: str) -> _Matrix:
+    def _matrix(self, module: str) -> _PackedMatrix:
         qweight, qzeros, scales = (self._read(module + suffix) for suffix in _SUFFIXES[:3])
         for tensor, name in ((qweight, "qweight"), (qzeros, "qzeros")):
             if tensor.dtype != torch.int32 or tensor.ndim != 2:
-                raise ModelError(f"tensor {module}.{name} must be a matrix of int32, and is {_described(tensor)}")
-        if scales.dtype not in _STEPS or scales.ndim != 2:
-            raise ModelError(f"tensor {module}.scales must be a matrix of floats, and is {_described(scales)}")
-        packed = 32 // self._how.bits
+                raise ModelError(f"tensor {module}.{name} must be a matrix of int32, and is {_describe(tensor)}")
+        if scales.dtype not in _SCALE_DTYPES or scales.ndim != 2:
+            raise ModelError(f"tensor {module}.scales must be a matrix of floats, and is {_describe(scales)}")
+        pack_factor = 32 // self._config.bits
         rows, columns = qweight.shape
-        outputs, inputs = (columns, rows * packed) if self._how.method == "gptq" else (columns * packed, rows)
-        size = inputs if self._how.group_size == -1 else self._how.group_size
-        groups = -(-inputs // size)
-        _expect(f"{module}.scales", scales, (groups, outputs))
-        _expect(f"{module}.qzeros", qzeros, (groups, outputs // packed))
-        if inputs % GROUP or outputs % packed:
+        if self._config.method == "gptq":
+            outputs, inputs = columns, rows * pack_factor
+        else:
+            outputs, inputs = columns * pack_factor, rows
+        group_size = inputs if self._config.group_size == -1 else self._config.group_size
+        groups = -(-inputs // group_size)
+        _check_shape(f"{module}.scales", scales, (groups, outputs))
+        _check_shape(f"{module}.qzeros", qzeros, (groups, outputs // pack_factor))
+        if inputs % GROUP or outputs % pack_factor:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
-        return _Matrix(qweight, qzeros, scales, self._group(module, inputs, size, groups), (outputs, inputs))
+        return _PackedMatrix(
+            qweight, qzeros, scales, self._g_idx(module, inputs, group_size, groups), (outputs, inputs)
+        )
 
-    def _group(self, module: str, inputs: int, size: int, groups: int) -> Tensor:
+    def _g_idx(self, module: str, inputs: int, group_size: int, groups: int) -> Tensor:
         """Return the group of each input (in,): `g_idx` where it gives every group its number of inputs, as all that
         is meant does, whatever `desc_act` says; else inputs side by side, if that is a way to read it.
         """
-        name, side_by_side = f"{module}.g_idx", torch.arange(inputs) // size
+        name, side_by_side = f"{module}.g_idx", torch.arange(inputs) // group_size
         if name not in self._tensors:
             return side_by_side
-        group = self._read(name)
-        _expect(name, group, (inputs,))
-        if group.is_floating_point() or int(group.min()) < 0 or int(group.max()) >= groups:
+        g_idx = self._read(name)
+        _check_shape(name, g_idx, (inputs,))
+        if g_idx.is_floating_point() or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
             raise ModelError(f"tensor {name} must name groups from 0 to {groups - 1}")
-        if torch.equal(group.long().bincount(minlength=groups), side_by_side.bincount()):
-            return group.long()
-        if self._how.desc_act and group.any():
-            raise ModelError(f"tensor {name} must give each group {size} inputs")
+        if torch.equal(g_idx.long().bincount(minlength=groups), side_by_side.bincount()):
+            return g_idx.long()
+        if self._config.desc_act and g_idx.any():
+            raise ModelError(f"tensor {name} must give each group {group_size} inputs")
         return side_by_side
 
     def _read(self, name: str) -> Tensor:
@@ -156,31 +166,31 @@ class PackedWeights:
         return self._tensors[name].get_tensor(name)
 
 
-def _whole(group: Tensor) -> bool:
-    """Whether inputs 32 by 32 belong to one group each."""
-    blocks = group.view(-1, GROUP)
+def _in_whole_groups(g_idx: Tensor) -> bool:
+    """Tell if each 32 inputs side by side belong to one group."""
+    blocks = g_idx.view(-1, GROUP)
     return bool((blocks == blocks[:, :1]).all())
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """(R, C) int32 to the (R, C * 32 / bits) codes that are its bits, the lowest first, as uint8."""
-    parts = packed.contiguous().view(torch.uint8)
-    return parts if bits == 8 else torch.stack((parts & 15, parts >> 4), -1).flatten(1)
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the (R, C * 32 / bits) quants that are the bits of `packed` (R, C) int32, the lowest first, as uint8."""
+    octets = packed.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
 
-def _unpacked_awq(packed: Tensor) -> Tensor:
-    """(R, C) int32 to the (C * 8, R) codes that are its bits, as uint8."""
+def _unpack_awq(packed: Tensor) -> Tensor:
+    """Return the (C * 8, R) quants that are the bits of `packed` (R, C) int32, as uint8."""
     words = packed.T.contiguous()
-    codes = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
+    quants = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
     for place, output in enumerate(_AWQ_ORDER):
-        codes[:, output] = words >> 4 * place & 15
-    return codes.flatten(0, 1)
+        quants[:, output] = words >> 4 * place & 15
+    return quants.flatten(0, 1)
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and its codes ask for {list(shape)}")
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"

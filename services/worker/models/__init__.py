@@ -1,4 +1,4 @@
-"""Model families. One decoder serves them all; a family is its config's translation and its tensors' names.
+"""Models. One decoder serves all families; a family translates its config and names its tensors.
 
-`registry.py` says which there are, and loads one when it is used. `fallback/` serves what has no family.
+`registry.py` lists the families, and imports one when it is used. `fallback/` serves architectures without a family.
 """

@@ -1,7 +1,7 @@
-"""A short name of all that makes two workers compute the same tokens.
+"""`fingerprint`: a short name of all that makes two workers compute the same tokens.
 
-The same weights, types, kind of device, library and instruction set. Weights are known by their files' sizes and by
-samples of their content: reading gigabytes at each start would cost more than it proves.
+That is the same weights, types, kind of device, library and instruction set. Weights are known by their files' sizes
+and by samples of their content: reading gigabytes at each start would cost more than it proves.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels.cpu import extension
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.quantization_config import SETTINGS_FILES
 from services.worker.models.precision import Precision
 
@@ -18,7 +19,7 @@ _SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
 
 
 def fingerprint(weights: str, precision: Precision, device: torch.device, *, code: str = "") -> str:
-    """Sixteen hexadecimal digits, of weights that `weights_digest` has named.
+    """Return 16 hexadecimal digits for the weights whose `weights_digest` is `weights`.
 
     `code` names the modelling code, where it is not ours.
     """
@@ -32,15 +33,14 @@ def fingerprint(weights: str, precision: Precision, device: torch.device, *, cod
     return digest.hexdigest()[:16]
 
 
-def weights_digest(folder: Path, weights: Sequence[Path]) -> str:
-    """Sixteen hexadecimal digits of what a model's files say, however it is computed.
+def weights_digest(folder: ModelFolder, weights: Sequence[Path]) -> str:
+    """Return 16 hexadecimal digits of what a model's files say, however it is computed.
 
-    Nothing of the folder's place or the files' dates goes into them.
+    They do not depend on where the folder is or how old its files are.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(folder.settings["config.json"])
     for name in SETTINGS_FILES:  # they may change what the weights mean
-        if (folder / name).exists():
-            digest.update((folder / name).read_bytes())
+        digest.update(folder.settings.get(name, b""))
     for path in weights:
         _add_file(digest, path)
     return digest.hexdigest()[:16]

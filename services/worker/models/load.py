@@ -1,97 +1,147 @@
-"""From a model folder to a decoder on a device."""
+"""`load_model`: a model folder becomes a decoder on a device."""
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from kernels.load import Ops
-from services.worker.checkpoint.errors import naming
-from services.worker.checkpoint.quantization_config import disagreement, packed_format
+from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily
+from services.worker.checkpoint.errors import name_folder_in_errors
+from services.worker.checkpoint.quantization_config import find_conflict
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import CausalLM
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fingerprint import fingerprint, weights_digest
-from services.worker.models.implementation import decide
-from services.worker.models.parameters import RandomWeights, checkpoint_dtype, load_weights
-from services.worker.models.precision import Checkpoint, Precision, choose_precision, why_dequantised
-from services.worker.models.registry import Way, family, read_supported
+from services.worker.models.parameters import RandomWeights, load_weights
+from services.worker.models.precision import ModelSource, Precision, choose_precision, why_dequantized
+from services.worker.models.registry import (
+    Implementation,
+    ModelImpl,
+    fall_back_to_transformers,
+    load_family,
+    read_supported,
+)
 from services.worker.models.sanity_check import refuse_if_not_finite
+from services.worker.models.spec import DecoderSpec
+from services.worker.models.tensor_map import TensorMap
 from shared.errors import ModelError
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Model:
-    """A loaded model."""
+class LoadedModel:
+    """A model on its device, and what tells it from others."""
 
     decoder: CausalLM
     precision: Precision
     fingerprint: str
-    weights: str  # digest of the files
+    weights_digest: str
 
 
-def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
-    """Read config and weights. Raises ModelError for whatever is missing, broken or not supported, naming `folder`."""
-    with naming(folder):
+class FamilyMatch(NamedTuple):
+    """A checkpoint as a family reads it."""
+
+    spec: DecoderSpec
+    tensors: TensorMap | None  # None if there are no weight files
+
+
+def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> LoadedModel:
+    """Read config and weights. Raise ModelError for whatever is missing, broken or not supported, naming `folder`."""
+    with name_folder_in_errors(folder):
         return _load(folder, config, device, ops)
 
 
-def _load(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> Model:
-    described = read_supported(folder, config.model_impl)
-    files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format, packed_format(described))
-    if warning := disagreement(described, folder):
-        log.warning(warning)
-    dtype = checkpoint_dtype(folder, files) if files else torch.bfloat16
-    way = decide(described, config.model_impl, files)
-    if way.reason:
-        log.warning("%s: %s is loaded by transformers' code instead of Quire's own", way.reason, way.architecture)
-    stored = Checkpoint(dtype, files.quantization if files else None, way.native)
-    precision = choose_precision(config, device, stored, mixes=ops.mixes_types)
-    if reason := why_dequantised(config, stored, mixes=ops.mixes_types):
+def match_family(
+    config: ConfigJson, implementation: Implementation, model_impl: ModelImpl, files: WeightFiles | None
+) -> tuple[Implementation, FamilyMatch | None]:
+    """Return what serves a checkpoint after all, and how its family reads it, if that can.
+
+    The family looks at all of config.json and, if there are `files`, at the names of the tensors. Raise ModelError
+    naming what is wrong with the checkpoint, or what its family lacks where `model_impl` asks for the family.
+    """
+    if not implementation.native:
+        return implementation, None
+    ours = load_family(implementation.architecture)
+    try:
+        spec = ours.spec(config)
+        return implementation, FamilyMatch(spec, TensorMap(files, spec, ours.names) if files else None)
+    except UnsupportedByFamily as error:
+        return fall_back_to_transformers(implementation.architecture, model_impl, error), None
+
+
+def choose_device(requested: str) -> torch.device:
+    """Return the device that `--device` asks for. Raise ModelError if it is not there."""
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device cuda: torch finds no GPU here")
+    return torch.device(requested, 0) if requested == "cuda" else torch.device(requested)
+
+
+def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> LoadedModel:
+    folder, by_name = read_supported(path, config.model_impl)
+    files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
+    if conflict := find_conflict(folder.config, folder.settings):
+        log.warning(conflict)
+    dtype = files.main_dtype if files else torch.bfloat16
+    implementation, match = match_family(folder.config, by_name, config.model_impl, files)
+    if implementation.reason:
+        line = "%s: %s is loaded by transformers' code instead of Quire's own"
+        log.warning(line, implementation.reason, implementation.architecture)
+    source = ModelSource(dtype, files.quantization if files else None, implementation.native)
+    precision = _choose_precision(config, device, source, ops)
+    if match is None:
+        decoder, code = _load_through_transformers(path, implementation, files, precision, device, ops)
+    else:
+        decoder, code = _load_native(match, files, precision, device, ops), ""
+    weights = weights_digest(folder, files.paths if files else [])
+    return LoadedModel(decoder, precision, fingerprint(weights, precision, device, code=code), weights)
+
+
+def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
+    precision = choose_precision(config, device, source, mixes_types=ops.mixes_types)
+    if reason := why_dequantized(config, source, mixes_types=ops.mixes_types):
         log.warning(
             "the checkpoint's quantised weights are dequantised: to compute with them as they are needs %s", reason
         )
     kv = str(precision.kv_dtype).removeprefix("torch.")
     log.info("weights: %s; keys and values: %s", precision.name, kv)
-    if not way.native:
-        return _through_transformers(folder, way, files, precision, device, ops)
-    found = family(way.architecture)
-    spec = found.spec(described)
-    if files is None:
-        decoder = Decoder(spec, RandomWeights(spec, precision, device), ops, kv_dtype=precision.kv_dtype)
-    else:
-        with load_weights(files, spec, found.names, precision, device) as checkpoint:
-            decoder = Decoder(spec, checkpoint, ops, kv_dtype=precision.kv_dtype)
-        refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
-    weights = weights_digest(folder, files.paths if files else [])
-    return Model(decoder, precision, fingerprint(weights, precision, device), weights)
+    return precision
 
 
-def _through_transformers(
-    folder: Path, way: Way, files: WeightFiles | None, precision: Precision, device: torch.device, ops: Ops
-) -> Model:
+def _load_native(
+    match: FamilyMatch, files: WeightFiles | None, precision: Precision, device: torch.device, ops: Ops
+) -> Decoder:
+    if files is None or match.tensors is None:
+        return Decoder(match.spec, RandomWeights(match.spec, precision, device), ops, kv_dtype=precision.kv_dtype)
+    with load_weights(files, match.tensors, precision, device) as weights:
+        decoder = Decoder(match.spec, weights, ops, kv_dtype=precision.kv_dtype)
+    refuse_if_not_finite(decoder, precision.kv_dtype, device, ops)
+    return decoder
+
+
+def _load_through_transformers(
+    folder: Path,
+    implementation: Implementation,
+    files: WeightFiles | None,
+    precision: Precision,
+    device: torch.device,
+    ops: Ops,
+) -> tuple[CausalLM, str]:
+    """Return the model, and the name of the code that computes it."""
     from transformers import __version__  # seconds to import, and only models without a family need it
 
     from services.worker.models.fallback.model import load
 
     try:
-        model = load(folder, way.architecture, files, precision.dtype, device, ops)
+        model = load(folder, implementation.architecture, files, precision.dtype, device, ops)
     except ModelError as error:
-        if not way.reason:
+        if not implementation.reason:
             raise
-        raise ModelError(f"{way.reason}; {str(error).removeprefix(f'{folder}: ')}") from error
-    weights = weights_digest(folder, files.paths if files else [])
-    return Model(model, precision, fingerprint(weights, precision, device, code=f"transformers {__version__}"), weights)
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device that `--device` asks for; raises ModelError if it is not there."""
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelError("--device cuda: torch finds no GPU here")
-    return torch.device(wanted, 0) if wanted == "cuda" else torch.device(wanted)
+        raise ModelError(f"{implementation.reason}; {str(error).removeprefix(f'{folder}: ')}") from error
+    return model, f"transformers {__version__}"

@@ -1,13 +1,14 @@
-"""In what types a model is computed: from the user's wishes, the device and what the checkpoint holds.
+"""`choose_precision`: the types in which a model is computed, from the settings, the device and the checkpoint.
 
-A pure function of these. What is asked for by name and cannot be done is refused; what `auto` cannot keep in few bits
-is dequantised, and the precision says why.
+A pure function of these. What is asked for by name and cannot be done is refused; quantised weights that `auto` cannot
+keep are dequantised, and `why_dequantized` says why.
 """
 
 from typing import Literal, NamedTuple
 
 import torch
 
+from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.config import WorkerConfig
 from shared.errors import ConfigError
 
@@ -21,12 +22,9 @@ DTYPES = {
 
 _KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
-Stored = Literal["gguf", "gptq", "awq"]
-"""The ways in which a checkpoint itself may be quantised."""
+Quantization = CheckpointQuantization | Literal["int8", "int4"]
 
-Quantization = Stored | Literal["int8", "int4"]
-
-_MEANS: dict[Stored, str] = {
+_DESCRIPTIONS: dict[CheckpointQuantization, str] = {
     "gguf": "a GGUF file with blocks of Q4_0, Q4_1 or Q8_0",
     "gptq": "a checkpoint whose quantization_config says gptq",
     "awq": "a checkpoint whose quantization_config says awq",
@@ -34,67 +32,70 @@ _MEANS: dict[Stored, str] = {
 
 
 class Precision(NamedTuple):
-    """How numbers are kept; on a CPU with compiled kernels, arithmetic is in float32 throughout."""
+    """The types of weights and cache; on a CPU with compiled kernels, arithmetic is in float32 throughout."""
 
     dtype: torch.dtype  # of weights that are not quantised
     quantization: Quantization | None  # of matrices: as the checkpoint has them, or rounded when they are loaded
-    kv_dtype: torch.dtype  # int8: codes with a scale for each token and head
+    kv_dtype: torch.dtype  # int8: quants with a scale for each token and head
 
     @property
     def name(self) -> str:
-        """Of the weights' type, for people."""
+        """The type of the weights, for people."""
         return self.quantization or str(self.dtype).removeprefix("torch.")
 
 
-class Checkpoint(NamedTuple):
-    """What the choice hangs on, of a checkpoint and its way through here."""
+class ModelSource(NamedTuple):
+    """The types of a checkpoint, and whose code computes the model."""
 
-    dtype: torch.dtype  # that most of it is stored in
-    quantization: Stored | Literal["other"] | None  # other: in codes that no product takes
-    native: bool  # a family of ours computes it
+    dtype: torch.dtype  # that most of the checkpoint is stored in
+    quantization: CheckpointQuantization | Literal["other"] | None  # other: in quants that no matmul takes
+    native: bool  # a family of Quire's own computes it
 
 
-def choose_precision(config: WorkerConfig, device: torch.device, stored: Checkpoint, *, mixes: bool) -> Precision:
-    """For a checkpoint on a device; `mixes` is whether its kernels take few bits, and one type for weights and another
-    for cache and activations. Raises ConfigError for what cannot be done.
+def choose_precision(
+    config: WorkerConfig, device: torch.device, source: ModelSource, *, mixes_types: bool
+) -> Precision:
+    """Return the precision of a model on a device. Raise ConfigError for what is asked for and cannot be done.
+
+    `mixes_types`: the device's kernels take quantised weights, and one type for weights and another for the cache.
     """
-    quantization = _quantization(config, stored, mixes)
-    dtype = _dtype(config, device, stored.dtype)
+    quantization = _quantization(config, source, mixes_types)
+    dtype = _dtype(config, device, source.dtype)
     kv_dtype = _kv_dtype(config, torch.bfloat16 if quantization else dtype)
     if kv_dtype == torch.int8:
-        if not stored.native:
+        if not source.native:
             raise ConfigError("--kv-cache-dtype int8 needs a family of Quire's own; `quire models` lists them")
-    elif kv_dtype != dtype and not mixes:
+    elif kv_dtype != dtype and not mixes_types:
         raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} needs a CPU and the kernels compiled for it")
     return Precision(dtype, quantization, kv_dtype)
 
 
-def why_dequantised(config: WorkerConfig, stored: Checkpoint, *, mixes: bool) -> str | None:
-    """What a checkpoint's own few bits would have needed, where nobody said that they are not wanted."""
-    if config.quantization != "auto" or config.dtype != "auto" or stored.quantization is None:
+def why_dequantized(config: WorkerConfig, source: ModelSource, *, mixes_types: bool) -> str | None:
+    """Return what the checkpoint's own quants would have needed, unless the settings ask for something else."""
+    if config.quantization != "auto" or config.dtype != "auto" or source.quantization is None:
         return None
-    return _lacking(stored, mixes) or (_MEANS["gguf"] if stored.quantization == "other" else None)
+    return _obstacle(source, mixes_types) or (_DESCRIPTIONS["gguf"] if source.quantization == "other" else None)
 
 
-def _quantization(config: WorkerConfig, stored: Checkpoint, mixes: bool) -> Quantization | None:
-    wanted, lacking = config.quantization, _lacking(stored, mixes)
-    if wanted == "none":
+def _quantization(config: WorkerConfig, source: ModelSource, mixes_types: bool) -> Quantization | None:
+    requested, obstacle = config.quantization, _obstacle(source, mixes_types)
+    if requested == "none":
         return None
-    if wanted == "auto":
-        own = None if stored.quantization == "other" else stored.quantization
-        return None if lacking or config.dtype != "auto" else own
-    if wanted in _MEANS and wanted != stored.quantization:
-        raise ConfigError(f"--quantization {wanted}: the model is not {_MEANS[wanted]}")
-    if lacking:
-        raise ConfigError(f"--quantization {wanted} needs {lacking}")
-    return wanted
+    if requested == "auto":
+        own = None if source.quantization == "other" else source.quantization
+        return None if obstacle or config.dtype != "auto" else own
+    if requested in _DESCRIPTIONS and requested != source.quantization:
+        raise ConfigError(f"--quantization {requested}: the model is not {_DESCRIPTIONS[requested]}")
+    if obstacle:
+        raise ConfigError(f"--quantization {requested} needs {obstacle}")
+    return requested
 
 
-def _lacking(stored: Checkpoint, mixes: bool) -> str | None:
-    """What few bits need and is not there."""
-    if not stored.native:
+def _obstacle(source: ModelSource, mixes_types: bool) -> str | None:
+    """Return what is needed to use quantised weights and is not there, or None."""
+    if not source.native:
         return "a family of Quire's own; `quire models` lists them"
-    return None if mixes else "a CPU and the kernels compiled for it"
+    return None if mixes_types else "a CPU and the kernels compiled for it"
 
 
 def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> torch.dtype:

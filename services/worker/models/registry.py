@@ -1,22 +1,16 @@
-"""Which architectures there are, and which way each is served. A family's module is loaded when a model needs it.
+"""The architectures that are served, and whose code serves each. A family's module is loaded when a model needs it.
 
 An architecture with a family runs through our decoder; another one through transformers' own modelling code, if that
-can be given our attention. So does a checkpoint that asks for something its family lacks (`decide` in ../decision.py).
+can be given our attention. So does a checkpoint that asks for something its family lacks (`match_family` in load.py).
 This module imports no torch, so that the command line can ask it before anything starts.
 """
 
 import importlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from services.worker.checkpoint.config_json import UnsupportedByFamily, convert, read_config
-from services.worker.checkpoint.quantization_config import (
-    SETTINGS_FILES,
-    SUPPORTED,
-    packed_format,
-    with_settings_beside,
-)
+from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily, convert
+from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.models.fallback.catalog import causal_by_type, causal_models, with_replaceable_attention
 from shared.errors import ModelError
 
@@ -39,99 +33,89 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
-Implementation = Literal["auto", "quire", "transformers"]
-
-_QUANTISED_FILES = ("hf_quant_config.json", *SETTINGS_FILES)
-"""What tools write beside config.json, some of them instead of a field in it."""
-
-LISTED = "`quire models` lists what is served"
+ModelImpl = Literal["auto", "quire", "transformers"]
+"""The values of --model-impl: whose code is to compute the model."""
 
 
-class Way(NamedTuple):
-    """How a model is served: its architecture's name, and whether by a family of ours."""
+class Implementation(NamedTuple):
+    """The code that serves a model."""
 
     architecture: str
-    native: bool
-    reason: str = ""  # why not by the family that there is
+    native: bool  # a family of Quire's own does, and not transformers
+    reason: str = ""  # why the architecture's family does not
 
 
-def read_supported(folder: Path, implementation: Implementation = "auto") -> dict[str, Any]:
-    """Return the config.json of a model folder, with the settings of quantised weights that stand in a file beside it.
+def read_supported(path: Path, model_impl: ModelImpl = "auto") -> tuple[ModelFolder, Implementation]:
+    """Return the model folder at `path`, and what serves it by its config.json alone.
 
-    Raises ModelError if it describes a kind of model that is not supported.
+    Raise ModelError, naming the folder, if it describes a kind of model that is not supported.
     """
-    config = read_config(folder)
+    folder = ModelFolder.read(path)
     try:
-        config = with_settings_beside(config, folder)
-        if packed_format(config) is None and (sign := _quantised(folder, config)):
-            raise ModelError(f"{sign}, which is not supported (of quantised checkpoints these are: {SUPPORTED})")
-        choose(config, implementation)
+        return folder, choose_implementation(folder.config, model_impl)
     except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
-    return config
+        raise ModelError(f"{path}: {error}") from error
 
 
-def choose(config: Mapping[str, Any], implementation: Implementation = "auto") -> Way:
-    """Return the way of the model that a config.json describes, by its names alone.
+def choose_implementation(config: ConfigJson, model_impl: ModelImpl = "auto") -> Implementation:
+    """Return what serves the model that a config.json describes, by its architecture's name alone.
 
-    Raises ModelError naming its architecture if there is none.
+    Raise ModelError naming the architecture if nothing does.
     """
     names = _architectures(config)
-    native = next((name for name in names if name in ARCHITECTURES), None)
-    if native and implementation != "transformers":
-        return Way(native, True)
-    if implementation == "quire":
+    ours = next((name for name in names if name in ARCHITECTURES), None)
+    if ours and model_impl != "transformers":
+        return Implementation(ours, native=True)
+    if model_impl == "quire":
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"--model-impl quire: no family of architecture {', '.join(names)} (there are: {supported})")
     theirs = next((name for name in names if name in with_replaceable_attention()), None)
     if theirs:
-        return Way(theirs, False)
-    raise ModelError(f"architecture {', '.join(names)} {_reason(names, config)}; {LISTED}")
+        return Implementation(theirs, native=False)
+    raise ModelError(
+        f"architecture {', '.join(names)} {_why_unsupported(names, config)}; `quire models` lists what is served"
+    )
 
 
-def fall_back(way: Way, implementation: Implementation, error: UnsupportedByFamily) -> Way:
-    """Return transformers' way of a model that its family cannot serve because of `error`, which is raised if there is
-    none, or if the family was asked for."""
-    if implementation != "auto" or way.architecture not in with_replaceable_attention():
+def fall_back_to_transformers(architecture: str, model_impl: ModelImpl, error: UnsupportedByFamily) -> Implementation:
+    """Return transformers as what serves an architecture whose family cannot, because of `error`.
+
+    Raise `error` if transformers cannot either, or if the family was asked for.
+    """
+    if model_impl != "auto" or architecture not in with_replaceable_attention():
         raise error
-    return Way(way.architecture, False, str(error))
+    return Implementation(architecture, native=False, reason=str(error))
 
 
-def _architectures(config: Mapping[str, Any]) -> list[str]:
-    """The names of the model's class. Where there is none that says it, transformers goes by `model_type`."""
+def load_family(architecture: str) -> "Family":
+    """Import and return the family of an architecture that is in the table."""
+    module = importlib.import_module(f"services.worker.models.families.{ARCHITECTURES[architecture]}")
+    family: Family = module.FAMILY
+    return family
+
+
+def _architectures(config: ConfigJson) -> list[str]:
+    """Return the names of the model's class. Where no name tells it, transformers goes by `model_type`."""
     value = config.get("architectures") or []
     names = [value] if isinstance(value, str) else convert(value, "architectures", list[str])
     if names and (config.get("auto_map") or not all(map(_is_body_or_unknown, names))):
         return names
-    kind = config.get("model_type")
-    if by_type := causal_by_type().get(str(kind)):
+    model_type = config.get("model_type")
+    if by_type := causal_by_type().get(str(model_type)):
         return [by_type]
     if not names:
-        raise ModelError(f"config.json: no architectures named, and model_type {kind!r} is no causal language model's")
+        raise ModelError(
+            f"config.json: no architectures named, and model_type {model_type!r} is no causal language model's"
+        )
     return names
 
 
 def _is_body_or_unknown(name: str) -> bool:
-    """Return whether `name` is of a causal model's body, or another spelling of a causal model's class."""
+    """Tell if `name` is of a causal model's body, or another spelling of a causal model's class."""
     return name not in ARCHITECTURES and name not in causal_models() and name.endswith(("Model", "ForCausalLM"))
 
 
-def family(architecture: str) -> "Family":
-    """The family of an architecture that is in the table."""
-    module = importlib.import_module(f"services.worker.models.families.{ARCHITECTURES[architecture]}")
-    found: Family = module.FAMILY
-    return found
-
-
-def _quantised(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return what says that the weights are quantised although nothing says how, or None."""
-    if config.get("compression_config"):
-        return "config.json has a compression_config"
-    there = next((name for name in _QUANTISED_FILES if (folder / name).exists()), None)
-    return f"there is a {there}, but no quantization_config in config.json" if there else None
-
-
-def _reason(names: list[str], config: Mapping[str, Any]) -> str:
+def _why_unsupported(names: list[str], config: ConfigJson) -> str:
     if causal_models().intersection(names):
         return "is not supported: in transformers' code for it attention cannot be replaced, or is not all of its state"
     if config.get("auto_map"):

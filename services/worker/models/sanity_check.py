@@ -1,7 +1,7 @@
-"""The trial of a model before it is served: a few tokens.
+"""The sanity check of a model before it is served: it computes a few tokens.
 
-Their logits must be finite: what broken weights give, or a type too narrow for them, would be served as text without
-sense. Where transformers' code is served they are computed by it alone too, and in several ways by us: a model whose
+Their logits must be finite: broken weights, or a type too narrow for them, would give text without sense. Where
+transformers' code is served, it computes the logits alone too, and we compute them in several ways: a model whose
 tokens meet anywhere but in attention gives other logits when a prompt comes in pieces, or beside a neighbour; one that
 changes attention by its mask gives others at once. Such a model must be refused, not served with wrong text.
 """
@@ -20,42 +20,43 @@ _BLOCK = 4
 _LENGTH = 12
 _PIECES = (5, 1, 6)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Of the difference's norm to the logits' own. Half precision adds up deep models' roundings to some hundredths."""
+"""The norm of the difference, relative to that of the logits. In half precision the roundings of deep models add up to
+some hundredths."""
 
 
-def trial_tokens(vocab_size: int) -> list[int]:
-    """Tokens to try a model with; all different where the vocabulary allows it."""
+def sanity_check_tokens(vocab_size: int) -> list[int]:
+    """Return tokens to check a model with; all are different where the vocabulary allows it."""
     return [(7 + 31 * index) % vocab_size for index in range(_LENGTH)]
 
 
 def refuse_if_not_finite(model: CausalLM, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
-    """Raises ModelError unless `model` gives finite logits for a few tokens."""
+    """Raise ModelError unless `model` gives finite logits for a few tokens."""
     length = min(_LENGTH, model.shape.max_positions)
     model.prepare_positions(length + 1)
     with torch.inference_mode():
-        tokens = trial_tokens(model.shape.vocab_size)[:length]
-        check_finite(_Trial(model, tokens, dtype, device, ops).run([length]), dtype)
+        tokens = sanity_check_tokens(model.shape.vocab_size)[:length]
+        check_finite(_CheckedSequence(model, tokens, dtype, device, ops).logits([length]), dtype)
 
 
 def check_finite(logits: Tensor, dtype: torch.dtype) -> None:
-    """Raises ModelError if one of the `logits`, computed in `dtype`, is no number or not finite."""
+    """Raise ModelError if one of the `logits`, computed in `dtype`, is no number or not finite."""
     if not logits.isfinite().all():
         computed = str(dtype).removeprefix("torch.")
         raise ModelError(f"the model's logits are not finite: weights are broken, or too large for {computed}")
 
 
 def refuse_if_different(model: CausalLM, tokens: Sequence[int], expected: Tensor, dtype: torch.dtype, ops: Ops) -> None:
-    """Raises ModelError unless `model` gives the logits `expected` (T, V) of `tokens`, whole and in pieces."""
-    trial = _Trial(model, tokens, dtype, expected.device, ops)
-    whole = trial.run([_LENGTH])
+    """Raise ModelError unless `model` gives the logits `expected` (T, V) of `tokens`, whole and in pieces."""
+    sequence = _CheckedSequence(model, tokens, dtype, expected.device, ops)
+    whole = sequence.logits([_LENGTH])
     if not _near(whole, expected, dtype):
         raise ModelError("paged attention gives other logits: it keeps other state, or masks attention by itself")
-    if not _near(trial.run(_PIECES), whole, dtype):
+    if not _near(sequence.logits(_PIECES), whole, dtype):
         raise ModelError("a prompt in pieces gives other logits: it keeps state outside of attention")
 
 
-class _Trial:
-    """One sequence of `tokens` in a small cache, behind a neighbour that shares every step with it."""
+class _CheckedSequence:
+    """A sequence of `tokens` in a small cache, behind a neighbour that shares every step with it."""
 
     def __init__(
         self, model: CausalLM, tokens: Sequence[int], dtype: torch.dtype, device: torch.device, ops: Ops
@@ -70,14 +71,14 @@ class _Trial:
         tables = torch.arange(2 * blocks, device=device).view(2, blocks)
         self._tables = torch.stack((tables[0], tables[1].flip(0)))
 
-    def run(self, pieces: Sequence[int]) -> Tensor:
-        """Logits (T, V) of the sequence, computed in `pieces`. The neighbour's tokens are its own in reverse."""
+    def logits(self, pieces: Sequence[int]) -> Tensor:
+        """Return the sequence's logits (T, V), computed in `pieces`. The neighbour has the same tokens in reverse."""
         self._storage.zero_()
-        found = []
+        logits = []
         for start, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
             hidden = self._model.forward(self._inputs(start, end), self._caches)
-            found.append(self._model.logits(hidden[end - start :]))
-        return torch.cat(found)
+            logits.append(self._model.logits(hidden[end - start :]))
+        return torch.cat(logits)
 
     def _inputs(self, start: int, end: int) -> Inputs:
         count, device = end - start, self._tokens.device
@@ -99,7 +100,7 @@ class _Trial:
 
 
 def _near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all rows agree; in half precision most of them, since a near tie of experts may tip a row over."""
+    """Tell if all rows agree; in half precision most of them, since a near tie of experts may tip a row over."""
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     worst = error.max() if dtype == torch.float32 else error.median()
     return bool(worst < _TOLERANCE[dtype])  # a NaN is not

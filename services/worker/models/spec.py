@@ -6,10 +6,11 @@ The names of parameters are Quire's own; a family's `WeightNames` says which ten
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.causal_lm import ModelShape
 from shared.errors import ModelError
 
@@ -133,7 +134,7 @@ class WeightNames:
 class Family:
     """An entry of the registry: a family's reader of config.json, and the names of its tensors."""
 
-    spec: Callable[[Mapping[str, Any]], DecoderSpec]  # takes config.json; raises ModelError if it is not supported
+    spec: Callable[[ConfigJson], DecoderSpec]  # takes config.json; raises ModelError if it is not supported
     names: WeightNames
 
 

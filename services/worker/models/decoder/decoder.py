@@ -38,10 +38,10 @@ class Decoder:
         self.spec = spec
         self._ops = ops
         self._device = weights.device
-        self._embedding = ops.pack_linear(weights.take_matrix("embedding.weight"))
+        self._embedding = ops.pack_linear(weights.load_matrix("embedding.weight"))
         own_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
-        self._head = ops.pack_linear(weights.take_matrix("head.weight")) if own_head else self._embedding
-        self._positions = weights.take("positions.weight") if spec.position_offset is not None else None
+        self._head = ops.pack_linear(weights.load_matrix("head.weight")) if own_head else self._embedding
+        self._positions = weights.load("positions.weight") if spec.position_offset is not None else None
         projected = spec.embedding_size != spec.hidden_size
         self._project_in = Linear(weights, "project_in", ops) if projected else None
         self._project_out = Linear(weights, "project_out", ops) if projected else None

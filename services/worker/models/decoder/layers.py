@@ -19,11 +19,11 @@ class Weights(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def take(self, name: str) -> Tensor:
-        """Return the parameter called `name`, for the caller to keep. Each can be taken once."""
+    def load(self, name: str) -> Tensor:
+        """Return the parameter called `name`, for the caller to keep. Each can be loaded once."""
         ...
 
-    def take_matrix(self, name: str) -> Tensor | QuantizedWeight:
+    def load_matrix(self, name: str) -> Tensor | QuantizedWeight:
         """Return a parameter that is only multiplied or looked up by rows, and so may be quantised; see `take`."""
         ...
 
@@ -40,7 +40,7 @@ class Linear:
     """y = x Wᵀ + b."""
 
     def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
-        self.weight = ops.pack_linear(weights.take_matrix(f"{name}.weight"))
+        self.weight = ops.pack_linear(weights.load_matrix(f"{name}.weight"))
         self.bias = _vector(weights, f"{name}.bias", ops)
         self._linear = ops.linear
 
@@ -56,7 +56,7 @@ class Norm:
     """The norm that a spec names, over the last dimension."""
 
     def __init__(self, weights: Weights, name: str, spec: DecoderSpec, ops: Ops) -> None:
-        self.weight = weights.take(f"{name}.weight")
+        self.weight = weights.load(f"{name}.weight")
         if spec.norm == "rms_plus_one":
             self.weight = self.weight.float() + 1  # in a narrower type, 1 would swallow most of it
         self.weight = ops.pack_vector(self.weight)
@@ -80,4 +80,4 @@ class Norm:
 
 
 def _vector(weights: Weights, name: str, ops: Ops) -> Tensor | None:
-    return ops.pack_vector(weights.take(name)) if name in weights else None
+    return ops.pack_vector(weights.load(name)) if name in weights else None

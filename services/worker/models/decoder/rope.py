@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.checkpoint.config_json import LARGEST, UnsupportedByFamily, check_size, convert, number, size
+from services.worker.checkpoint.config_json import MAX_SIZE, ConfigJson, UnsupportedByFamily, check_size, convert
 from services.worker.models.spec import Rope
 from shared.errors import ModelError
 
@@ -28,14 +28,14 @@ LARGEST_HEAD = 2**16
 """The largest head_dim. Frequencies are computed for each pair of dimensions, before any tensor is looked at."""
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA, *, partial: bool = False) -> Rope:
+def read_rope(config: ConfigJson, head_dim: int, theta: float = _THETA, *, partial: bool = False) -> Rope:
     """Return the rotary positions of a model. Raise ModelError for a type that is not supported.
 
     `theta` is the family's, for configs that have none. `partial`: the family may rotate a part of each head only.
     """
     scaling = read_scaling(config)
-    theta = number(scaling, "rope_theta", number(config, "rope_theta", theta))
-    rotary_factor = number(scaling, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
+    theta = scaling.number("rope_theta", config.number("rope_theta", theta))
+    rotary_factor = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     rotated = _rotated_dims(head_dim, rotary_factor, partial)
     rope_type = read_rope_type(scaling)
     match rope_type:
@@ -47,7 +47,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int, theta: float = _THETA, *
         case "longrope" | "su":
             return _longrope(config, scaling, theta, rotated)
         case _ if rope_type in _SCALED:
-            return _scaled(config, {**scaling, "rope_type": rope_type, "rope_theta": theta}, head_dim, rotary_factor)
+            return _scaled(config, scaling.replace(rope_type=rope_type, rope_theta=theta), head_dim, rotary_factor)
         case _:
             raise UnsupportedByFamily(
                 f"config.json: rope_type {rope_type!r} is not supported (supported: {', '.join(_SUPPORTED)})"
@@ -62,7 +62,7 @@ def _rotated_dims(head_dim: int, rotary_factor: float, partial: bool) -> int:
     """
     if rotary_factor != 1 and not partial:
         raise ModelError(f"config.json: partial_rotary_factor {rotary_factor} is not supported for this architecture")
-    rotated = int(min(head_dim * rotary_factor, LARGEST))
+    rotated = int(min(head_dim * rotary_factor, MAX_SIZE))
     if rotated % 2 or not 2 <= rotated <= head_dim:
         raise ModelError(
             f"config.json: partial_rotary_factor {rotary_factor} of head_dim {head_dim} are {rotated} "
@@ -71,25 +71,25 @@ def _rotated_dims(head_dim: int, rotary_factor: float, partial: bool) -> int:
     return rotated
 
 
-def read_max_positions(config: Mapping[str, Any], default: int) -> int:
+def read_max_positions(config: ConfigJson, default: int) -> int:
     """Return the longest context: `max_position_embeddings`, or what a linear or yarn scaling extends it to."""
-    positions = size(config, "max_position_embeddings", default)
+    positions = config.size("max_position_embeddings", default)
     scaling = read_scaling(config)
     rope_type = read_rope_type(scaling)
     if rope_type not in ("linear", "yarn"):
         return positions
     if rope_type == "yarn":
-        positions = size(scaling, "original_max_position_embeddings", positions)
-    extended = positions * number(scaling, "factor", 1.0)
-    return check_size("max_position_embeddings times the rope's factor", int(min(extended, 2.0 * LARGEST)))
+        positions = scaling.size("original_max_position_embeddings", positions)
+    extended = positions * scaling.number("factor", 1.0)
+    return check_size("max_position_embeddings times the rope's factor", int(min(extended, 2.0 * MAX_SIZE)))
 
 
-def read_scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_scaling(config: ConfigJson) -> ConfigJson:
     """Return the scaling under either of its names; if both are there, the older one, as transformers does."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise ModelError("config.json: rope_scaling must be an object")
-    return scaling
+    return ConfigJson(scaling)
 
 
 def read_rope_type(scaling: Mapping[str, Any]) -> str:
@@ -117,10 +117,10 @@ def _factors(scaling: Mapping[str, Any], name: str, rotated: int) -> Tensor:
     return torch.tensor(factors)
 
 
-def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, rotated: int) -> Rope:
-    positions = size(config, "max_position_embeddings")
-    original = size(scaling, "original_max_position_embeddings", positions)
-    original = size(config, "original_max_position_embeddings", original)
+def _longrope(config: ConfigJson, scaling: ConfigJson, theta: float, rotated: int) -> Rope:
+    positions = config.size("max_position_embeddings")
+    original = scaling.size("original_max_position_embeddings", positions)
+    original = config.size("original_max_position_embeddings", original)
     factors = {name: _factors(scaling, name, rotated).tolist() for name in ("short_factor", "long_factor")}
     parameters = {**scaling, **factors, "rope_type": "longrope", "rope_theta": theta}
     parameters |= {"original_max_position_embeddings": original, "partial_rotary_factor": 1.0}
@@ -129,8 +129,8 @@ def _longrope(config: Mapping[str, Any], scaling: dict[str, Any], theta: float, 
     return Rope(short, attention_factor, original, long)
 
 
-def _scaled(config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, rotary_factor: float) -> Rope:
-    size(scaling, "original_max_position_embeddings", 1)
+def _scaled(config: ConfigJson, scaling: ConfigJson, head_dim: int, rotary_factor: float) -> Rope:
+    scaling.size("original_max_position_embeddings", 1)
     return Rope(*_by_transformers(config, {**scaling, "partial_rotary_factor": rotary_factor}, head_dim))
 
 
@@ -142,7 +142,7 @@ def _by_transformers(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for name in ("factor", "attention_factor"):
-        number(scaling, name, 1.0)
+        ConfigJson(scaling).number(name, 1.0)
     sizes = ("hidden_size", "num_attention_heads", "max_position_embeddings")
     try:
         llama_config = LlamaConfig(

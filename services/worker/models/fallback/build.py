@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, refuse_codes
+from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
 from services.worker.models.fallback.sizes import check_sizes
 from shared.errors import ModelError
 from shared.hub.progress import progress
@@ -114,7 +114,7 @@ def _refuse_unfit(outline: Any, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in stored.items():
         plain = tensor.dtype in (*FLOATS, torch.bool)
         if not plain and (name in weights or name.endswith(".weight") or tensor.is_floating_point()):
-            refuse_codes(name, tensor.dtype)
+            check_float(name, tensor.dtype)
     if sum(weight.numel() for weight in weights.values()) > sum(tensor.numel() for tensor in tensors.values()):
         for name, weight in weights.items():
             if name in stored and stored[name].numel() < weight.numel():

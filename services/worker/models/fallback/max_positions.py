@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.decoder.rope import read_max_positions
 from shared.errors import ModelError
 
@@ -30,4 +31,6 @@ def max_positions(config: Any) -> int:
 
 
 def _extended(positions: int, rope: Mapping[str, Any]) -> int:
-    return read_max_positions({"max_position_embeddings": positions, "rope_parameters": dict(rope)}, positions)
+    return read_max_positions(
+        ConfigJson({"max_position_embeddings": positions, "rope_parameters": dict(rope)}), positions
+    )

@@ -15,7 +15,7 @@ from services.worker.models.fallback.attention import AttentionCall, PagedAttent
 from services.worker.models.fallback.build import build_model, first_line, silenced
 from services.worker.models.fallback.linear import pack_modules
 from services.worker.models.fallback.max_positions import max_positions
-from services.worker.models.sanity_check import check_finite, refuse_if_different, trial_tokens
+from services.worker.models.sanity_check import check_finite, refuse_if_different, sanity_check_tokens
 from shared.errors import ModelError
 
 
@@ -40,7 +40,7 @@ def _with_paged_attention(model: Any, architecture: str, dtype: torch.dtype, ops
     if not model._can_set_attn_implementation():
         raise ModelError("its attention cannot be replaced")
     body = _body_name(model)
-    tokens = trial_tokens(model.config.get_text_config().vocab_size)
+    tokens = sanity_check_tokens(model.config.get_text_config().vocab_size)
     ids = torch.tensor([tokens], device=model.device)
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     check_finite(expected, dtype)

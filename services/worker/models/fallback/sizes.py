@@ -6,7 +6,7 @@ field, or begins to build a million layers.
 
 from typing import Any
 
-from services.worker.checkpoint.config_json import MOST_PARTS, check_size, number
+from services.worker.checkpoint.config_json import MAX_MODULES, ConfigJson, check_size
 
 _SIZES = {
     "vocab_size", "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "n_heads",
@@ -24,10 +24,10 @@ def check_sizes(config: Any) -> None:
         if name in _SIZES:
             check_size(name, int(value))
         if name in _LAYERS or (name in _EXPERTS and value):
-            check_size(name, int(value), MOST_PARTS)
+            check_size(name, int(value), MAX_MODULES)
         if name in _EPSILONS:
-            number(fields, name, zero=True)
+            ConfigJson(fields).number(name, zero=True)
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *rope.values()):
         if isinstance(part, dict) and part.get("rope_theta") is not None:
-            number(part, "rope_theta")
+            ConfigJson(part).number("rope_theta")

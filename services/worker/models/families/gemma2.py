@@ -1,12 +1,10 @@
 """Gemma 2: softcaps, norms behind the blocks too, and a window in every other layer."""
 
-from collections.abc import Mapping
 from dataclasses import replace as with_fields
-from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.checkpoint.config_json import nullable, number
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.decoder.windows import sliding, with_windows
 from services.worker.models.families import gemma, llama
 from services.worker.models.spec import DecoderSpec, Family
@@ -22,22 +20,22 @@ NAMES = with_fields(
 )
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Gemma2ForCausalLM."""
+def read(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of a Gemma2ForCausalLM."""
     spec = replace(
         gemma.read_as("Gemma2ForCausalLM", config),
         post_norms=True,
-        attention_scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=softcap(config, "attn_logit_softcapping", 50.0),
         logit_softcap=softcap(config, "final_logit_softcapping", 30.0),
     )
     slides = sliding(config, [index % 2 == 0 for index in range(spec.num_layers)])
-    return with_windows(spec, nullable(config, "sliding_window", int, 4096), slides)
+    return with_windows(spec, config.nullable("sliding_window", int, 4096), slides)
 
 
-def softcap(config: Mapping[str, Any], name: str, default: float) -> float:
-    """The bound called `name`; 0 and null are none, absent it is `default`."""
-    return 0.0 if name in config and config[name] is None else number(config, name, default, zero=True)
+def softcap(config: ConfigJson, name: str, default: float) -> float:
+    """Return the bound in the field `name`; 0 and null are none, absent it is `default`."""
+    return 0.0 if name in config and config[name] is None else config.number(name, default, zero=True)
 
 
 FAMILY = Family(read, NAMES)

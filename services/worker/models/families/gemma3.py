@@ -1,15 +1,14 @@
 """Gemma 3: queries and keys are normalised, and layers with a window have a rope of their own.
 
-Of the models that take images too, the part for text is served.
+Models that take images too are served without that part.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace as with_fields
 from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.checkpoint.config_json import UnsupportedByFamily, convert, field, nullable, number, size
+from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily, convert
 from services.worker.models.decoder.rope import read_rope
 from services.worker.models.decoder.windows import sliding, with_windows
 from services.worker.models.families import gemma, gemma2
@@ -36,47 +35,47 @@ NAMES = with_fields(
 )
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Gemma3ForCausalLM, or of the text model in a Gemma3ForConditionalGeneration."""
-    within = config.get("text_config")
-    architecture = "Gemma3ForCausalLM" if within is None else "Gemma3ForConditionalGeneration"
-    text = _DEFAULTS | (dict(config) if within is None else convert(within, "text_config", dict[str, Any]))
-    if within is not None:  # the head is the whole model's, and so is the word on it
-        text["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
+def read(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of a Gemma3ForCausalLM, or of the text model in a Gemma3ForConditionalGeneration."""
+    if config.get("text_config") is None:
+        architecture, text = "Gemma3ForCausalLM", config
+    else:
+        architecture = "Gemma3ForConditionalGeneration"
+        text = ConfigJson(convert(config["text_config"], "text_config", dict[str, Any]))
+        # The head belongs to the whole model, whose field says if it is tied.
+        text = text.replace(tie_word_embeddings=config.get("tie_word_embeddings", True))
+    text = text.with_defaults(**_DEFAULTS)
     if text.get("attn_logit_softcapping") is not None:
         raise UnsupportedByFamily("config.json: attn_logit_softcapping is not supported in Gemma 3")
-    far, near = _ropes(text)
+    full, windowed = _rope_configs(text)
     spec = replace(
-        gemma.read_as(architecture, far),
-        max_positions=size(text, "max_position_embeddings"),  # to which the rope is stretched already
+        gemma.read_as(architecture, full),
+        max_positions=text.size("max_position_embeddings"),  # to which the rope is stretched already
         post_norms=True,
         qk_norm=True,
-        attention_scale=number(text, "query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=text.number("query_pre_attn_scalar", 256.0) ** -0.5,
         logit_softcap=gemma2.softcap(text, "final_logit_softcapping", 0.0),
     )
-    pattern = size(text, "sliding_window_pattern", size(text, "_sliding_window_pattern", 6))
+    pattern = text.size("sliding_window_pattern", text.size("_sliding_window_pattern", 6))
     slides = sliding(text, [(index + 1) % pattern != 0 for index in range(spec.num_layers)])
-    rope = read_rope(near, spec.head_dim)
+    rope = read_rope(windowed, spec.head_dim)
     layers = [replace(layer, rope=rope) if slide else layer for layer, slide in zip(spec.layers, slides, strict=True)]
-    return with_windows(replace(spec, layers=tuple(layers)), nullable(text, "sliding_window", int, 4096), slides)
+    return with_windows(replace(spec, layers=tuple(layers)), text.nullable("sliding_window", int, 4096), slides)
 
 
-def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config as layers that see all read it, and as those with a window do.
+def _rope_configs(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
+    """Return the config as it is for the rope of layers that see all, and for that of layers with a window.
 
     A `rope_scaling` beside `rope_parameters` is laid over the part for layers that see all, as in transformers.
     """
-    both = convert(config.get("rope_parameters") or {}, "rope_parameters", dict[str, Any])
-    scaling = convert(config.get("rope_scaling") or {}, "rope_scaling", dict[str, Any])
-    theta = field(config, "rope_theta", float, 1_000_000.0)
-    local = field(config, "rope_local_base_freq", float, 10_000.0)
-    everywhere = convert(both.get("full_attention") or {}, "rope_parameters: full_attention", dict[str, Any])
-    far = everywhere | scaling
-    near = both.get("sliding_attention") or {}
-    plain = {**config, "rope_scaling": None}
+    by_layer, scaling = config.section("rope_parameters"), config.section("rope_scaling")
+    theta = config.field("rope_theta", float, 1_000_000.0)
+    local_theta = config.field("rope_local_base_freq", float, 10_000.0)
+    full = convert(by_layer.get("full_attention") or {}, "rope_parameters: full_attention", dict[str, Any])
+    windowed = by_layer.get("sliding_attention") or {}
     return (
-        {**plain, "rope_theta": theta, "rope_parameters": far},
-        {**plain, "rope_theta": local, "rope_parameters": near},
+        config.replace(rope_scaling=None, rope_theta=theta, rope_parameters={**full, **scaling}),
+        config.replace(rope_scaling=None, rope_theta=local_theta, rope_parameters=windowed),
     )
 
 

@@ -3,12 +3,9 @@
 Families that are a Llama but for a few things read their config by `read_as` and change the spec.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from msgspec.structs import replace
 
-from services.worker.checkpoint.config_json import MOST_PARTS, choice, field, number, size
+from services.worker.checkpoint.config_json import MAX_MODULES, ConfigJson
 from services.worker.models.decoder.rope import LARGEST_HEAD, read_max_positions, read_rope
 from services.worker.models.spec import GATED_ACTIVATIONS, Activation, DecoderSpec, Family, LayerSpec, WeightNames
 
@@ -28,14 +25,14 @@ NAMES = WeightNames(
 )
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a LlamaForCausalLM, whose feed-forward blocks may have biases too."""
-    return replace(read_as("LlamaForCausalLM", config), mlp_bias=field(config, "mlp_bias", bool, False))
+def read(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of a LlamaForCausalLM, whose feed-forward blocks may have biases too."""
+    return replace(read_as("LlamaForCausalLM", config), mlp_bias=config.field("mlp_bias", bool, False))
 
 
 def read_as(
     architecture: str,
-    config: Mapping[str, Any],
+    config: ConfigJson,
     *,
     max_positions: int = 2048,
     norm_eps: float = 1e-6,
@@ -44,31 +41,31 @@ def read_as(
     partial: bool = False,
     biased: bool = True,
 ) -> DecoderSpec:
-    """The spec of a decoder of Llama's shape, with the defaults of its family; `activation` if that has been read.
+    """Return the spec of a decoder of Llama's shape, with the defaults of its family.
 
-    `partial`: the family may rotate a part of each head only. `biased`: its attention has biases if `attention_bias`
-    says so; others pass over that field.
+    `activation` is given where the family has read it. `partial`: the family may rotate a part of each head only.
+    `biased`: its attention has biases if `attention_bias` says so; others pass over that field.
     """
-    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-    head_dim = size(config, "head_dim", hidden // heads, LARGEST_HEAD)
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    head_dim = config.size("head_dim", hidden // heads, LARGEST_HEAD)
     positions = read_max_positions(config, max_positions)
-    bias = biased and field(config, "attention_bias", bool, False)
-    gate = choice(config, "hidden_act", GATED_ACTIVATIONS, "silu") if activation is None else activation
+    bias = biased and config.field("attention_bias", bool, False)
+    gate = config.choice("hidden_act", GATED_ACTIVATIONS, "silu") if activation is None else activation
     layer = LayerSpec(rope=read_rope(config, head_dim, theta, partial=partial))
     return DecoderSpec(
         architecture=architecture,
-        vocab_size=size(config, "vocab_size"),
+        vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
         embedding_size=hidden,
-        intermediate_size=size(config, "intermediate_size"),
+        intermediate_size=config.size("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=size(config, "num_key_value_heads", heads),
+        num_kv_heads=config.size("num_key_value_heads", heads),
         head_dim=head_dim,
         max_positions=positions,
-        layers=(layer,) * size(config, "num_hidden_layers", most=MOST_PARTS),
-        tied=field(config, "tie_word_embeddings", bool, False),
+        layers=(layer,) * config.size("num_hidden_layers", maximum=MAX_MODULES),
+        tied=config.field("tie_word_embeddings", bool, False),
         norm="rms",
-        norm_eps=number(config, "rms_norm_eps", norm_eps, zero=True),
+        norm_eps=config.number("rms_norm_eps", norm_eps, zero=True),
         activation=gate,
         qkv_bias=bias,
         out_bias=bias,

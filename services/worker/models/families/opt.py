@@ -1,35 +1,32 @@
 """OPT: learned positions, layer norms with biases, a block without a gate; its 350m normalises after the sum."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from services.worker.checkpoint.config_json import MOST_PARTS, choice, field, refuse, size
+from services.worker.checkpoint.config_json import MAX_MODULES, ConfigJson
 from services.worker.models.spec import PLAIN_ACTIVATIONS, DecoderSpec, Family, LayerSpec, WeightNames
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of an OPTForCausalLM."""
-    refuse(config, layer_norm_elementwise_affine=False)
-    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
-    norm_first = field(config, "do_layer_norm_before", bool, True)
-    bias = field(config, "enable_bias", bool, True)
+def read(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of an OPTForCausalLM."""
+    config.refuse(layer_norm_elementwise_affine=False)
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    norm_first = config.field("do_layer_norm_before", bool, True)
+    bias = config.field("enable_bias", bool, True)
     return DecoderSpec(
         architecture="OPTForCausalLM",
-        vocab_size=size(config, "vocab_size"),
+        vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
-        embedding_size=size(config, "word_embed_proj_dim", hidden),
-        intermediate_size=size(config, "ffn_dim"),
+        embedding_size=config.size("word_embed_proj_dim", hidden),
+        intermediate_size=config.size("ffn_dim"),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
-        max_positions=size(config, "max_position_embeddings", 2048),
-        layers=(LayerSpec(),) * size(config, "num_hidden_layers", most=MOST_PARTS),
-        tied=field(config, "tie_word_embeddings", bool, True),
+        max_positions=config.size("max_position_embeddings", 2048),
+        layers=(LayerSpec(),) * config.size("num_hidden_layers", maximum=MAX_MODULES),
+        tied=config.field("tie_word_embeddings", bool, True),
         norm="layer",
         norm_eps=1e-5,
-        activation=choice(config, "activation_function", PLAIN_ACTIVATIONS, "relu"),
+        activation=config.choice("activation_function", PLAIN_ACTIVATIONS, "relu"),
         norm_first=norm_first,
-        final_norm=norm_first and not field(config, "_remove_final_layer_norm", bool, False),
+        final_norm=norm_first and not config.field("_remove_final_layer_norm", bool, False),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,

@@ -1,11 +1,10 @@
 """Qwen3: a Llama that normalises each head's query and key, and whose upper layers may see a window."""
 
-from collections.abc import Mapping
 from dataclasses import replace as with_fields
-from typing import Any
 
 from msgspec.structs import replace
 
+from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.families import llama, qwen2
 from services.worker.models.spec import DecoderSpec, Family
 
@@ -15,9 +14,9 @@ NAMES = with_fields(
 )
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Qwen3ForCausalLM."""
-    spec = llama.read_as("Qwen3ForCausalLM", {"head_dim": 128, **config}, max_positions=32768)
+def read(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of a Qwen3ForCausalLM."""
+    spec = llama.read_as("Qwen3ForCausalLM", config.with_defaults(head_dim=128), max_positions=32768)
     return qwen2.with_upper_windows(replace(spec, qk_norm=True), config)
 
 

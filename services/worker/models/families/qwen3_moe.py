@@ -1,12 +1,10 @@
 """Qwen3-MoE: a Qwen3 with experts in most or all layers."""
 
-from collections.abc import Mapping
 from dataclasses import replace as with_fields
-from typing import Any
 
 from msgspec.structs import replace
 
-from services.worker.checkpoint.config_json import convert, field, nullable, size
+from services.worker.checkpoint.config_json import ConfigJson, convert
 from services.worker.models.decoder.windows import with_window
 from services.worker.models.families import llama, qwen3
 from services.worker.models.families.mixtral import read_experts
@@ -24,21 +22,21 @@ NAMES = with_fields(
 )
 
 
-def read(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a Qwen3MoeForCausalLM."""
+def read(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of a Qwen3MoeForCausalLM."""
     spec = replace(llama.read_as("Qwen3MoeForCausalLM", config, max_positions=32768), qk_norm=True)
     experts = read_experts(
         config,
         count=128,
         top_k=8,
-        intermediate_size=size(config, "moe_intermediate_size", 768),
-        normalised=field(config, "norm_topk_prob", bool, False),
+        intermediate_size=config.size("moe_intermediate_size", 768),
+        normalised=config.field("norm_topk_prob", bool, False),
     )
-    every = size(config, "decoder_sparse_step", 1)
+    every = config.size("decoder_sparse_step", 1)
     dense = convert(config.get("mlp_only_layers") or [], "mlp_only_layers", list[int])
     mixed = [(index + 1) % every == 0 and index not in dense for index in range(spec.num_layers)]
     layers = [replace(layer, experts=experts) if mix else layer for layer, mix in zip(spec.layers, mixed, strict=True)]
-    window = nullable(config, "sliding_window", int, 4096) if field(config, "use_sliding_window", bool, False) else None
+    window = config.nullable("sliding_window", int, 4096) if config.field("use_sliding_window", bool, False) else None
     return with_window(replace(spec, layers=tuple(layers)), window)
 
 

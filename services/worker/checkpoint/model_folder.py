@@ -1,0 +1,136 @@
+"""`ModelFolder`: a model folder as it was read, once; and `find_weights`: which of its files hold the weights.
+
+Folders also hold backups, other formats of the same weights, and leftovers of earlier versions. The choice is that of
+transformers: safetensors before pickles, a single file before an index. No file's tensors are looked at, and torch is
+not imported, so that the command line can ask before anything starts.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from services.worker.checkpoint.config_json import ConfigJson
+from services.worker.checkpoint.quantization_config import (
+    MARKER_FILES,
+    SETTINGS_FILES,
+    QuantizationConfig,
+    read_quantization,
+)
+from shared.errors import ModelError
+from shared.gguf.folder import read_pointer
+
+WeightFormat = Literal["auto", "safetensors", "pt", "gguf"]
+
+_CONFIG = "config.json"
+_FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
+
+
+class ModelFolder(NamedTuple):
+    """A model folder, read once: everything but its weights."""
+
+    path: Path
+    config: ConfigJson
+    quantization: QuantizationConfig | None  # by config.json, or by a file beside it
+    settings: Mapping[str, bytes]  # config.json and the quantisation tools' files as they are stored, by name
+
+    @classmethod
+    def read(cls, path: Path) -> "ModelFolder":
+        """Read the folder at `path`. Raise ModelError, naming it, if a file is broken or the weights are quantised in
+        a way that is not supported.
+        """
+        settings = {_CONFIG: _read_config(path)}
+        config = _parse_config(path / _CONFIG, settings[_CONFIG])
+        try:
+            beside = [name for name in (*MARKER_FILES, *SETTINGS_FILES) if (path / name).exists()]
+            settings |= {name: _read_beside(path / name) for name in beside}
+            return cls(path, config, read_quantization(config, settings), settings)
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from error
+
+
+def _read_config(folder: Path) -> bytes:
+    path = folder / _CONFIG
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} does not exist: {folder} is not a model folder") from error
+    except OSError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _parse_config(path: Path, content: bytes) -> ConfigJson:
+    """Parse with Python's own module, as transformers does: `Infinity`, `NaN` and numbers of any size are taken.
+
+    A field that a family reads is checked where it is read.
+    """
+    try:
+        config = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: must hold an object")
+    return ConfigJson(config)
+
+
+def _read_beside(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path.name}: {error}") from error
+
+
+def find_weights(folder: Path, requested: WeightFormat) -> tuple[str, list[Path]]:
+    """Return (format, files) of the weights of a model folder. Raise ModelError if there are none."""
+    if requested in ("auto", "gguf") and (pointer := read_pointer(folder)):
+        return "gguf", [Path(path) for path in pointer.files]
+    if requested == "gguf":
+        raise ModelError(f"{folder} was not made of a GGUF file; name the .gguf file itself as the model")
+    formats = _FILES if requested == "auto" else {requested: _FILES[requested]}
+    for format, name in formats.items():
+        single, index = folder / name, _index(folder / name)
+        if single.exists() and single not in _listed_if_readable(index):
+            return format, [single]
+        if index.exists():
+            return format, _check_shards(index)
+    others = list(folder.glob("*.safetensors")) if "safetensors" in formats else []
+    if len(others) == 1:  # under a name of its own, but there is no mistaking it
+        return "safetensors", others
+    raise ModelError(f"{folder}: no weights; none of {', '.join(formats.values())} or their .index.json is there")
+
+
+def ignored_index(paths: list[Path]) -> Path | None:
+    """Return the index beside a single file that is taken, if it lists others: then one of the two is a leftover."""
+    index = _index(paths[0])
+    return index if index.exists() and _listed_if_readable(index) != paths else None
+
+
+def _index(file: Path) -> Path:
+    return file.with_name(f"{file.name}.index.json")
+
+
+def _listed_if_readable(index: Path) -> list[Path]:
+    try:
+        return _listed(index)
+    except ModelError:
+        return []
+
+
+def _check_shards(index: Path) -> list[Path]:
+    """Return the files that an index lists. Raise ModelError naming one that is missing."""
+    paths = _listed(index)
+    for path in paths:
+        if not path.exists():
+            raise ModelError(f"{path} is missing; {index.name} lists it")
+    return paths
+
+
+def _listed(index: Path) -> list[Path]:
+    try:
+        content = msgspec.json.decode(index.read_bytes(), type=dict[str, object])
+        files = msgspec.convert(content.get("weight_map"), dict[str, str])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{index}: {error}") from error
+    return [index.parent / name for name in dict.fromkeys(files.values())]
