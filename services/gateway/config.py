@@ -1,4 +1,4 @@
-"""The gateway's settings. Their table in the documentation and `--help` are made from this struct."""
+"""The gateway's settings. The table in the documentation and `--help` are made from this struct."""
 
 from typing import Annotated, Literal
 

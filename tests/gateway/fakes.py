@@ -20,10 +20,10 @@ from aiohttp.web import Application, Request
 
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
+from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
-from services.gateway.serving import Gateway
+from services.gateway.served_model import ServedModel
 from shared.protocol import (
     VERSION,
     FinishReason,
@@ -66,7 +66,7 @@ def endless(_: Sequence[int], __: int) -> Iterable[int]:
     return itertools.cycle(ids(" two"))
 
 
-class FakeAttempt:
+class FakeEngineRequest:
     """One submit. `left` is set once its region was left; `aborted` are the samples that were aborted one by one."""
 
     engine = "0"
@@ -82,7 +82,7 @@ class FakeAttempt:
         self._live = list(range(n))
         self._steps = 0
 
-    async def accepted(self) -> None:
+    async def wait_accepted(self) -> None:
         """The engine's word comes when `answers` is set; until then nothing does."""
         await self._backend.answers.wait()
         if self._backend.refusal is not None:
@@ -90,7 +90,7 @@ class FakeAttempt:
 
     async def rows(self) -> list[ProgressRow]:
         if self._steps == 0:
-            await self.accepted()
+            await self.wait_accepted()
         rows: list[ProgressRow] = []
         for _ in range(self._backend.burst):
             if self._steps == self._backend.pause_at:
@@ -151,7 +151,7 @@ class FakeBackend:
         model = ModelInfo(MODEL, "TinyForCausalLM", "float32", max_model_len, VOCAB, "f")
         self.welcome: Welcome | None = Welcome(VERSION, "0", "boot", model, max_model_len, 8)
         self.script = script
-        self.attempts: list[FakeAttempt] = []
+        self.requests: list[FakeEngineRequest] = []
         self.is_ready = True
         self.cached_tokens = 0
         self.burst = 1  # steps whose rows come together
@@ -174,17 +174,17 @@ class FakeBackend:
     @asynccontextmanager
     async def submit(
         self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int, samples_before: int = 0
-    ) -> AsyncIterator[FakeAttempt]:
+    ) -> AsyncIterator[FakeEngineRequest]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
-        attempt = FakeAttempt(self, tokens, sampling, n, priority)
-        attempt.samples_before = samples_before
-        self.attempts.append(attempt)
+        request = FakeEngineRequest(self, tokens, sampling, n, priority)
+        request.samples_before = samples_before
+        self.requests.append(request)
         self.submitted.set()
         try:
-            yield attempt
+            yield request
         finally:
-            attempt.left.set()
+            request.left.set()
 
 
 class Client(TestClient[Request, Application]):

@@ -7,7 +7,7 @@ import pytest
 
 from quire.checks import check_files
 from services.gateway.config import GatewayConfig
-from services.gateway.model import ServedModel
+from services.gateway.served_model import ServedModel
 from shared.errors import ModelError
 from tests.gateway.fakes import TOKENIZER, FakeBackend, serve, write_template
 from tests.text.vocabulary import CHATML, make_tokenizer, write_model_folder
@@ -27,7 +27,7 @@ async def prompt_of(**fields: Any) -> str:
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.chat(**fields)
-    return TOKENIZER.decode(backend.attempts[0].tokens, skip_special_tokens=False)
+    return TOKENIZER.decode(backend.requests[0].tokens, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
@@ -111,7 +111,7 @@ async def test_a_template_that_prints_bos_gives_one_only() -> None:
         await client.complete(prompt="hi")
         await client.complete(prompt="hi", add_special_tokens=False)
     bos = tokenizer.token_id("<s>")
-    assert [attempt.tokens.count(bos) for attempt in backend.attempts] == [1, 2, 1, 0]
+    assert [request.tokens.count(bos) for request in backend.requests] == [1, 2, 1, 0]
 
 
 async def test_template_variables_reach_the_template() -> None:
@@ -119,7 +119,7 @@ async def test_template_variables_reach_the_template() -> None:
     async with serve(backend, template="{{ mood }}{{ messages[0].name }}") as client:
         messages = [USER | {"name": "ann"}]
         await client.chat(messages=messages, chat_template_kwargs={"mood": "good"})
-    assert TOKENIZER.decode(backend.attempts[0].tokens) == "goodann"
+    assert TOKENIZER.decode(backend.requests[0].tokens) == "goodann"
 
 
 async def test_an_answer_has_a_message() -> None:

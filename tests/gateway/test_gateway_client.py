@@ -67,7 +67,7 @@ async def test_completions_and_extra_fields() -> None:
     answer = await ask(backend, work)
     assert answer.choices[0].text == "one two three"
     assert answer.choices[0].logprobs.text_offset[:2] == [0, 3]
-    assert backend.attempts[0].sampling.top_k == 3
+    assert backend.requests[0].sampling.top_k == 3
 
 
 async def test_errors_have_the_clients_types() -> None:

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 
-from services.gateway.openai import ChatRequest, CompletionRequest, StreamOptions
-from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
+from services.gateway.api_requests import ChatRequest, CompletionRequest, StreamOptions
+from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
@@ -46,7 +46,7 @@ PROOFS = {
     "top_logprobs": (SCORES, "test_lgp11_a_chats_entries"),
     "top_p": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
     **dict.fromkeys(HINTS | STREAM_HINTS, (LIMITS, "test_hints_are_taken_in_silence")),
-    **dict.fromkeys(NEUTRAL, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
+    **dict.fromkeys(NEUTRAL_VALUES, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
     "best_of": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "echo": (STREAMS, "test_str18_an_echo_comes_once_and_first"),
 }
@@ -54,12 +54,12 @@ PROOFS = {
 
 def test_the_table_has_every_field_and_no_other() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *StreamOptions.__struct_fields__}
-    assert set(PROOFS) == fields | set(NEUTRAL) | HINTS | STREAM_HINTS
+    assert set(PROOFS) == fields | set(NEUTRAL_VALUES) | HINTS | STREAM_HINTS
 
 
 def test_no_field_is_in_two_tables() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
-    assert not HINTS & (fields | set(NEUTRAL))
+    assert not HINTS & (fields | set(NEUTRAL_VALUES))
 
 
 @pytest.mark.parametrize(("module", "test"), sorted(set(PROOFS.values())))

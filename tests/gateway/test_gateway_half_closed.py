@@ -47,7 +47,7 @@ async def test_who_is_gone_after_having_listened_is_noticed_by_the_next_token() 
         await asyncio.sleep(2 * listener.PROBE_AFTER)
         exchange.leave()
         backend.go_on.set()
-        await asyncio.wait_for(backend.attempts[0].left.wait(), PATIENCE)
+        await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -93,7 +93,7 @@ async def test_who_is_gone_is_noticed_in_every_phase(pause_at: int, body: bytes)
     async with listening(backend) as port, connect(port, post(body=body)) as exchange:
         await backend.submitted.wait()
         exchange.leave()
-        await asyncio.wait_for(backend.attempts[0].left.wait(), PATIENCE)
+        await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
 
 
 async def test_who_leaves_in_the_output_is_noticed_by_the_next_token() -> None:
@@ -103,7 +103,7 @@ async def test_who_leaves_in_the_output_is_noticed_by_the_next_token() -> None:
     async with listening(backend) as port, connect(port, data) as exchange:
         await exchange.answer(to_head=True)
         exchange.leave()
-        await asyncio.wait_for(backend.attempts[0].left.wait(), PATIENCE)
+        await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /v1/mo", post()[:-5], get() + b"GET /"])

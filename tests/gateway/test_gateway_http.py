@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from services.gateway.access import OPEN_PATHS
-from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.api_requests import ChatRequest, CompletionRequest
+from services.gateway.middlewares import OPEN_PATHS
 from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]

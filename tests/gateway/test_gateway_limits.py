@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway import ignored
-from services.gateway.openai import ChatRequest
+from services.gateway import ignored_fields
+from services.gateway.api_requests import ChatRequest
 from services.gateway.prompt import chat_prompt
-from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
+from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ async def test_lim05_the_last_id_of_the_vocabulary_is_one() -> None:
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.complete(prompt=[VOCAB - 1, 0])
-    assert backend.attempts[0].tokens == [VOCAB - 1, 0]
+    assert backend.requests[0].tokens == [VOCAB - 1, 0]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -122,7 +122,7 @@ async def test_lim06_ten_thousand_tokens_are_refused_at_once_and_those_behind_ar
         assert "256" in error["message"]
         answers = [await task for task in behind]
         assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 5
-    assert [len(attempt.tokens) for attempt in backend.attempts] == [len(ids("hi"))] * 5, "it never reached an engine"
+    assert [len(request.tokens) for request in backend.requests] == [len(ids("hi"))] * 5, "it never reached an engine"
 
 
 @pytest.mark.parametrize("extra", [{}, {"max_tokens": None}, {"max_completion_tokens": None}])
@@ -171,7 +171,7 @@ async def test_samples_of_a_request_say_how_many_come_before() -> None:
     async with serve(backend) as client:
         await client.complete(prompt=["a", "b", "c"], n=4, max_tokens=1)
         await client.chat(n=4, max_tokens=1)
-    assert [attempt.turn for attempt in backend.attempts] == [0, 4, 8, 0]
+    assert [request.samples_before for request in backend.requests] == [0, 4, 8, 0]
 
 
 async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:
@@ -259,7 +259,7 @@ async def test_lim12_a_long_prompt_is_never_cut() -> None:
         history = [USER, {"role": "assistant", "content": "x y " * 200}, USER]
         await refuses(client, PATHS[1], {"messages": history}, "messages")
         usage = (await client.complete(prompt="hello six"))["usage"]
-        assert usage["prompt_tokens"] == len(ids("hello six")) == len(backend.attempts[-1].tokens)
+        assert usage["prompt_tokens"] == len(ids("hello six")) == len(backend.requests[-1].tokens)
 
 
 async def test_lim12_long_texts_are_tokenized_too() -> None:
@@ -280,7 +280,7 @@ async def test_smp04_seeds_at_the_limits_and_unseeded_requests() -> None:
     async with serve(backend) as client:
         for seed in (2**63 - 1, -(2**63), 5.0, 7, None, -1, None):
             await client.complete(prompt="x", seed=seed)
-    seeds = [attempt.sampling.seed for attempt in backend.attempts]
+    seeds = [request.sampling.seed for request in backend.requests]
     assert seeds[:4] == [2**63 - 1, 2**63, 5, 7]
     assert len(set(seeds)) == 7  # the unseeded ones have each its own
 
@@ -330,7 +330,7 @@ async def test_smp16_a_valid_bias_reaches_the_engine(path: str) -> None:
         client.post(path, json=body(path, logit_bias={"10": -100, "3": 5})) as response,
     ):
         assert response.status == 200
-    assert backend.attempts[0].sampling.logit_bias == [(3, 5.0), (10, -100.0)]
+    assert backend.requests[0].sampling.logit_bias == [(3, 5.0), (10, -100.0)]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -350,13 +350,13 @@ async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
     }  # fmt: skip
     async with serve(backend) as client, client.post(path, json=body(path, **fields)) as response:
         assert response.status == 200
-    (attempt,) = backend.attempts
-    sampling = attempt.sampling
+    (request,) = backend.requests
+    sampling = request.sampling
     assert (sampling.top_k, sampling.min_p, sampling.top_p, sampling.temperature) == (7, 0.1, 0.9, 0.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, -0.3)
     assert (sampling.repetition_penalty, sampling.min_tokens, sampling.max_tokens) == (1.1, 2, 4)
     assert sampling.stop_token_ids == [9, 8]
-    assert (attempt.n, attempt.priority) == (2, -3)
+    assert (request.n, request.priority) == (2, -3)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -374,7 +374,7 @@ async def test_unknown_fields_are_ignored_and_named(
     path: str, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HTTP-06: an unknown field is named in a header of every answer, and in the log once."""
-    monkeypatch.setattr(ignored, "_logged", set())
+    monkeypatch.setattr(ignored_fields, "_logged", set())
     fields = body(path, stream=stream, foo=1, response_format={"type": "text", "strict": True}) | {"gr\r\nün,": [{}]}
     if stream:
         fields["stream_options"] = {"include_usage": False, "include_what": True}
@@ -395,12 +395,12 @@ async def test_unknown_fields_are_ignored_and_named(
 
 async def test_what_is_told_of_unknown_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """HTTP-06: whatever the names are, header and log stay short."""
-    monkeypatch.setattr(ignored, "_logged", set())
+    monkeypatch.setattr(ignored_fields, "_logged", set())
     fields = {"\u00e9" * 300 + str(at): 1 for at in range(400)}
     async with serve() as client, client.post(PATHS[0], json=body(PATHS[0]) | fields) as response:
         assert response.status == 200
         assert len(response.headers["X-Quire-Ignored-Fields"]) < 8000
-    assert len(ignored._logged) <= 1000
+    assert len(ignored_fields._logged) <= 1000
 
 
 @pytest.mark.parametrize("value", [True, False, 0, "flex", {"a": "b"}, [], None])
@@ -445,7 +445,7 @@ async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[
 @pytest.mark.parametrize("path", PATHS)
 async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -> None:
     async with serve() as client:
-        for name in NEUTRAL.keys() - ({"echo", "best_of"} if path == PATHS[0] else set()):
+        for name in NEUTRAL_VALUES.keys() - ({"echo", "best_of"} if path == PATHS[0] else set()):
             await refuses(client, path, body(path, **{name: "x"}), name, f"{name} is not supported")
 
 
@@ -457,8 +457,8 @@ async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -
         (PATHS[1], {"tools": [], "tool_choice": "none", "parallel_tool_calls": True}),
         (PATHS[1], {"tool_choice": "auto"}),
         (PATHS[0], {"temperature": 0, "n": 3}),
-        *((path, dict.fromkeys(NEUTRAL)) for path in PATHS),
-        (PATHS[1], {name: values[0] for name, values in NEUTRAL.items() if values}),
+        *((path, dict.fromkeys(NEUTRAL_VALUES)) for path in PATHS),
+        (PATHS[1], {name: values[0] for name, values in NEUTRAL_VALUES.items() if values}),
         (PATHS[0], {"service_tier": "default", "store": False, "logit_bias": {"5": 1}}),
     ],
 )
@@ -472,7 +472,7 @@ async def test_the_models_defaults_are_used_and_a_request_wins_over_them() -> No
     async with serve(backend, defaults=SamplingDefaults(temperature=0.2, top_k=3, repetition_penalty=1.2)) as client:
         await client.complete(prompt="x")
         await client.chat(temperature=0.9, top_k=0)
-    first, second = (attempt.sampling for attempt in backend.attempts)
+    first, second = (request.sampling for request in backend.requests)
     assert (first.temperature, first.top_k, first.repetition_penalty) == (0.2, 3, 1.2)
     assert (second.temperature, second.top_k, second.repetition_penalty) == (0.9, 0, 1.2)
 
@@ -481,7 +481,7 @@ async def test_without_the_models_defaults_vllms_are_used() -> None:
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.chat()
-    sampling = backend.attempts[0].sampling
+    sampling = backend.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
 
 
@@ -524,7 +524,7 @@ async def test_many_prompts_are_tokenized_off_the_loop_and_few_on_it() -> None:
 async def test_tokenizing_goes_by_groups_and_ends_with_the_first_prompt_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.gateway.prompt.GROUP", 1000)
+    monkeypatch.setattr("services.gateway.prompt.BATCH", 1000)
     tokenizer = Recorder()
     prompts = [letter * 400 for letter in "abcde"]
     async with serve(FakeBackend(max_model_len=401), tokenizer=tokenizer) as client:

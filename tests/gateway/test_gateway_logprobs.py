@@ -158,7 +158,7 @@ async def test_prompt_logprobs_are_by_token_id(chat: bool) -> None:
             found = (await client.chat(prompt_logprobs=2))["prompt_logprobs"]
         else:
             found = (await client.complete(prompt="hello six", prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
-    tokens = backend.attempts[0].tokens
+    tokens = backend.requests[0].tokens
     assert len(found) == len(tokens)
     assert found[0] is None
     own = found[1][str(tokens[1])]
@@ -173,7 +173,7 @@ async def test_no_logprobs_unless_asked_for() -> None:
         choice = (await client.complete(prompt="x"))["choices"][0]
     assert choice["logprobs"] is None
     assert choice["prompt_logprobs"] is None
-    assert (backend.attempts[0].sampling.logprobs, backend.attempts[0].sampling.prompt_logprobs) == (-1, -1)
+    assert (backend.requests[0].sampling.logprobs, backend.requests[0].sampling.prompt_logprobs) == (-1, -1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -186,7 +186,7 @@ async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_
         made.append(len(prompt))
         return prompt_entries(tokenizer, prompt, *rest)
 
-    monkeypatch.setattr("services.gateway.generation.prompt_entries", counting)
+    monkeypatch.setattr("shared.text.request_text.prompt_entries", counting)
     async with serve(FakeBackend(says("one", "two"))) as client:
         fields = {"prompt": [[20, 21], [22, 23, 24]], "echo": True, "logprobs": 1, "n": 3, "max_tokens": 1}
         if stream:
@@ -201,7 +201,7 @@ async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_
 
 @pytest.mark.parametrize("scores", [{"echo": True, "logprobs": 3}, {"prompt_logprobs": 3}])
 async def test_scores_of_prompts_have_a_limit(scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.completions.MAX_SCORES", 2 * 50 * 5 * 4)
+    monkeypatch.setattr("services.gateway.completions.MAX_PROMPT_LOGPROBS", 2 * 50 * 5 * 4)
     async with serve() as client:
         fields = {"prompt": [[20] * 50] * 2, "max_tokens": 1, **scores}
         await client.complete(**fields, n=5)

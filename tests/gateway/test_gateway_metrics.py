@@ -32,7 +32,7 @@ async def disconnect(client: Client, backend: FakeBackend, **fields: Any) -> int
     response = await client.post("/v1/completions", json={"prompt": "hi", "stream": True} | fields)
     await response.content.readuntil(b"\n\n")
     response.close()
-    await backend.attempts[-1].left.wait()
+    await backend.requests[-1].left.wait()
     backend.pause_at = -1
     return 2
 
@@ -56,7 +56,7 @@ async def test_met02_requests_are_counted_by_their_ends() -> None:
         for reason in ("stop", "length", "abort", "error")
     }
     assert counts == {"stop": 5, "length": 4, "abort": 3, "error": 1}
-    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == len(backend.attempts) == 13
+    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == len(backend.requests) == 13
     assert value("quire:http_responses_total", handler="/v1/completions", code="400") == 2
     assert value("quire:http_responses_total", handler="/v1/completions", code="500") == 1
     assert value("quire:http_responses_total", handler="/v1/completions", code="499") == 3
@@ -70,7 +70,7 @@ async def test_met03_sums_include_the_requests_that_were_cut() -> None:
         value = await figures(client)
     assert value("vllm:request_generation_tokens_sum", **LABELS) == tokens == 22
     assert value("vllm:request_generation_tokens_count", **LABELS) == 8
-    assert value("vllm:request_prompt_tokens_sum", **LABELS) == 8 * len(backend.attempts[0].tokens)
+    assert value("vllm:request_prompt_tokens_sum", **LABELS) == 8 * len(backend.requests[0].tokens)
     assert value("vllm:time_to_first_token_seconds_count", **LABELS) == 8
     assert value("vllm:inter_token_latency_seconds_count", **LABELS) == tokens - 8
     assert value("vllm:request_decode_time_seconds_count", **LABELS) == 8
@@ -127,7 +127,7 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     assert inference == pytest.approx(prefill + decode)
     assert value("vllm:request_prefill_time_seconds_count", **LABELS) == 2
     assert value("vllm:request_inference_time_seconds_bucket", le="0.3", **LABELS) == 2
-    tokens = len(backend.attempts[0].tokens)
+    tokens = len(backend.requests[0].tokens)
     assert value("vllm:request_prefill_kv_computed_tokens_sum", **LABELS) == tokens - 1, "once for all samples"
 
 
@@ -139,7 +139,7 @@ async def test_a_request_that_left_the_queue_has_no_time_in_it() -> None:
         asking = asyncio.ensure_future(client.complete(prompt="hi"))
         await backend.submitted.wait()
         asking.cancel()
-        await backend.attempts[0].left.wait()
+        await backend.requests[0].left.wait()
         value = await figures(client)
     assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == 1
     assert value("vllm:request_queue_time_seconds_count", **LABELS) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.gateway.model import ServedModel
+from services.gateway.served_model import ServedModel
 from shared.errors import ConfigError, ModelError
 from tests.text.vocabulary import write_model_folder
 

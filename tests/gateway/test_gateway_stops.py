@@ -108,7 +108,7 @@ async def test_a_stop_string_ends_the_sample_at_the_engine() -> None:
     async with serve(backend) as client:
         whole = await client.complete(prompt="hi", n=2, stop=" four", max_tokens=9)
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "stop"]
-    assert backend.attempts[0].aborted == [1]
+    assert backend.requests[0].aborted == [1]
     assert whole["usage"]["completion_tokens"] == len([*ids("one two"), EOS]) + len(ids("three four"))
 
 

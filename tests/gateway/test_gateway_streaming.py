@@ -201,7 +201,7 @@ async def test_str10_an_engines_refusal_is_a_status_too(
         assert response.status == status
         await error_of(response)
         assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
-    assert all(attempt.left.is_set() for attempt in backend.attempts)
+    assert all(request.left.is_set() for request in backend.requests)
 
 
 async def test_str13_choices_end_one_by_one() -> None:
@@ -291,7 +291,7 @@ async def test_a_late_answer_is_a_status_too(path: str, stream: bool, refusal: E
             assert response.status == status
             await error_of(response)
             assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
-    assert all(attempt.left.is_set() for attempt in backend.attempts)
+    assert all(request.left.is_set() for request in backend.requests)
 
 
 async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_the_others() -> None:
@@ -299,7 +299,7 @@ async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_th
 
     class Second(FakeBackend):
         def submit(self, *args: Any, **options: Any) -> Any:
-            self.refusal = Overloaded("full", 4) if self.attempts else None
+            self.refusal = Overloaded("full", 4) if self.requests else None
             return super().submit(*args, **options)
 
     refused = Second()
@@ -312,7 +312,7 @@ async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_th
         refused.answers.set()
         async with await asking as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "4")
-    assert [attempt.left.is_set() for attempt in refused.attempts] == [True, True]
+    assert [request.left.is_set() for request in refused.requests] == [True, True]
 
 
 def patient_pieces(pieces: list[bytes]) -> list[str]:
@@ -417,7 +417,7 @@ async def test_one_refused_prompt_of_several_refuses_the_request() -> None:
     async with serve(backend) as client:
         status, _ = await client.refused("/v1/completions", {"prompt": ["a", "b"], "stream": True})
         assert status == 429
-        assert [attempt.left.is_set() for attempt in backend.attempts] == [True, True]
+        assert [request.left.is_set() for request in backend.requests] == [True, True]
 
 
 async def test_gtw07_headers_of_a_stream() -> None:
@@ -448,7 +448,7 @@ async def test_a_client_that_leaves_ends_its_request(path: str) -> None:
         response = await client.post(path, json=body(path, stream=True))
         await response.content.readany()
         response.close()
-        await backend.attempts[0].left.wait()
+        await backend.requests[0].left.wait()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -459,4 +459,4 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(path
         asking = asyncio.ensure_future(client.post(path, json=body(path)))
         await backend.submitted.wait()
         asking.cancel()
-        await backend.attempts[0].left.wait()
+        await backend.requests[0].left.wait()

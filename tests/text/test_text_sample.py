@@ -1,4 +1,4 @@
-"""Tokens to text: characters across tokens, stop strings across tokens, log-probabilities, ends."""
+"""Tests of tokens to text: characters and stop strings across tokens, log-probabilities, finish reasons."""
 
 import random
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def sample(params: SamplingParams, prompt: Sequence[int] = (200,)) -> SampleText
 def run(
     params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH
 ) -> tuple[list[str], SampleText]:
-    """The pieces shown token by token, and where it ended."""
+    """Return the pieces of text that each token shows, and the sample."""
     text = sample(params)
     pieces = []
     for at, token in enumerate(tokens):
@@ -40,7 +40,7 @@ def run(
 
 
 def whole(params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH) -> str:
-    """The text if all tokens come at once."""
+    """Return the text that shows if all tokens come at once."""
     return sample(params).feed(tokens, None, finish)
 
 
@@ -223,14 +223,14 @@ def test_a_stop_string_in_held_text_that_did_not_count_does_not_count_later() ->
 # log-probabilities
 
 
-def known(token: int, logprob: float = -0.5) -> TokenLogprobs:
+def logprobs_of(token: int, logprob: float = -0.5) -> TokenLogprobs:
     return TokenLogprobs(logprob, 1, [token, 5], [logprob, float("-inf")])
 
 
 def test_entries_have_text_bytes_and_offsets_and_finite_numbers() -> None:
     tokens = ids("one two")
     text = sample(SamplingParams(logprobs=2))
-    text.feed(tokens, [known(tokens[0]), known(tokens[1], float("nan"))], FinishReason.LENGTH)
+    text.feed(tokens, [logprobs_of(tokens[0]), logprobs_of(tokens[1], float("nan"))], FinishReason.LENGTH)
     entries = text.take_logprobs()
     assert [(entry.token, entry.bytes, entry.offset) for entry in entries] == [("one", b"one", 0), (" two", b" two", 3)]
     assert [entry.logprob for entry in entries] == [-0.5, -9999.0]
@@ -243,11 +243,11 @@ def test_entries_come_with_their_text_and_joined_are_the_same_as_at_once() -> No
     streamed, at_once = sample(params), sample(params)
     joined = []
     for at, token in enumerate(tokens):
-        shown = streamed.feed([token], [known(token)], FinishReason.LENGTH if at == len(tokens) - 1 else None)
+        shown = streamed.feed([token], [logprobs_of(token)], FinishReason.LENGTH if at == len(tokens) - 1 else None)
         entries = streamed.take_logprobs()
         assert shown or not entries or streamed.finish_reason
         joined += entries
-    at_once.feed(tokens, [known(token) for token in tokens], FinishReason.LENGTH)
+    at_once.feed(tokens, [logprobs_of(token) for token in tokens], FinishReason.LENGTH)
     assert joined == at_once.take_logprobs()
     assert len(joined) == len(tokens)
     assert max(entry.offset for entry in joined) <= len(streamed.text)
@@ -258,20 +258,21 @@ def test_offsets_are_where_a_tokens_own_text_begins() -> None:
     first, second = ids("é")
     tokens = [first, *ids("one"), first, first, second, *ids("<|im_end|>"), *ids(" two")]
     text = sample(SamplingParams(logprobs=0))
-    text.feed(tokens, [known(token) for token in tokens], FinishReason.LENGTH)
+    text.feed(tokens, [logprobs_of(token) for token in tokens], FinishReason.LENGTH)
     assert text.text == "\ufffdone\ufffdé two"
     offsets = [entry.offset for entry in text.take_logprobs()]
     assert offsets == [0, 1, 4, 5, 5, 6, 6]
-    behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echoed=3)
-    assert behind.feed([second, *ids(" two")], [known(second)] * 2, FinishReason.LENGTH) == "é two"
+    behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echo_length=3)
+    assert behind.feed([second, *ids(" two")], [logprobs_of(second)] * 2, FinishReason.LENGTH) == "é two"
     assert [entry.offset for entry in behind.take_logprobs()] == [3, 4]
 
 
 def test_an_echoed_prompt_that_ends_inside_a_character_ends_in_the_replacement_of_it() -> None:
     """TXT-05: the text is that of all tokens, also where no more come."""
     prompt = [*ids("one"), ids("é")[0]]
-    assert SampleText(TOKENIZER, SamplingParams(), prompt, echoed=3).feed([], None, FinishReason.LENGTH) == "\ufffd"
-    assert SampleText(TOKENIZER, SamplingParams(), prompt).feed([], None, FinishReason.LENGTH) == ""
+    for echo_length, text in ((3, "\ufffd"), (None, "")):
+        sample_text = SampleText(TOKENIZER, SamplingParams(), prompt, echo_length=echo_length)
+        assert sample_text.feed([], None, FinishReason.LENGTH) == text
 
 
 def test_the_entries_of_a_prompt_spell_its_text() -> None:
@@ -283,7 +284,7 @@ def test_the_entries_of_a_prompt_spell_its_text() -> None:
         for _ in range(50):
             prompt = rng.choices([*whole, *vocabulary.silent_ids], k=6)
             text = tokenizer.decode(prompt, skip_special_tokens=False)
-            entries = prompt_entries(tokenizer, prompt, [known(token) for token in prompt[1:]])
+            entries = prompt_entries(tokenizer, prompt, [logprobs_of(token) for token in prompt[1:]])
             if kind != "pieces, stripped":  # there two spaces may go, from two tokens
                 assert "".join(entry.token for entry in entries) == text
             assert all(text[entry.offset :].startswith(entry.token) for entry in entries[1:] if entry.offset), kind
@@ -291,6 +292,6 @@ def test_the_entries_of_a_prompt_spell_its_text() -> None:
 
 def test_a_prompts_first_token_has_no_logprob() -> None:
     prompt = ids("one two three")
-    entries = prompt_entries(TOKENIZER, prompt, [known(token) for token in prompt[1:]])
+    entries = prompt_entries(TOKENIZER, prompt, [logprobs_of(token) for token in prompt[1:]])
     assert [entry.logprob for entry in entries] == [None, -0.5, -0.5]
     assert [entry.offset for entry in entries] == [0, 3, 7]
