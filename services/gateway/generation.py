@@ -33,7 +33,7 @@ class Update(Struct, frozen=True, gc=False):
 
 
 class Generation:
-    """The samples of one prompt at an engine. Await `updates` until `finished`."""
+    """The samples of one prompt at an engine. Await `updates` until `text.finished`."""
 
     def __init__(self, prompt: PreparedPrompt, request: EngineRequest, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.prompt = prompt
@@ -51,11 +51,6 @@ class Generation:
         submitted = time.monotonic()
         self._times = [SampleTimes(prompt.arrived, submitted) for _ in self.text.samples]
         self._refused = False
-
-    @property
-    def finished(self) -> bool:
-        """Return whether each sample has a finish reason."""
-        return self.text.finished
 
     @cached_property
     def _engine_metrics(self) -> EngineMetrics:
@@ -94,7 +89,7 @@ class Generation:
 
     async def finish(self) -> None:
         """Run to the end, and collect the log-probabilities."""
-        while not self.finished:
+        while not self.text.finished:
             for update in await self.updates():
                 self.logprobs[update.sample] += update.logprobs
 

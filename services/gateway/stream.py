@@ -152,7 +152,7 @@ class _StreamWriter:
             data = opening + b"".join(self._update(base + update.sample, generation, update) for update in updates)
             if data:
                 await self.response.write(self._events(data))
-            if generation.finished:
+            if generation.text.finished:
                 return
             updates, opening = await self._updates(position), b""
 

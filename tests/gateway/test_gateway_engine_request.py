@@ -35,7 +35,7 @@ async def test_rows_come_in_order_and_waiting_is_for_news_only() -> None:
 
 
 async def test_an_acceptance_is_the_engines_word_or_its_first_row_and_no_news_of_the_stream() -> None:
-    """HTTP-05: whoever waits for rows is not woken with none by it."""
+    """HTTP-05: an acceptance does not wake a reader of rows."""
     by_word, by_row = World(), World()
     accepted = [asyncio.create_task(world.request.wait_accepted()) for world in (by_word, by_row)]
     await asyncio.sleep(0)
@@ -54,8 +54,8 @@ async def test_an_acceptance_is_the_engines_word_or_its_first_row_and_no_news_of
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", 3.0), EngineFailure("the engine was lost")])
-async def test_whoever_waits_for_an_acceptance_is_told_that_it_does_not_come(error: QuireError) -> None:
-    """HTTP-05: by the refusal, or by what ended the engine."""
+async def test_a_refusal_and_a_failure_end_the_wait_for_an_acceptance(error: QuireError) -> None:
+    """HTTP-05: the refusal or the engine's failure is raised."""
     world = World()
     waiting = asyncio.create_task(world.request.wait_accepted())
     await asyncio.sleep(0)

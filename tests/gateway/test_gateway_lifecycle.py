@@ -1,4 +1,4 @@
-"""Shutting down: running requests finish, or are told; new ones are refused."""
+"""Tests of shutting down: running requests finish or get an error, and new ones are refused."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ async def test_cutting_twice_is_cutting_once() -> None:
             seen.append(str(error))
             task = asyncio.current_task()
             assert task is not None
-            assert task.cancelling() == 0  # so what it does next may use timeouts and task groups
+            assert task.cancelling() == 0  # so the task may use timeouts and task groups again
             await asyncio.sleep(0)  # not cancelled again
 
     task = asyncio.create_task(work())

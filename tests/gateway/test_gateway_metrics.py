@@ -1,4 +1,4 @@
-"""The figures of /metrics agree with what happened."""
+"""Tests that /metrics agrees with what happened."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ LABELS = {"model_name": "tiny", "engine": "0"}
 
 
 async def figures(client: Client) -> Any:
-    """A function from name and labels to the value of a sample, None if it is not there."""
+    """Return a function from name and labels to a metric's value, which is None if it is missing."""
     async with client.get("/metrics") as response:
         assert response.status == 200
         text = await response.text()
@@ -27,7 +27,7 @@ async def figures(client: Client) -> Any:
 
 
 async def disconnect(client: Client, backend: FakeBackend, **fields: Any) -> int:
-    """Starts a stream and leaves it after its first bytes; how many tokens had come by then."""
+    """Start a stream and leave it after its first bytes. Return how many tokens had come by then."""
     backend.pause_at = 2
     response = await client.post("/v1/completions", json={"prompt": "hi", "stream": True} | fields)
     await response.content.readuntil(b"\n\n")
@@ -37,7 +37,8 @@ async def disconnect(client: Client, backend: FakeBackend, **fields: Any) -> int
     return 2
 
 
-async def test_met02_requests_are_counted_by_their_ends() -> None:
+async def test_requests_are_counted_by_their_ends() -> None:
+    """MET-02."""
     backend = FakeBackend(says("one two three"))
     async with serve(backend) as client:
         for _ in range(5):
@@ -62,7 +63,8 @@ async def test_met02_requests_are_counted_by_their_ends() -> None:
     assert value("quire:http_responses_total", handler="/v1/completions", code="499") == 3
 
 
-async def test_met03_sums_include_the_requests_that_were_cut() -> None:
+async def test_sums_include_the_requests_that_were_cut() -> None:
+    """MET-03."""
     backend = FakeBackend(endless)
     async with serve(backend) as client:
         tokens = sum([await disconnect(client, backend) for _ in range(5)])
@@ -103,7 +105,7 @@ async def test_times_are_measured_from_arrival() -> None:
 
 
 async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
-    """API-04: the queue by the engine's word, and what follows it by the gateway's clock."""
+    """API-04: the engine reports the time in the queue, and the gateway's clock measures the rest."""
     backend = FakeBackend(says("one two three"))
     backend.admission = SchedulingInfo(0.125, 2)
     backend.cached_tokens = 1
@@ -111,7 +113,7 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     async with serve(backend) as client:
         asking = asyncio.ensure_future(client.complete(prompt="hello six", n=2))
         await backend.submitted.wait()
-        await asyncio.sleep(0.3)  # longer than it says to have waited
+        await asyncio.sleep(0.3)  # longer than the time that the engine reports
         backend.go_on.set()
         await asking
         value = await figures(client)
@@ -132,7 +134,7 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
 
 
 async def test_a_request_that_left_the_queue_has_no_time_in_it() -> None:
-    """API-04: only what the engine told is a figure."""
+    """API-04: only what the engine reported is counted."""
     backend = FakeBackend()
     backend.pause_at = 0
     async with serve(backend) as client:

@@ -47,13 +47,15 @@ def whole(params: SamplingParams, tokens: list[int], finish: FinishReason = Fini
 # characters
 
 
-def test_str05_no_piece_is_half_a_character() -> None:
+def test_no_piece_is_half_a_character() -> None:
+    """STR-05."""
     pieces, text = run(SamplingParams(), ids(FAMILY))
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) == text.text == FAMILY == TOKENIZER.decode(ids(FAMILY))
 
 
-def test_str06_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
+def test_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
+    """STR-06."""
     start, rest = ids("Price list: 😀!")[:-5], ids("Price list: 😀!")[-5:]
     for cut in range(4):
         detokenizer = Detokenizer(TOKENIZER, start + rest[:cut])
@@ -61,7 +63,8 @@ def test_str06_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
         assert "".join(pieces) == "😀!"
 
 
-def test_str06_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
+def test_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
+    """STR-06."""
     detokenizer = Detokenizer(TOKENIZER, ids("Price: 😀")[:-2])
     assert detokenizer.flush() == ""
 
@@ -74,20 +77,23 @@ def test_ids_beyond_the_tokenizer_are_nothing() -> None:
 # stop strings
 
 
-def test_stp01_a_stop_of_several_tokens_does_not_show() -> None:
+def test_a_stop_of_several_tokens_does_not_show() -> None:
+    """STP-01."""
     pieces, text = run(SamplingParams(stop="three four five"), ids("one two three four five six"))
     assert "".join(pieces) == "one two "
     assert (text.finish_reason, text.stop_reason) == ("stop", "three four five")
 
 
-def test_stp01_a_near_miss_is_delivered_late_but_whole() -> None:
+def test_a_near_miss_is_delivered_late_but_whole() -> None:
+    """STP-01."""
     pieces, text = run(SamplingParams(stop="three four six"), ids("one two three four five"))
     assert pieces == ["one", " two", " ", "", "three four five"]
     assert text.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("stop", "shown"), [("ewp", "previ"), ("ie", "prev")])
-def test_stp02_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
+def test_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
+    """STP-02."""
     tokens = ids("pre") + ids("view") + ids("port")
     pieces, text = run(SamplingParams(stop=stop), tokens)
     assert "".join(pieces) == whole(SamplingParams(stop=stop), tokens) == shown
@@ -102,7 +108,8 @@ def test_stp02_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
         ("hi\n\nUsX", FinishReason.LENGTH, "hi\n\nUs"),
     ],
 )
-def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: FinishReason, shown: str) -> None:
+def test_what_was_held_back_comes_at_the_end(output: str, finish: FinishReason, shown: str) -> None:
+    """STP-03."""
     params = SamplingParams(stop=["\n\nUser:", "X"])
     tokens = ids(output) + ([EOS] if finish is FinishReason.STOP else [])
     pieces, text = run(params, tokens, finish)
@@ -110,14 +117,16 @@ def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: FinishRe
     assert text.stop_reason == ("X" if output.endswith("X") else None)
 
 
-def test_stp05_text_that_cannot_begin_a_stop_is_not_held() -> None:
+def test_text_that_cannot_begin_a_stop_is_not_held() -> None:
+    """STP-05."""
     tokens = ids("The cat sat")
     pieces, _ = run(SamplingParams(stop="z" * 40), tokens)
     assert pieces == [TOKENIZER.decode([token]) for token in tokens]
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t"])
-def test_stp07_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None:
+def test_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None:
+    """STP-07."""
     _, text = run(SamplingParams(stop=stop, skip_special_tokens=False), ids("one<|im_end|> two"))
     assert (text.text, text.finish_reason, text.stop_reason) == (
         ("one<|im_end|>" + " two").split(stop)[0],
@@ -128,15 +137,15 @@ def test_stp07_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t", "one six"])
 @pytest.mark.parametrize("include", [True, False])
-def test_stp07_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
-    """TXT-04"""
+def test_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
+    """STP-07, TXT-04"""
     params = SamplingParams(stop=stop, include_stop_str_in_output=include)
     _, text = run(params, ids("one<|im_end|> two"))
     assert (text.text, text.finish_reason, text.stop_reason) == ("one two", "length", None)
 
 
-def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show() -> None:
-    """TXT-04"""
+def test_a_stop_string_is_found_across_a_special_token_that_does_not_show() -> None:
+    """STP-07, TXT-04"""
     _, text = run(SamplingParams(stop="ne tw"), ids("one<|im_end|> two"))
     assert (text.text, text.stop_reason) == ("o", "ne tw")
 
@@ -150,7 +159,8 @@ def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show(
         (True, True, "All done."),
     ],
 )
-def test_stp08_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bool, shown: str) -> None:
+def test_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bool, shown: str) -> None:
+    """STP-08."""
     params = SamplingParams(stop_token_ids=[EOS], skip_special_tokens=skip, include_stop_str_in_output=include)
     _, text = run(params, [*ids("All done."), EOS], FinishReason.STOP)
     assert (text.text, text.stop_reason) == (shown, EOS)
@@ -179,7 +189,8 @@ def test_a_stop_string_may_be_shown() -> None:
 
 
 @pytest.mark.parametrize("tail", [" five", ""])
-def test_lim15_a_stop_string_in_the_last_allowed_token_is_a_stop(tail: str) -> None:
+def test_a_stop_string_in_the_last_allowed_token_is_a_stop(tail: str) -> None:
+    """LIM-15."""
     tokens = ids("one two" + tail)
     _, text = run(SamplingParams(stop=tail or "two"), tokens, FinishReason.LENGTH)
     assert text.finish_reason == "stop"
