@@ -4,9 +4,9 @@ The first signal drains the gateway: new requests get 503, and running ones have
 second signal ends those too, each with an error to its client. The exit status is 0 then. A gateway that cannot start
 writes one line to stderr and exits with status 2.
 
-The process runs asyncio, because nearly all of its work is to wait: for thousands of clients that read a few bytes at
-a time, and for engines. One thread serves them all without locks. The loop is uvloop's, since most of the CPU time of
-a stream goes into the loop's own calls for each small write, and uvloop makes those in C.
+The process runs asyncio, because it serves thousands of connections that mostly wait, for clients or for engines. One
+thread serves them all without locks; whatever takes long runs in other threads (`threads.py`). The loop is uvloop's:
+with aiohttp, each chunk of each stream passes through the loop, and uvloop does that part in C.
 """
 
 import asyncio
