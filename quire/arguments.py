@@ -1,4 +1,4 @@
-"""Prompts and other arguments of `LLM`, checked and made plain. Whatever is wrong is an `InvalidRequest` naming it."""
+"""Checks and conversions of the arguments of `LLM`. A wrong one raises an `InvalidRequest` that names it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -6,12 +6,12 @@ from typing import Any, TypeAlias
 from shared.errors import InvalidRequest, brief
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Ids may be an integer array of numpy's or
-torch's, and a prompt for each row of one with two dimensions."""
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Ids may be an integer array of numpy or torch;
+one with two dimensions holds a prompt in each row."""
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list; a list of ints is one prompt. Raises `InvalidRequest` for other types."""
+    """Return one prompt or several as a list; a list of ints is one prompt. Raise `InvalidRequest` for other types."""
     prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
@@ -22,17 +22,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def plain(value: Any) -> Any:
-    """Return an array of numpy's or torch's as lists of numbers, and anything else as it is."""
+    """Return an array of numpy or torch as lists of numbers, and anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_integer(value: object) -> bool:
-    """Return whether `value` is an integer of Python's, numpy's or torch's; a bool is none."""
+    """Return whether `value` is an integer of Python, numpy or torch; a bool is not."""
     return type(value) is int or (hasattr(value, "__index__") and not isinstance(value, bool))
 
 
 def token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return a prompt's token ids as ints. Raises `InvalidRequest` naming what is none."""
+    """Return a prompt's token ids as ints. Raise `InvalidRequest` with the item that is not a token id."""
     ids = plain(ids)
     check_type("prompt", ids, Sequence, "a text, token ids or a mapping")
     if isinstance(ids, (str, bytes)):
@@ -44,7 +44,7 @@ def token_ids(ids: Any, vocab_size: int) -> list[int]:
     return tokens
 
 
-def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
-    """Raise `InvalidRequest` naming the argument unless `value` is of `kind`, which `what` says in words."""
-    if not isinstance(value, kind):
-        raise InvalidRequest(f"{name} must be {what}, got {brief(value)}", name)
+def check_type(name: str, value: object, types: type | tuple[type, ...], description: str) -> None:
+    """Raise `InvalidRequest`, naming the argument, unless `value` is of one of `types`, which `description` names."""
+    if not isinstance(value, types):
+        raise InvalidRequest(f"{name} must be {description}, got {brief(value)}", name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.gateway.config import GatewayConfig
-from services.gateway.model import named_generation_config
+from services.gateway.served_model import named_generation_config
 from services.worker.checkpoint.model_folder import WeightFormat, find_weights
 from services.worker.models.registry import ModelImpl, read_supported
 from shared.text.added_tokens import special_tokens

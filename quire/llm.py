@@ -1,7 +1,7 @@
 """`LLM`: a model in the caller's own process, for batches of prompts.
 
-The same scheduler core, runner and text handling as the server's, without the server. Arguments carry vLLM's names.
-vLLM's other arguments are taken or refused as its flags are: see `quire.vllm`.
+It has the server's scheduler core, runner and text handling, without the server. Its arguments have vLLM's names.
+vLLM's other arguments are accepted or refused as its flags are: see `quire.vllm`.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from quire import vllm
 from quire.arguments import Prompt, as_list, check_type, token_ids
 from quire.engine import InProcessEngine
 from quire.outputs import RequestOutput
-from quire.pending import Pending
+from quire.pending_request import PendingRequest
 from quire.progress import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -37,12 +37,12 @@ log = logging.getLogger(__name__)
 
 
 class LLM:
-    """Loads `model` (a folder, a .gguf file or a Hugging Face name; empty: the embedded one) and generates from it.
+    """Load `model` (a folder, a .gguf file or a Hugging Face name; empty: the embedded one) and generate from it.
 
     Every argument but `seed` is a setting of the server with the same name, default and bounds. An unseeded request
     draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
     from several threads take turns.
-    Raises `ConfigError` for an argument that cannot be honoured and `ModelError` for a model that cannot be loaded.
+    Raise `ConfigError` for an argument that cannot be honoured and `ModelError` for a model that cannot be loaded.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class LLM:
             "num_threads": num_threads,
             "download_dir": download_dir,
         }
-        given = translated(settings, others)
-        scheduler, worker = resolve(SchedulerConfig, given, {}), resolve(WorkerConfig, given, {})
+        arguments = translated(settings, others)
+        scheduler, worker = resolve(SchedulerConfig, arguments, {}), resolve(WorkerConfig, arguments, {})
         folder = locate(str(model), revision, download_dir)
-        texts = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
-        self._tokenizer = Tokenizer.load(texts, folder if tokenizer else None)
-        self._template = ChatTemplate.load(texts, self._tokenizer.special)
+        tokenizer_folder = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
+        self._tokenizer = Tokenizer.load(tokenizer_folder, folder if tokenizer else None)
+        self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.special)
         self._template.sanity_check()
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)
@@ -113,16 +113,16 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give the model's memory back. The object cannot generate any more."""
+        """Free the model's memory. The object cannot generate any more."""
         with self._lock:
             self._engine = None
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: `encode`, `decode`, `eos_token_ids`."""
+        """Return the model's tokenizer, which has `encode`, `decode` and `eos_token_ids`."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling parameters are given: the model's own, where it has an opinion."""
+        """Return the parameters that `generate` uses by default: those of generation_config.json, then vLLM's."""
         return SamplingParams(**self._defaults.as_dict())
 
     def generate(
@@ -132,9 +132,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt. One output a prompt, in the prompts' order, whichever was finished first.
+        """Continue each prompt. Return one output for each, in the prompts' order.
 
-        Sampling parameters are one for all, or one a prompt. Raises `InvalidRequest`, before anything runs, for an
+        `sampling_params` are one for all prompts, or one for each. Raise `InvalidRequest`, before anything runs, for an
         argument of a wrong type, or if one of the prompts cannot be served.
         """
         listed = as_list(prompts)
@@ -158,7 +158,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, through the model's chat template or `chat_template` (Jinja).
 
-        Raises as `generate` does.
+        Raise as `generate` does.
         """
         check_type("messages", messages, Sequence, "a list of messages, or of such lists")
         check_type("chat_template", chat_template, (str, type(None)), "a text")
@@ -185,31 +185,32 @@ class LLM:
         return self._engine
 
     def _per_prompt(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> Sequence[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.get_default_sampling_params()] * count
-        check_type("sampling_params", given, Sequence, "a SamplingParams, or a list of one for each prompt")
-        if len(given) != count:
-            raise InvalidRequest(f"there are {count} prompts, but {len(given)} sampling_params", "sampling_params")
-        for one in given:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * num_prompts
+        check_type("sampling_params", params, Sequence, "a SamplingParams, or a list of one for each prompt")
+        if len(params) != num_prompts:
+            message = f"there are {num_prompts} prompts, but {len(params)} sampling_params"
+            raise InvalidRequest(message, "sampling_params")
+        for one in params:
             check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
-        return given
+        return params
 
-    def _prepare(self, engine: InProcessEngine, prompt: Prompt, params: SamplingParams) -> Pending:
+    def _prepare(self, engine: InProcessEngine, prompt: Prompt, params: SamplingParams) -> PendingRequest:
         text, tokens = self._tokens(prompt, engine.model.vocab_size)
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        sampling = params.lower(
+        sampling = params.to_sampling(
             prompt_len=len(tokens),
             max_model_len=engine.limits.max_model_len,
             vocab_size=engine.model.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
-        return Pending(next(self._ids), text, tokens, params, sampling, self._tokenizer)
+        return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer)
 
     def _tokens(self, prompt: Prompt, vocab_size: int) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it was given, and its token ids."""
+        """Return a prompt's text, or None if it came as token ids, and its token ids."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
@@ -230,35 +231,35 @@ class LLM:
         return text, tokens
 
 
-def run(engine: InProcessEngine, requests: Sequence[Pending], *, use_tqdm: bool) -> list[RequestOutput]:
-    """Take all requests to their ends. Whatever is raised, Ctrl-C included, leaves the engine empty and usable."""
+def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm: bool) -> list[RequestOutput]:
+    """Run all requests to their ends. Any exception, Ctrl-C included, leaves the engine empty and usable."""
     open_requests = {request.id: request for request in requests}
     try:
-        for request in requests:
-            engine.submit(request.submit)
+        for each in requests:
+            engine.submit(each.submit)
         with ProgressBar(len(requests), disable=not use_tqdm) as bar:
             while open_requests:
                 for row in engine.step():
-                    pending = open_requests.get(row.id)
-                    if pending is None:  # a stop string has ended it
+                    request = open_requests.get(row.id)
+                    if request is None:  # a stop string has ended it
                         continue
-                    if pending.apply(row):
+                    if request.apply(row):
                         engine.abort(row.id, row.sample)
-                    if pending.finished:
+                    if request.text.finished:
                         bar.finished(open_requests.pop(row.id))
     except BaseException:
         engine.reset(list(open_requests))
         raise
-    return [request.output() for request in requests]
+    return [each.output() for each in requests]
 
 
 def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not None, vLLM's `others` among them in Quire's words.
+    """Return the settings that are not None, with those of `others` under Quire's names.
 
     Raise `ConfigError` for what cannot be honoured.
     """
-    given = {name: value for name, value in {**settings, **others}.items() if value is not None}
-    own, notes = vllm.translate(given, python=True)
+    arguments = {name: value for name, value in {**settings, **others}.items() if value is not None}
+    own, notes = vllm.translate(arguments, python=True)
     for line in notes:
         log.info("%s", line)
     for name in own:

@@ -1,4 +1,4 @@
-"""What `LLM` returns: one `RequestOutput` a prompt, one `CompletionOutput` a sample."""
+"""The results of `LLM`: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample."""
 
 from msgspec import Struct
 
@@ -14,23 +14,23 @@ class Logprob(Struct, frozen=True):
 
 
 TokenDistribution = dict[int, Logprob]
-"""What is known of one position, by token id: the token that stands there, and the likeliest ones asked for."""
+"""Log-probabilities at one position, by token id: of the token that stands there, and of the likeliest tokens."""
 
 
 class CompletionOutput(Struct, frozen=True, kw_only=True):
-    """One sample. `token_ids` holds the token that ended it too, whose text is not shown."""
+    """The output of one sample. `token_ids` includes the token that ended it, whose text is not shown."""
 
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # None, as `logprobs`, unless they were asked for
+    cumulative_logprob: float | None  # None, like `logprobs`, unless they were requested
     logprobs: list[TokenDistribution] | None
     finish_reason: str | None  # "stop" or "length"
-    stop_reason: str | int | None  # the stop string, or the id out of `stop_token_ids`, that ended it
+    stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
 
 
 class RequestOutput(Struct, frozen=True, kw_only=True):
-    """One prompt and its samples. `prompt` is None if it was given as token ids."""
+    """The output of one prompt. `prompt` is None if it was given as token ids."""
 
     request_id: str
     prompt: str | None
@@ -42,7 +42,7 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
 
 
 def distribution(entry: LogprobEntry) -> TokenDistribution | None:
-    """One position's entry as a mapping; None for the first token of a prompt."""
+    """Return one position's entry as a mapping, or None for the first token of a prompt."""
     if entry.logprob is None:
         return None
     own = Logprob(entry.logprob, entry.rank, entry.token)

@@ -5,7 +5,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from quire.pending import Pending
+from quire.pending_request import PendingRequest
 
 
 class ProgressBar:
@@ -24,10 +24,10 @@ class ProgressBar:
     ) -> None:
         self.bar.close()
 
-    def finished(self, request: Pending) -> None:
+    def finished(self, request: PendingRequest) -> None:
         """Count a finished prompt."""
         self.tokens_in += len(request.tokens)
-        self.tokens_out += sum(len(sample.token_ids) for sample in request.samples)
+        self.tokens_out += request.text.num_output_tokens
         seconds = max(time.monotonic() - self.started, 1e-9)
         speeds = f"input {self.tokens_in / seconds:.1f} toks/s, output {self.tokens_out / seconds:.1f} toks/s"
         self.bar.set_postfix_str(speeds, refresh=False)

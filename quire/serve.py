@@ -19,7 +19,7 @@ from quire.settings import Settings, service_arguments, service_environment
 from quire.supervisor import Supervisor, is_healthy
 from quire.watch import SilenceLimit, Watch
 from services.gateway.config import GatewayConfig
-from services.gateway.model import tokenizer_folder
+from services.gateway.served_model import tokenizer_folder
 from shared.errors import ConfigError
 from shared.hub.checkpoint import locate
 from shared.transport import listen

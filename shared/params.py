@@ -1,10 +1,10 @@
-"""`SamplingParams`: how one request is to be sampled, as its user said it.
+"""`SamplingParams`: how one request is to be sampled, as its user wrote it.
 
 Both front doors make one of these. It checks itself when it is made, types included, so that a wrong value is refused
-in the same words everywhere and before anything runs. `lower` turns it into the wire's `Sampling`.
+in the same words everywhere and before anything runs. `to_sampling` turns it into the wire's `Sampling`.
 
-Whole numbers may be written as 5.0, since some clients' languages have no other numbers, or come as numpy's and
-torch's scalars; what is kept is an int. Every list's length is checked before anything loops over it.
+Whole numbers may be written as 5.0, since some clients' languages have no other numbers, or come as scalars of numpy
+and torch; the struct keeps an int. Every list's length is checked before anything loops over it.
 """
 
 import operator
@@ -23,9 +23,9 @@ from shared.protocol import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Samp
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
-MAX_STOP_LENGTH = 1024  # characters; as many may be held back from a stream
+MAX_STOP_LENGTH = 1024  # characters; a stream may hold back as many
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 16_384  # tokens; some ten milliseconds for each process that they pass
+MAX_LOGIT_BIAS = 16_384  # tokens; each process that they pass through spends some ten milliseconds on them
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
@@ -36,12 +36,12 @@ OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of one request. Raises `InvalidRequest`, naming the field, for a value of another type or range.
+    """The sampling of one request. Raise `InvalidRequest`, naming the field, for a value of a wrong type or range.
 
-    `max_tokens` of None means to the end of the context. `seed` of None or -1 means unseeded. `logprobs` asks for
-    so many alternatives for each output token (0: only the token's own); `top_logprobs` is the chat API's name for
-    the same number. `top_k` of 0 or -1 is off. A temperature of 0 is greedy. Keys of `logit_bias` may be strings, as
-    in JSON; `lower` checks them, since only the model tells which ids there are.
+    `max_tokens` of None means to the end of the context. `seed` of None or -1 means unseeded. `logprobs` is the number
+    of alternatives for each output token (0: only the token's own log-probability); `top_logprobs` is the chat API's
+    name for the same number. `top_k` of 0 or -1 is off. A temperature of 0 is greedy. Keys of `logit_bias` may be
+    strings, as in JSON; `to_sampling` checks them, since only the model tells which ids there are.
     """
 
     n: int = 1
@@ -80,7 +80,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._set(name, flag)
 
     def _set(self, name: str, convert: Any) -> None:
-        """Replace a field's value by what `convert` makes of it."""
+        """Replace a field's value by its converted one."""
         value = getattr(self, name)
         if value is not None or name not in OPTIONAL:
             force_setattr(self, name, convert(name, value))
@@ -130,23 +130,32 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever way it was given."""
+        """Return `stop` as a tuple, also if it is one string or None."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives wanted for each output token; None if no log-probabilities are wanted at all."""
-        wanted = [count for count in (self.logprobs, self.top_logprobs) if count is not None]
-        return max(wanted, default=None)
+        """Return the number of alternatives for each output token, or None without log-probabilities."""
+        counts = [count for count in (self.logprobs, self.top_logprobs) if count is not None]
+        return max(counts, default=None)
 
-    def lower(self, *, prompt_len: int, max_model_len: int, vocab_size: int, eos_token_ids: Iterable[int]) -> Sampling:
-        """The wire's form of these parameters, for a prompt of `prompt_len` tokens.
+    def to_sampling(
+        self,
+        *,
+        prompt_len: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        default_max_tokens: int | None = None,
+    ) -> Sampling:
+        """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens.
 
-        An unseeded request is given a seed here, so that whatever happens to it later, its noise stays the same.
-        Raises `InvalidRequest` for what only the model and the prompt can tell: token ids beyond the vocabulary, and
-        lengths beyond the context.
+        `max_tokens` of None becomes `default_max_tokens`, but at most the room that the prompt leaves in the context;
+        without a default it becomes all of that room. An unseeded request gets a seed here, so that its noise stays the
+        same if it is computed again. Raise `InvalidRequest` for token ids beyond the vocabulary, and for lengths
+        beyond the context.
         """
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
@@ -154,14 +163,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not self.ignore_eos:
             stop_ids |= dict.fromkeys(eos_token_ids)
         unseeded = self.seed is None or self.seed == -1
-        wanted = self.num_logprobs
-        max_tokens = self._room(prompt_len, max_model_len)
-        _check(
-            self.min_tokens <= max_tokens,
-            "min_tokens",
-            f"must be at most {max_tokens}, which is the room left",
-            self.min_tokens,
-        )
+        num_logprobs = self.num_logprobs
+        max_tokens = self._max_tokens(prompt_len, max_model_len, default_max_tokens)
+        rule = f"must be at most max_tokens, which is {max_tokens} for this prompt"
+        _check(self.min_tokens <= max_tokens, "min_tokens", rule, self.min_tokens)
         return Sampling(
             max_tokens=max_tokens,
             seed=secrets.randbits(64) if unseeded else (self.seed or 0) % 2**64,
@@ -175,52 +180,55 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             logit_bias=self._biases(vocab_size),
             min_tokens=self.min_tokens,
             stop_token_ids=list(stop_ids),
-            logprobs=-1 if wanted is None else wanted,
+            logprobs=-1 if num_logprobs is None else num_logprobs,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
         )
 
     def _biases(self, vocab_size: int) -> list[tuple[int, float]]:
-        """Return `logit_bias` as (token id, bias), in order. Raises `InvalidRequest`, naming the key at fault."""
+        """Return `logit_bias` as (token id, bias), in order. Raise `InvalidRequest`, naming the key at fault."""
         biases = {
             _token_in_vocabulary("logit_bias", key, vocab_size): bias for key, bias in (self.logit_bias or {}).items()
         }
         return sorted(biases.items())
 
-    def _room(self, prompt_len: int, max_model_len: int) -> int:
-        wanted = 1 if self.max_tokens is None else self.max_tokens
-        if prompt_len + wanted > max_model_len:
-            asked = "" if self.max_tokens is None else f" and max_tokens is {brief(self.max_tokens)}"
+    def _max_tokens(self, prompt_len: int, max_model_len: int, default: int | None) -> int:
+        """Return the limit of the output. Raise `InvalidRequest` if it exceeds the context or leaves no token."""
+        room = max_model_len - prompt_len
+        if room < (1 if self.max_tokens is None else self.max_tokens):
+            output = "" if self.max_tokens is None else f" and max_tokens is {brief(self.max_tokens)}"
             raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, but the prompt has {prompt_len}{asked}",
-                "prompt" if prompt_len >= max_model_len else "max_tokens",
+                f"the context of this model is {max_model_len} tokens, but the prompt has {prompt_len}{output}",
+                "max_tokens" if room > 0 else "prompt",
             )
-        return max_model_len - prompt_len if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return room if default is None else min(default, room)
 
 
 def whole(name: str, value: Any) -> int:
-    """Return a whole number as an int, however it was written. Raises `InvalidRequest` naming the field."""
+    """Return a whole number as an int, also if it is written as 5.0. Raise `InvalidRequest` naming the field."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, bool):
-        with suppress(TypeError):  # neither an integer nor a scalar of numpy's or torch's that is one
+        with suppress(TypeError):  # raised unless it is an integer, or such a scalar of numpy or torch
             return operator.index(value)
     raise InvalidRequest(f"{name} must be a whole number, got {brief(value)}", name)
 
 
 def real(name: str, value: Any) -> float:
-    """Return a number as it is, or as a float. Raises `InvalidRequest` naming the field."""
+    """Return a number as it is, or as a float. Raise `InvalidRequest` naming the field."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return value  # perhaps too large for a float
+        return value  # it may be too large for a float
     if isinstance(value, float):
-        return float(value)  # numpy's float64 is a float to Python, but not to msgspec
-    if hasattr(value, "dtype") and not any(kind in str(value.dtype) for kind in ("bool", "complex")):
-        with suppress(TypeError, ValueError, RuntimeError):  # or an array
+        return float(value)  # numpy's float64 is a float to Python, but not to msgspec's encoder
+    if hasattr(value, "dtype") and not any(name in str(value.dtype) for name in ("bool", "complex")):
+        with suppress(TypeError, ValueError, RuntimeError):  # of an array, for instance
             return float(value)
     raise InvalidRequest(f"{name} must be a number, got {brief(value)}", name)
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return a bool. Raises `InvalidRequest`, naming the field, for anything that is only true or false to Python."""
+    """Return a bool. Raise `InvalidRequest`, naming the field, for anything else, however true Python calls it."""
     _check(isinstance(value, bool), name, "must be true or false", value)
     return bool(value)
 
@@ -234,17 +242,17 @@ def _between(param: str, value: float, low: float, high: float) -> None:
     _check(low <= value <= high, param, f"must be between {low} and {high}", value)
 
 
-def _check_length(param: str, values: Any, most: int, of: str) -> None:
-    """Raise `InvalidRequest` unless `values` is a list or the like of at most so many."""
-    _check(_is_listed(values), param, f"must be a list of {of}", values)
-    _check(len(values) <= most, param, f"must hold at most {most} {of}", len(values))
+def _check_length(param: str, values: Any, limit: int, items: str) -> None:
+    """Raise `InvalidRequest` unless `values` is a collection of at most `limit` items."""
+    _check(_is_collection(values), param, f"must be a list of {items}", values)
+    _check(len(values) <= limit, param, f"must hold at most {limit} {items}", len(values))
 
 
-def _is_listed(values: Any) -> bool:
-    """Return whether `values` has a length and can be looped over, and is no text."""
+def _is_collection(values: Any) -> bool:
+    """Return whether `values` has a length and can be looped over, and is not text."""
     if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
         return False
-    with suppress(TypeError):  # an array of no dimensions has the method, but no length
+    with suppress(TypeError):  # an array without dimensions has __iter__, but no length
         return len(values) >= 0
     return False
 
@@ -262,9 +270,9 @@ def _bias(key: object, value: Any) -> float:
 
 
 def _token_in_vocabulary(param: str, token: object, vocab_size: int) -> int:
-    """Return a token id, which in JSON's keys is a string."""
+    """Return a token id, which may be a string: the keys of JSON are. Raise `InvalidRequest` if there is none such."""
     id = int(token) if isinstance(token, str) and _ID.fullmatch(token) else token
     if not isinstance(id, int) or not 0 <= id < vocab_size:
-        known = f"from 0 to {vocab_size - 1} (a vocabulary of {vocab_size})"
-        raise InvalidRequest(f"{param} must hold token ids {known}, got {brief(token)}", param)
+        valid = f"from 0 to {vocab_size - 1} (a vocabulary of {vocab_size})"
+        raise InvalidRequest(f"{param} must hold token ids {valid}, got {brief(token)}", param)
     return id

@@ -1,5 +1,5 @@
-"""The gateway: HTTP in front of any number of engines.
+"""The gateway: the HTTP API in front of any number of engines.
 
-Owns the OpenAI-compatible API, chat templates and tokens to text, and each live request's tokens. Knows engines only
-through `backend.py`; schedules nothing and never imports torch.
+It owns the OpenAI-compatible API, chat templates, tokenization, and each live request's tokens. It reaches engines
+through `backend.py` only. It schedules nothing and never imports torch.
 """

@@ -1,8 +1,12 @@
-"""`python -m services.gateway --engines ADDRESS`: one gateway process, until SIGTERM or Ctrl-C.
+"""`python -m services.gateway --engines ADDRESS`: run one gateway process until SIGTERM or Ctrl-C.
 
-The first signal drains: new requests get 503, running ones have `--drain-timeout` to finish. The second ends those
-too; their clients are told. Exits with 0 then; if it cannot start, with
-one line on stderr and status 2.
+The first signal drains the gateway: new requests get 503, and running ones have `--drain-timeout` to finish. The
+second signal ends those too, each with an error to its client. The exit status is 0 then. A gateway that cannot start
+writes one line to stderr and exits with status 2.
+
+The process runs asyncio, because it serves thousands of connections that mostly wait, for clients or for engines. One
+thread serves them all without locks; whatever takes long runs in other threads (`threads.py`). The loop is uvloop's:
+with aiohttp, each chunk of each stream passes through the loop, and uvloop does that part in C.
 """
 
 import asyncio
@@ -20,22 +24,22 @@ from aiohttp import web
 from services.gateway.app import make_app
 from services.gateway.backend import Backend
 from services.gateway.config import GatewayConfig
+from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.listener import Runner
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
-from services.gateway.serving import Gateway
+from services.gateway.served_model import ServedModel
 from shared.config import load
 from shared.errors import ConfigError, QuireError
 from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
 
 logger = logging.getLogger("services.gateway")
 
-PARTING = 5.0  # seconds for the last answers to reach their clients
+SHUTDOWN_TIMEOUT = 5.0  # seconds for the last responses to reach their clients
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a gateway; returns the exit status."""
+    """Run a gateway and return the exit status."""
     start_logging()
     try:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
@@ -43,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         end_with_supervisor(config.supervisor)
         model = ServedModel.load(config)
         gc.collect()
-        gc.freeze()  # a full collection, which stops the loop, need not look at what stays until the end
+        gc.freeze()  # full collections stop the loop, and need not visit objects that live until the end
         uvloop.run(serve(config, model))
     except QuireError as error:
         return report_error("gateway", error)
@@ -51,40 +55,40 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def serve(config: GatewayConfig, model: ServedModel) -> None:
-    """Listens until a signal comes and the requests have ended. Raises `ConfigError` if it cannot listen."""
-    backend = Backend(config.engines, model.digest, config.supervisor_address)
+    """Serve until a signal comes and the running requests have ended. Raise `ConfigError` if it cannot listen."""
+    backend = Backend(config.engines, model.text_digest, config.supervisor_address)
     lifecycle, stop = Lifecycle(), asyncio.Event()
-    _on_signals(lifecycle, stop, supervised=config.supervisor > 0)
+    _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
     runner = Runner(
         make_app(Gateway(config, model, backend, metrics, lifecycle)),
-        handler_cancellation=True,  # or a client that leaves would never be noticed
+        handler_cancellation=True,  # without it, a client's disconnect would go unnoticed
         access_log=None,
         keepalive_timeout=config.keep_alive_timeout,
-        shutdown_timeout=PARTING,
+        shutdown_timeout=SHUTDOWN_TIMEOUT,
     )
     await runner.setup()
     try:
         await _listen(runner, config)
         async with backend:
             await stop.wait()
-            if not await lifecycle.finished(config.drain_timeout):
-                logger.warning("%d requests were cut off after %.0f s", lifecycle.count, config.drain_timeout)
-                lifecycle.cut()
-                await lifecycle.finished(PARTING)
+            if not await lifecycle.wait_idle(config.drain_timeout):
+                logger.warning("%d requests were aborted after %.0f s", lifecycle.num_running, config.drain_timeout)
+                lifecycle.abort()
+                await lifecycle.wait_idle(SHUTDOWN_TIMEOUT)
     finally:
         await runner.cleanup()
 
 
-def _on_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bool) -> None:
+def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bool) -> None:
     def on_signal() -> None:
         if lifecycle.draining:
-            lifecycle.cut()
+            lifecycle.abort()
         lifecycle.drain()
         stop.set()
 
-    for number in (signal.SIGTERM,) if supervised else (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    for signal_number in (signal.SIGTERM,) if supervised else (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
 
 
 async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
@@ -95,8 +99,8 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
     try:
         await site.start()
     except OSError as error:
-        what = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror or error}"
-        raise ConfigError(f"port {config.port} of {config.host} {what}") from error
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror or error}"
+        raise ConfigError(f"port {config.port} of {config.host} {reason}") from error
     for address in runner.addresses:
         logger.info("listening on http://%s:%d", *address[:2])
 

@@ -6,76 +6,77 @@ from typing import Any
 
 from aiohttp import web
 
-from services.gateway import access, cors, expect, faults, ignored
+from services.gateway import cors, errors, ignored_fields, middlewares
+from services.gateway.body import check_expect
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
-from services.gateway.serving import GATEWAY, PATHS, Gateway
+from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
 from shared.errors import Unavailable
 
 STARTED = int(time.time())
 
 
 def make_app(gateway: Gateway) -> web.Application:
-    """The HTTP application of a gateway. Its backend is the caller's to start and stop."""
-    app = web.Application(middlewares=access.MIDDLEWARES)
+    """Return the HTTP application of a gateway. The caller starts and stops the gateway's backend."""
+    app = web.Application(middlewares=middlewares.MIDDLEWARES)
     app[GATEWAY] = gateway
-    app.on_response_prepare.extend([access.sign, cors.sign, ignored.sign])
-    app[PATHS] = {}
+    app.on_response_prepare.extend([middlewares.add_headers, cors.add_headers, ignored_fields.add_header])
+    app[ROUTE_PATHS] = {}
     for root in dict.fromkeys(["", gateway.config.root_path.rstrip("/")]):
         for route in app.add_routes(_routes(root)):
             if route.resource is not None:
-                app[PATHS][route.resource.canonical] = route.resource.canonical[len(root) :]
+                app[ROUTE_PATHS][route.resource.canonical] = route.resource.canonical[len(root) :]
     return app
 
 
 def _routes(root: str) -> list[web.RouteDef]:
     return [
-        web.post(f"{root}/v1/chat/completions", chat_completions, expect_handler=expect.check),
-        web.post(f"{root}/v1/completions", completions, expect_handler=expect.check),
-        web.get(f"{root}/v1/models", models),
-        web.get(root + "/v1/models/{model:.*[^/]}", model),
+        web.post(f"{root}/v1/chat/completions", chat_completions, expect_handler=check_expect),
+        web.post(f"{root}/v1/completions", completions, expect_handler=check_expect),
+        web.get(f"{root}/v1/models", list_models),
+        web.get(root + "/v1/models/{model:.*[^/]}", retrieve_model),
         web.get(f"{root}/health", health),
         web.get(f"{root}/ping", health),
-        web.post(f"{root}/ping", health, expect_handler=expect.check),
+        web.post(f"{root}/ping", health, expect_handler=check_expect),
         web.get(f"{root}/version", show_version),
         web.get(f"{root}/metrics", metrics),
     ]
 
 
-async def models(request: web.Request) -> web.Response:
-    """The served names."""
+async def list_models(request: web.Request) -> web.Response:
+    """Return a model card for each served name."""
     gateway = request.app[GATEWAY]
-    return web.json_response({"object": "list", "data": [_card(gateway, name) for name in gateway.model.names]})
+    return web.json_response({"object": "list", "data": [_model_card(gateway, name) for name in gateway.model.names]})
 
 
-async def model(request: web.Request) -> web.Response:
-    """One served name."""
+async def retrieve_model(request: web.Request) -> web.Response:
+    """Return the model card of one served name. Raise `UnknownModel` for other names."""
     gateway, name = request.app[GATEWAY], request.match_info["model"]
     gateway.model.check(name)
-    return web.json_response(_card(gateway, name))
+    return web.json_response(_model_card(gateway, name))
 
 
 async def health(request: web.Request) -> web.Response:
-    """Empty 200 if some engine can make progress; 503 if none can, or this gateway is draining, and which of these."""
+    """Return an empty 200 if some engine can make progress; otherwise, or while draining, 503 with the reason."""
     try:
         request.app[GATEWAY].check_ready()
     except Unavailable as error:
-        return faults.respond(faults.fault_of(error))
+        return errors.error_response(errors.to_api_error(error))
     return web.Response()
 
 
 async def show_version(request: web.Request) -> web.Response:
-    """The version of this server."""
+    """Return the version of this server."""
     return web.json_response({"version": _version()})
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus' exposition."""
+    """Return the metrics in Prometheus' text format."""
     data, content_type = request.app[GATEWAY].metrics.render()
     return web.Response(body=data, headers={"Content-Type": content_type})
 
 
-def _card(gateway: Gateway, name: str) -> dict[str, Any]:
+def _model_card(gateway: Gateway, name: str) -> dict[str, Any]:
     welcome = gateway.backend.welcome
     return {
         "id": name,

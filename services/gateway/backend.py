@@ -1,7 +1,7 @@
-"""`Backend`: the engines behind a gateway. It chooses one for each request; what comes of it is the `Attempt`'s.
+"""`Backend`: the engines behind a gateway. It chooses an engine for each request.
 
-A request that is in the hands of an engine stays there: if the engine's workers die, it goes on when they are back,
-and if the scheduler dies it fails.
+A request stays at its engine. If the engine's workers die, it goes on when they are back; if the scheduler dies, it
+fails.
 """
 
 import asyncio
@@ -12,30 +12,33 @@ from types import TracebackType
 
 import zmq.asyncio
 
-from services.gateway.attempt import Attempt
-from services.gateway.link import Link
+from services.gateway.engine_connection import EngineConnection
+from services.gateway.engine_request import EngineRequest
 from shared.errors import Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
 from shared.transport import check_address
 
-__all__ = ["Attempt", "Backend"]
+__all__ = ["Backend", "EngineRequest"]
 
 
 class Backend:
-    """Connections to engines, one an address, for the time of an `async with`. Raises `ConfigError` for an address.
+    """Connections to engines, one for each address, for the time of an `async with`. Raise `ConfigError` for a bad one.
 
-    `text` is the digest of this gateway's model, without which nothing is sent to an engine that has another one.
-    Meanwhile beats tell the engines, and the supervisor at `supervisor` if there is one, that this gateway lives.
+    `text_digest` identifies this gateway's tokenizer files; an engine with another digest gets no requests. Heartbeats
+    tell the engines, and the supervisor at the address `supervisor` if there is one, that this gateway lives.
     """
 
-    def __init__(self, addresses: Sequence[str], text: str = "", supervisor: str = "") -> None:
+    def __init__(self, addresses: Sequence[str], text_digest: str = "", supervisor: str = "") -> None:
         for address in addresses:
             check_address(address)
         self._context = zmq.asyncio.Context()
-        self._links = [Link(self._context, address, text, self._short_of_cpu) for address in dict.fromkeys(addresses)]
+        self._connections = [
+            EngineConnection(self._context, address, text_digest, self._short_of_cpu)
+            for address in dict.fromkeys(addresses)
+        ]
         self._loop = LoopTimer()
-        watchers = [Watcher(link.address, link.known_as) for link in self._links]
+        watchers = [Watcher(engine.address, engine.registered_name) for engine in self._connections]
         self._heartbeats = HeartbeatSender(self._loop, watchers + supervisor_watcher(supervisor, "gateway"))
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
@@ -43,8 +46,8 @@ class Backend:
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
-        self._running = [self._tasks.create_task(link.run()) for link in self._links]
-        self._running.append(self._tasks.create_task(self._mark()))
+        self._running = [self._tasks.create_task(engine.run()) for engine in self._connections]
+        self._running.append(self._tasks.create_task(self._mark_turns()))
         self._heartbeats.__enter__()
         return self
 
@@ -54,46 +57,46 @@ class Backend:
         self._heartbeats.__exit__()
         for task in self._running:
             task.cancel()
-        ours = isinstance(error, asyncio.CancelledError)  # it may have been the group: if a link has crashed
-        try:  # an error of the block itself passes as it is
-            await (self._tasks.__aexit__(kind, error, trace) if ours else self._tasks.__aexit__(None, None, None))
+        cancelled = isinstance(error, asyncio.CancelledError)  # perhaps by the group, if a connection has crashed
+        try:  # another error of the block is raised as it is, not in a group
+            await (self._tasks.__aexit__(kind, error, trace) if cancelled else self._tasks.__aexit__(None, None, None))
         finally:
             self._context.destroy(linger=0)
 
     @property
     def welcome(self) -> Welcome | None:
-        """What the first engine that can be reached said of itself, or the last one that could."""
-        self._welcome = next((link.welcome for link in self._links if link.welcome), self._welcome)
+        """Return the `Welcome` of the first engine that is connected, or of the last one that was."""
+        self._welcome = next((engine.welcome for engine in self._connections if engine.welcome), self._welcome)
         return self._welcome
 
     def ready(self) -> bool:
-        """Some engine makes steps."""
-        return any(link.ready for link in self._links)
+        """Return whether some engine makes steps."""
+        return any(engine.ready for engine in self._connections)
 
     def statuses(self) -> Mapping[str, Status]:
-        """The last word of each engine that is connected, by its name; by its address, where names are the same."""
-        found: dict[str, Status] = {}
-        for link in self._links:
-            if link.welcome is not None and link.status is not None:
-                found[link.address if link.name in found else link.name] = link.status
-        return found
+        """Return the last status of each connected engine by its name, or by its address where two names are equal."""
+        statuses: dict[str, Status] = {}
+        for engine in self._connections:
+            if engine.welcome is not None and engine.status is not None:
+                statuses[engine.address if engine.name in statuses else engine.name] = engine.status
+        return statuses
 
     @asynccontextmanager
     async def submit(
         self, tokens: "array[int]", sampling: Sampling, *, n: int = 1, priority: int = 0, samples_before: int = 0
-    ) -> AsyncIterator[Attempt]:
-        """Run a request for the time of the block; leaving it ends what is unfinished.
+    ) -> AsyncIterator[EngineRequest]:
+        """Run a request for the time of the block. Leaving the block ends what is unfinished.
 
-        Raises `Unavailable` if there is no engine to send it to.
+        Raise `Unavailable` if no engine can take it.
         """
-        link = self._choose()
-        attempt = link.submit(tokens, sampling, n, priority, samples_before)
+        engine = self._choose()
+        request = engine.submit(tokens, sampling, n, priority, samples_before)
         try:
-            yield attempt
+            yield request
         finally:
-            link.leave(attempt)
+            engine.release(request)
 
-    async def _mark(self) -> None:
+    async def _mark_turns(self) -> None:
         """Mark the turns of the event loop for the reporter."""
         while True:
             self._loop.begin_turn()
@@ -102,12 +105,13 @@ class Backend:
     def _short_of_cpu(self, now: float) -> bool:
         return self._heartbeats.short_of_cpu(now)
 
-    def _choose(self) -> Link:
-        """The least loaded engine that makes steps; else one whose workers are on their way, for it queues."""
-        known = [link for link in self._links if link.welcome is not None]
-        if not known:
-            raise Unavailable(next((link.unusable for link in self._links if link.unusable), "no engine is ready yet"))
-        open_ = [link for link in known if not link.draining]
+    def _choose(self) -> EngineConnection:
+        """Return the least loaded engine that makes steps, or else one that queues until its workers are back."""
+        connected = [engine for engine in self._connections if engine.welcome is not None]
+        if not connected:
+            reasons = (engine.unusable for engine in self._connections if engine.unusable)
+            raise Unavailable(next(reasons, "no engine is ready yet"))
+        open_ = [engine for engine in connected if not engine.draining]
         if not open_:
             raise Unavailable("the engine is shutting down")
-        return min([link for link in open_ if link.ready] or open_, key=lambda link: link.load)
+        return min([engine for engine in open_ if engine.ready] or open_, key=lambda engine: engine.load)

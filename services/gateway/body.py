@@ -1,30 +1,32 @@
-"""Reading a request's body, and the head that all of one answer's objects have in common."""
+"""Reading a request's body: `Expect: 100-continue`, its size, its time and its type.
+
+A client that expects "100 Continue" waits for permission to send its body. The gateway sends it when it is about to
+read the body, not when the headers have come: so a request with a wrong key, path or length never sends its body.
+"""
 
 import asyncio
-import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
-from aiohttp import web
-from msgspec import Struct
+from aiohttp import HttpVersion11, web
 
-from services.gateway import ignored
-from services.gateway.bounds import SMALL
-from services.gateway.expect import send_continue
-from services.gateway.faults import LateBody, UnreadableBody
-from services.gateway.offload import off_loop_if
-from services.gateway.openai import GenerationRequest, decode
-from services.gateway.serving import GATEWAY
+from services.gateway import ignored_fields
+from services.gateway.api_requests import GenerationRequest, decode
+from services.gateway.bounds import SMALL_BODY
+from services.gateway.errors import BodyTimeout, UnreadableBody
+from services.gateway.gateway import GATEWAY
+from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
 
-R = TypeVar("R", bound=GenerationRequest)
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 TIMEOUT = 120.0
-"""Seconds in which a body must have come: 16 MiB do over a line of 1.5 MBit/s."""
+"""Seconds within which a body must arrive: 16 MiB take that long at 1.5 MBit/s."""
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def read(request: web.Request, kind: type[R]) -> R:
-    """Return the body as a `kind`. A body without a declared type is taken as JSON; other types get 400, as in vLLM."""
+async def read(request: web.Request, request_type: type[RequestT]) -> RequestT:
+    """Decode the body as `request_type`. A body without a declared type is JSON; other types get 400, as in vLLM."""
     declared = request.content_type if "Content-Type" in request.headers else "application/json"
     if declared != "application/json" and not declared.endswith("+json"):
         raise InvalidRequest(f"the body must be application/json, not {declared}")
@@ -33,46 +35,40 @@ async def read(request: web.Request, kind: type[R]) -> R:
         async with asyncio.timeout(TIMEOUT):
             body = await _receive(request, gateway.max_body_size)
     except TimeoutError as error:
-        raise LateBody from error
+        raise BodyTimeout from error
     except web.RequestPayloadError as error:
         raise UnreadableBody from error
     strict = gateway.config.strict_fields
-    decoded, fields = await off_loop_if(len(body) > SMALL, decode, body, kind, strict=strict)
-    ignored.note(request, fields)
+    decoded, ignored = await run_in_thread_if(len(body) > SMALL_BODY, decode, body, request_type, strict=strict)
+    ignored_fields.report(request, ignored)
     return decoded
 
 
-async def _receive(request: web.Request, most: int) -> bytes:
-    """Return the body's bytes, decompressed piece by piece. Raises 413 if more than `most` are announced or come."""
-    if (request.content_length or 0) > most:
-        raise web.HTTPRequestEntityTooLarge(most)
-    await send_continue(request)
+async def _receive(request: web.Request, max_size: int) -> bytes:
+    """Return the body, decompressed piece by piece. Raise 413 if it is announced or found to exceed `max_size`."""
+    if (request.content_length or 0) > max_size:
+        raise web.HTTPRequestEntityTooLarge(max_size)
+    await _send_continue(request)
     body = bytearray()
     while chunk := await request.content.readany():
         body += chunk
-        if len(body) > most:
-            raise web.HTTPRequestEntityTooLarge(most)
+        if len(body) > max_size:
+            raise web.HTTPRequestEntityTooLarge(max_size)
     return bytes(body)
 
 
-class Head(Struct, frozen=True):
-    """`id`, `object`, `created` and `model`, the same in each chunk of a stream."""
+async def check_expect(request: web.Request) -> None:
+    """Raise `HTTPExpectationFailed` (417) if the request expects anything else. HTTP/1.0 has no expectations."""
+    if request.version >= HttpVersion11 and request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
 
-    id: str
-    object: str
-    created: int
-    model: str
 
-    @classmethod
-    def now(cls, id: str, object: str, model: str) -> "Head":
-        return cls(id, object, int(time.time()), model)
+def awaits_continue(request: web.Request) -> bool:
+    """Return whether the client waits for permission, and has not sent its body anyway."""
+    return "Expect" in request.headers and request.version >= HttpVersion11 and not request.content.is_eof()
 
-    @property
-    def opening(self) -> bytes:
-        """A chunk's JSON up to its choices, to be made once a stream."""
-        return msgspec.json.encode(self)[:-1] + b',"choices":['
 
-    def answer(self, choices: list[Any], **rest: Any) -> web.Response:
-        """A whole answer."""
-        fields = msgspec.structs.asdict(self) | {"choices": choices} | rest
-        return web.Response(body=msgspec.json.encode(fields), content_type="application/json")
+async def _send_continue(request: web.Request) -> None:
+    if awaits_continue(request):
+        await request.writer.write(CONTINUE)
+        request.writer.output_size = 0  # the response itself has not begun

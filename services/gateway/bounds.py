@@ -1,50 +1,50 @@
-"""The bounds of a request, in one place: the length of its body, and the number of values in it.
+"""The bounds of a request: the length of its body, and the number of values in it.
 
-One loop serves all streams of a gateway, so nothing that one client sends may keep it, or the interpreter, for long.
-A decoder builds all of a body in one call that lets nobody else run. Such a call is short because what it may build
-is counted before: a list or object costs up to 300 ns (the garbage collector's visits included), a string 100, a
-number 20. Bounds of single fields, which both front doors have, are in `shared/params.py`.
+One loop serves all streams of a gateway, so no request may keep the loop, or the interpreter, for long. A decoder
+builds all values of a body in one call, during which nothing else runs. The call is short because the values are
+counted before: a list or object costs up to 300 ns (the garbage collector's visits included), a string 100, a number
+20. The bounds of single fields, which both front doors share, are in `shared/params.py`.
 """
 
 from shared.errors import InvalidRequest
 
 MIB = 1024 * 1024
 
-BODY = 4 * MIB  # bytes of a body, besides those for the context
-BYTES_PER_TOKEN = 32  # a token is some four characters, and a character up to six bytes of JSON
-LARGEST_BODY = 16 * MIB  # unless the user sets --max-body-size
+BASE_BODY = 4 * MIB  # bytes of a body, besides those for the context
+BYTES_PER_TOKEN = 32  # a token has some four characters, and a character up to six bytes of JSON
+LARGEST_BODY = 16 * MIB  # without --max-body-size
 
-SMALL = 64 * 1024  # bytes; a body that is no longer is decoded on the loop, in four milliseconds at worst
+SMALL_BODY = 64 * 1024  # bytes; a body of at most this length is decoded on the loop, in four milliseconds at worst
 
 MAX_NESTED = 32_768  # lists and objects in a body
 MAX_STRINGS = 131_072  # keys included
-MAX_VALUES = 1_048_576  # token ids, for the most part
+MAX_VALUES = 1_048_576  # mostly token ids
 
 MAX_SAMPLES = 1024
 """Prompts times n of one request: as many as the engine's queue takes by default."""
 
 MAX_LISTED = 65_536
-"""Entries of `logit_bias` and `stop_token_ids`, times the prompts: each prompt carries them to the engine."""
+"""Entries of `logit_bias` and `stop_token_ids` times prompts: each prompt carries them to the engine."""
 
 _NOT_COMMAS = bytes(set(range(256)) - set(b","))
 _NOT_OPENING = bytes(set(range(256)) - set(b"[{"))
 
 
-def body_size(max_model_len: int) -> int:
-    """Return how many bytes a body may have for a context of so many tokens."""
-    return min(BODY + BYTES_PER_TOKEN * max_model_len, LARGEST_BODY)
+def max_body_size(max_model_len: int) -> int:
+    """Return the bytes that a body may have for a context of `max_model_len` tokens."""
+    return min(BASE_BODY + BYTES_PER_TOKEN * max_model_len, LARGEST_BODY)
 
 
 def check_values(body: bytes) -> None:
     """Raise `InvalidRequest` if decoding `body` would build too many values. Each pass reads some GB/s."""
-    if len(body) <= SMALL or (body.count(b'"') <= 2 * MAX_STRINGS and _within(body)):
-        return  # as nearly always, although characters inside strings were counted too
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
-    strings = bare.count(b'"') // 2
-    if strings > MAX_STRINGS:
-        raise InvalidRequest(f"the body holds {strings} strings, but at most {MAX_STRINGS} are taken")
-    outside = b"".join(bare.split(b'"')[::2])
-    if not _within(outside):
+    if len(body) <= SMALL_BODY or (body.count(b'"') <= 2 * MAX_STRINGS and _within(body)):
+        return  # nearly always, although the counts include characters inside strings
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
+    num_strings = unescaped.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        raise InvalidRequest(f"the body holds {num_strings} strings, but at most {MAX_STRINGS} are taken")
+    outside_strings = b"".join(unescaped.split(b'"')[::2])
+    if not _within(outside_strings):
         raise InvalidRequest(
             f"the body holds more than {MAX_NESTED} lists and objects, or more than {MAX_VALUES} values"
         )

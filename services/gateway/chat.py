@@ -7,40 +7,41 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from services.gateway.body import Head, read
+from services.gateway.api_requests import ChatRequest
+from services.gateway.body import read
+from services.gateway.gateway import GATEWAY, REQUEST_ID, Gateway
 from services.gateway.generation import Generation, Update
-from services.gateway.logprobs import chat_logprobs, has_many_scores, prompt_logprobs
-from services.gateway.offload import off_loop_if
-from services.gateway.openai import ChatRequest
-from services.gateway.prompt import chat_prompt
+from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_logprobs
+from services.gateway.prompt import PreparedPrompt, chat_prompt
+from services.gateway.response import ResponseHead, usage
 from services.gateway.sampling import chat_params, priority_of
-from services.gateway.serving import GATEWAY, REQUEST_ID, Gateway, Job
 from services.gateway.stream import collect, stream
-from services.gateway.usage import usage
+from services.gateway.threads import run_in_thread_if
 from shared.text.sample_text import SampleText
 
-_text = msgspec.json.Encoder().encode
+_to_json = msgspec.json.Encoder().encode
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
-    """Answers with the model's next message, whole or as a stream."""
+    """Answer with the model's next message, whole or as a stream."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
     request = await read(http, ChatRequest)
-    job = await _job(gateway, request, arrived)
+    prompt = await _prepare(gateway, request, arrived)
     id = f"chatcmpl-{http[REQUEST_ID]}"
     if request.stream:
-        head = Head.now(id, "chat.completion.chunk", gateway.model.name)
-        return await stream(http, gateway, [job], _Chunks(head, bool(request.logprobs)), request.stream_options)
-    head = Head.now(id, "chat.completion", gateway.model.name)
-    generations = await collect(gateway, [job])
-    return await off_loop_if(has_many_scores(generations), _answer, head, request, generations)
+        head = ResponseHead.now(id, "chat.completion.chunk", gateway.model.name)
+        encoder = _ChunkEncoder(head, bool(request.logprobs))
+        return await stream(http, gateway, [prompt], encoder, request.stream_options)
+    head = ResponseHead.now(id, "chat.completion", gateway.model.name)
+    generations = await collect(gateway, [prompt])
+    return await run_in_thread_if(has_many_logprobs(generations), _respond, head, request, generations)
 
 
-async def _job(gateway: Gateway, request: ChatRequest, arrived: float) -> Job:
+async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float) -> PreparedPrompt:
     model = gateway.model
     model.check(request.model)
     params = chat_params(request, model.defaults)
-    return gateway.job(
+    return gateway.prepare(
         await chat_prompt(request, model.tokenizer, model.template, max_model_len=gateway.welcome.max_model_len),
         params,
         default_max_tokens=model.defaults.max_tokens,
@@ -49,15 +50,15 @@ async def _job(gateway: Gateway, request: ChatRequest, arrived: float) -> Job:
     )
 
 
-def _answer(head: Head, request: ChatRequest, generations: Sequence[Generation]) -> web.Response:
+def _respond(head: ResponseHead, request: ChatRequest, generations: Sequence[Generation]) -> web.Response:
     (generation,) = generations
     choices = [
-        _choice(at, sample, chat_logprobs(generation.entries[at]) if request.logprobs else None)
-        for at, sample in enumerate(generation.samples)
+        _choice(index, sample, chat_logprobs(generation.logprobs[index]) if request.logprobs else None)
+        for index, sample in enumerate(generation.text.samples)
     ]
-    wanted = generation.job.params.prompt_logprobs
-    scores = None if wanted is None else prompt_logprobs(generation.prompt_entries(), wanted)
-    return head.answer(choices, usage=usage(generations), prompt_logprobs=scores)
+    count = generation.prompt.params.prompt_logprobs
+    scores = None if count is None else prompt_logprobs(generation.text.prompt_logprobs(), count)
+    return head.respond(choices, usage=usage(generations), prompt_logprobs=scores)
 
 
 def _choice(index: int, sample: SampleText, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -70,26 +71,26 @@ def _choice(index: int, sample: SampleText, logprobs: dict[str, Any] | None) -> 
     }
 
 
-class _Chunks:
-    """Chunks of a chat: the role first, then pieces of content, the last with the reason of the end."""
+class _ChunkEncoder:
+    """Chunks of a chat: first the role, then pieces of the content, the last of them with the finish reason."""
 
-    def __init__(self, head: Head, logprobs: bool) -> None:
-        self.head = head.opening
+    def __init__(self, head: ResponseHead, logprobs: bool) -> None:
+        self.prefix = head.chunk_prefix
         self._logprobs = logprobs
 
     def opening(self, index: int, generation: Generation) -> bytes:
         return _OPENING % index
 
     async def prepare(self, position: int, generation: Generation) -> None:
-        """Do nothing: a chat echoes nothing."""
+        """Do nothing: a chat has no echo."""
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
-        sample = generation.samples[update.sample]
-        delta = b'{"content":' + _text(update.text) + b"}"  # "" too: clients join contents without a look
-        logprobs = _text(chat_logprobs(update.entries)) if self._logprobs else b"null"
+        sample = generation.text.samples[update.sample]
+        delta = b'{"content":' + _to_json(update.text) + b"}"  # also if it is "": clients join contents without a check
+        logprobs = _to_json(chat_logprobs(update.logprobs)) if self._logprobs else b"null"
         if sample.finish_reason is None:
             return _MIDDLE % (index, delta, logprobs)
-        return _LAST % (index, delta, logprobs, _text(sample.finish_reason), _text(sample.stop_reason))
+        return _LAST % (index, delta, logprobs, _to_json(sample.finish_reason), _to_json(sample.stop_reason))
 
 
 _OPENING = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'

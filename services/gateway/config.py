@@ -1,4 +1,4 @@
-"""The gateway's settings. Their table in the documentation and `--help` are made from this struct."""
+"""The gateway's settings. The table in the documentation and `--help` are made from this struct."""
 
 from typing import Annotated, Literal
 
@@ -17,12 +17,12 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         default_factory=lambda: ["tcp://127.0.0.1:5557"]
     )
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any that is free.")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free port.")] = 8000
     root_path: Annotated[
         str,
         Meta(
             pattern=r"^(/[^/{}?#\s]+)*/?$",
-            description="Path under which a proxy publishes the API; with it and without, requests are answered.",
+            description="Path under which a proxy publishes the API; requests are answered with it and without it.",
         ),
     ] = ""
     uds: Annotated[str | None, Meta(description="Path of a Unix socket to listen on, instead of host and port.")] = None
@@ -31,10 +31,11 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     ] = False
     served_model_name: Annotated[
         list[Name],
-        Meta(description="Name of the model in the API; of several, the first stands in answers; unset: --model."),
+        Meta(description="Name of the model in the API, or several; responses have the first. Unset: --model."),
     ] = []
     api_key: Annotated[
-        list[Name], Meta(description="Key that requests must carry as a bearer token; of several, any.")
+        list[Name],
+        Meta(description="Key that requests must carry as a bearer token, or several, of which any will do."),
     ] = []
     allowed_origins: Annotated[
         list[Name],
@@ -51,41 +52,40 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     ] = False
     tokenizer: Annotated[
         str | None,
-        Meta(
-            description="Folder or Hugging Face name to take tokenizer and chat template from, instead of the model's."
-        ),
+        Meta(description="Folder or Hugging Face name of another tokenizer and chat template than the model's."),
     ] = None
     tokenizer_revision: Annotated[
         str | None, Meta(description="Branch, tag or commit of the tokenizer that --tokenizer names.")
     ] = None
-    chat_template: Annotated[str | None, Meta(description="File of a chat template, instead of the model's own.")] = (
+    chat_template: Annotated[str | None, Meta(description="File of a chat template to use instead of the model's.")] = (
         None
     )
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],
         Meta(
-            description="Form of content that the chat template gets, openai being parts; auto: what it is found to "
-            "read."
+            description="Form in which the chat template gets a message's content: one string, or openai's list of "
+            "parts; auto: whichever the template reads."
         ),
     ] = "auto"
     default_chat_template_kwargs: Annotated[
-        str, Meta(description="JSON object of variables for the chat template; a request's own win.")
+        str, Meta(description="JSON object of variables for the chat template; a request's own override them.")
     ] = ""
     override_generation_config: Annotated[
-        str, Meta(description="JSON object of sampling defaults that win over generation_config.json.")
+        str, Meta(description="JSON object of sampling defaults that override generation_config.json.")
     ] = ""
     generation_config: Annotated[
         Name,
         Meta(description="Folder whose generation_config.json gives sampling defaults; auto: the model's; vllm: none."),
     ] = "auto"
     max_logprobs: Annotated[
-        int, Meta(ge=0, le=MAX_LOGPROBS, description="Log-probabilities for each token that a request may ask for.")
+        int,
+        Meta(ge=0, le=MAX_LOGPROBS, description="Most log-probabilities for each token that a request may ask for."),
     ] = MAX_LOGPROBS
     max_body_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="MiB of a request's body; longer ones get status 413. Unset: 4, and 32 bytes for each token of "
-            "the context, but at most 16; beyond that, bodies may hold up other requests' streams."
+            description="MiB that a request's body may have; longer ones get status 413. Unset: 4, and 32 bytes for "
+            "each token of the context, but at most 16; longer bodies may hold up other requests' streams."
         ),
     ] = None
     strict_fields: Annotated[
@@ -97,7 +97,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     sse_keep_alive_interval: Annotated[
         float,
         Meta(
-            ge=0, description="Seconds of silence after which a stream gets a comment, before twice as many; 0: never."
+            ge=0, description="Seconds after which a silent stream gets a comment, or at most twice as many; 0: never."
         ),
     ] = 15.0
     keep_alive_timeout: Annotated[
@@ -108,11 +108,16 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     ] = 30.0
     log_level: LogLevel = "info"
     supervisor: Annotated[
-        int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
+        int,
+        Meta(
+            ge=0,
+            description="Process id of the parent that restarts this service; it ends with that one.",
+        ),
     ] = 0
     supervisor_address: Annotated[
-        str, Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does.")
+        str,
+        Meta(description="Address at which a supervisor awaits this service's signs of life; empty: none does."),
     ] = ""
     enable_log_requests: Annotated[
-        bool, Meta(description="Write a line to the log for each request, probes left out.")
+        bool, Meta(description="Write a line to the log for each request except probes.")
     ] = False

@@ -1,28 +1,28 @@
-"""Cross-origin requests: which web pages a browser lets read this API's answers (the Fetch standard's CORS protocol).
+"""CORS: tells browsers which web pages may read this API's responses (the Fetch standard's protocol).
 
-Off until `--allowed-origins` names some. A preflight, by which a browser asks whether it may send a request, carries no
-key and needs none. The headers stand on every answer, since a page has to see errors and streams too.
+It is off until `--allowed-origins` names some. A preflight, by which a browser asks whether it may send a request,
+carries no API key and needs none. The headers are on every response, since a page has to see errors and streams too.
 """
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from services.gateway.config import GatewayConfig
-from services.gateway.serving import GATEWAY
+from services.gateway.gateway import GATEWAY
 from shared.errors import InvalidRequest
 
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-"""The methods that "*" in `--allowed-methods` means. With credentials, browsers take "*" itself literally."""
+"""The methods that "*" in `--allowed-methods` stands for. With credentials, browsers take "*" itself literally."""
 
 SIMPLE_HEADERS = frozenset({"accept", "accept-language", "content-language", "content-type"})
-"""Always allowed, as far as a preflight asks for them."""
+"""Headers that are always allowed, if a preflight asks for them."""
 
-MAX_AGE = 600  # seconds for which a browser may keep the answer to a preflight
+MAX_AGE = 600  # seconds for which a browser may keep the response to a preflight
 
 
 @web.middleware
 async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a browser that asks whether it may send a request. Raises `InvalidRequest` if it may not."""
+    """Answer a browser that asks whether it may send a request. Raise `InvalidRequest` if it may not."""
     config = request.app[GATEWAY].config
     method = request.headers.get("Access-Control-Request-Method")
     if request.method != "OPTIONS" or method is None or "Origin" not in request.headers or not config.allowed_origins:
@@ -38,14 +38,14 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
     return web.Response(headers=headers)
 
 
-async def sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Write on an answer which pages may read it."""
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Write on a response which pages may read it."""
     config = request.app[GATEWAY].config
     if not config.allowed_origins:
         return
     origin = _origin(config, request)
     if origin != "*":
-        response.headers.add("Vary", "Origin")  # or a cache would hand one origin's answer to another
+        response.headers.add("Vary", "Origin")  # or a cache would give one origin's response to another
     if origin is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
         if config.allow_credentials:
@@ -53,18 +53,18 @@ async def sign(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def _origin(config: GatewayConfig, request: web.Request) -> str | None:
-    """Return the value of Access-Control-Allow-Origin; None if the request's origin is not allowed, or it has none."""
-    every = "*" in config.allowed_origins
-    if every and not config.allow_credentials:
+    """Return the value of Access-Control-Allow-Origin, or None without an origin that is allowed."""
+    any_origin = "*" in config.allowed_origins
+    if any_origin and not config.allow_credentials:
         return "*"
     origin = request.headers.get("Origin")
-    if origin is None or not origin.isascii():  # else it could not be written back
+    if origin is None or not origin.isascii():  # a header could not hold it
         return None
-    return origin if every or origin in config.allowed_origins else None
+    return origin if any_origin or origin in config.allowed_origins else None
 
 
 def _headers(config: GatewayConfig, requested: str) -> str:
-    """Return the value of Access-Control-Allow-Headers. Raises `InvalidRequest` if one is not allowed."""
+    """Return the value of Access-Control-Allow-Headers. Raise `InvalidRequest` if one is not allowed."""
     allowed = {name.lower() for name in config.allowed_headers}
     names = {name.strip().lower() for name in requested.split(",")} - {""}
     if not requested.isascii() or ("*" not in allowed and names - allowed - SIMPLE_HEADERS):

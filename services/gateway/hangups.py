@@ -1,8 +1,8 @@
-"""`HangUps`: tells which half-closed connections have been closed whole.
+"""`HangUpWatcher`: notices when a half-closed connection is closed completely.
 
-A client that shuts down its sending side may still wait for its answer. Once the end of its data was read, an event
-loop no longer watches the socket, since reading again would give the same end for ever; so it does not see either that
-the client has gone away. An epoll set in which nothing is asked of a socket reports just this, a hang-up or an error.
+A client that shuts down its sending side may still wait for its response. Once the event loop has read the end of the
+client's data it stops watching the socket, since each further read would return the same end. So it does not see when
+the client goes away. An epoll set with an empty event mask still reports hang-ups and errors, and nothing else.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-class HangUps:
+class HangUpWatcher:
     """Watches sockets by their file descriptors, on one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -21,21 +21,21 @@ class HangUps:
         loop.add_reader(self._epoll.fileno(), self._report)
 
     def __repr__(self) -> str:
-        return f"<HangUps of {sorted(self._callbacks)}>"
+        return f"<HangUpWatcher of {sorted(self._callbacks)}>"
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call `callback` once if the peer is gone."""
+        """Call `callback` once, when the peer has hung up."""
         self._callbacks[fd] = callback
         self._epoll.register(fd, 0)
 
     def forget(self, fd: int) -> None:
-        """Stop watching. Idempotent, but not to be called when the number may belong to another socket already."""
+        """Stop watching. Idempotent. Call it before the socket is closed: its number may then be another socket's."""
         if self._callbacks.pop(fd, None) is not None:
             with suppress(OSError):
                 self._epoll.unregister(fd)
 
     def close(self) -> None:
-        """Stop watching all."""
+        """Stop watching all sockets."""
         self._callbacks.clear()
         self._loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
@@ -43,5 +43,5 @@ class HangUps:
     def _report(self) -> None:
         for fd, _ in self._epoll.poll(0):
             callback = self._callbacks[fd]
-            self.forget(fd)  # or it would be reported again and again
+            self.forget(fd)  # epoll would report it again and again
             callback()

@@ -1,7 +1,7 @@
-"""`Lifecycle`: which requests run, and how they end when the process does.
+"""`Lifecycle`: the running requests of a gateway, and how they end when the process does.
 
-`drain` refuses new ones and lets the running ones finish; `cut` ends those too, each with `Unavailable` raised where
-it waits, so that its client is told.
+`drain` refuses new requests and lets the running ones finish. `abort` ends those too: each task gets `Unavailable`
+where it waits, so that it can send its client an error.
 """
 
 import asyncio
@@ -14,33 +14,33 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Lifecycle:
-    """Of one gateway process. Not ready to restart: drained once, it stays so."""
+    """The running requests of one gateway process. Once it drains, it never takes requests again."""
 
     def __init__(self) -> None:
         self.draining = False
-        self._cut = False
+        self._aborted = False
         self._tasks: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
-    def count(self) -> int:
-        """Requests that run."""
+    def num_running(self) -> int:
+        """Return the number of running requests."""
         return len(self._tasks)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The span of one request. Raises `Unavailable` when draining, or when it is cut off."""
+        """Count a request as running for the time of the block. Raise `Unavailable` when draining or aborted."""
         if self.draining:
             raise Unavailable(SHUTTING_DOWN)
         task = asyncio.current_task()
-        assert task is not None  # a coroutine runs in one
+        assert task is not None  # every coroutine runs in a task
         self._tasks.add(task)
         self._idle.clear()
         try:
             yield
         except asyncio.CancelledError:
-            if not self._cut:
+            if not self._aborted:
                 raise
             task.uncancel()
             raise Unavailable(SHUTTING_DOWN) from None
@@ -53,16 +53,16 @@ class Lifecycle:
         """Take no more requests."""
         self.draining = True
 
-    def cut(self) -> None:
-        """End the running requests. Idempotent."""
+    def abort(self) -> None:
+        """Take no more requests, and end the running ones. Idempotent."""
         self.draining = True
-        if not self._cut:
-            self._cut = True
+        if not self._aborted:
+            self._aborted = True
             for task in self._tasks:
                 task.cancel()
 
-    async def finished(self, seconds: float) -> bool:
-        """Waits until nothing runs, at most so many seconds; says whether that came."""
+    async def wait_idle(self, seconds: float) -> bool:
+        """Wait until no request runs, for at most so many seconds. Return whether none does."""
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

@@ -1,11 +1,12 @@
-"""`Runner`: aiohttp's, with connections that answer each request in the API's shape, as long as there is a client.
+"""`Runner`: aiohttp's, with connections that answer every request in the API's shape while there is a client.
 
-What aiohttp cannot read (no HTTP, a header too long, a Content-Encoding that it does not know) it answers below all
-middlewares, as plain text with a traceback in the log. Here such answers have the API's shape, and the log one line:
-it is the client's fault, and a stranger must not be able to fill the log.
+aiohttp itself answers what it cannot read (no HTTP, a header that is too long, an unknown Content-Encoding), below all
+middlewares, as plain text with a traceback in the log. Here such responses have the API's shape, and the log gets one
+line: the client is at fault, and a stranger must not be able to fill the log.
 
-A client may end its sending side and wait for the answer. That looks just like one that went away, until something is
-written to it: so if an answer takes longer than a moment, something is written that clients pass over.
+A client may shut down its sending side and wait for the response. This looks just like a client that has gone away,
+until something is written to it. So if a response takes longer than a moment, the connection writes bytes that clients
+skip.
 
 Where the library has no hook this reaches into it: `AppRunner._make_server`, `Server._loop` and `Server._kwargs`,
 `RequestHandler._parser`, `_request_count` and `_current_request`.
@@ -20,40 +21,40 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from services.gateway import faults
-from services.gateway.expect import CONTINUE
-from services.gateway.hangups import HangUps
+from services.gateway import errors
+from services.gateway.body import CONTINUE
+from services.gateway.hangups import HangUpWatcher
 from services.gateway.request_parser import RequestParser
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 200  # characters of what the client did wrong
+MAX_REASON = 200  # characters of why a request cannot be read
 
 PROBE_AFTER = 0.25
-"""Seconds that an answer to a half-closed connection may take before it is tried whether the client is still there."""
+"""Seconds that a half-closed connection waits for its response before it probes whether the client is still there."""
 
 LINGER = 2.0
-"""Seconds for which what a client still sends behind an error is read and dropped. Were the connection closed at once,
-the client's system would take that for a reset, and might drop the answer before it is read."""
+"""Seconds for which the connection still reads, and drops, what a client sends behind an error. If it closed at once,
+the client's system might see a reset and drop the response before the client reads it."""
 
-COMMENT = b":\n\n"  # of server-sent events
+COMMENT = b":\n\n"  # a comment among server-sent events
 
 
 class Runner(web.AppRunner):
-    """Runs an application on connections that answer as the API does."""
+    """Run an application on connections that answer in the API's shape."""
 
-    _hang_ups: HangUps
+    _hang_ups: HangUpWatcher
 
     async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        self._hang_ups = HangUps(made._loop)
+        server = await super()._make_server()
+        self._hang_ups = HangUpWatcher(server._loop)
         return _Server(
-            made.request_handler,
-            request_factory=made.request_factory,
-            handler_cancellation=made.handler_cancellation,
-            loop=made._loop,
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            loop=server._loop,
             hang_ups=self._hang_ups,
-            **made._kwargs,
+            **server._kwargs,
         )
 
     async def cleanup(self) -> None:
@@ -62,7 +63,7 @@ class Runner(web.AppRunner):
 
 
 class _Server(web.Server):
-    def __init__(self, *args: Any, hang_ups: HangUps, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, hang_ups: HangUpWatcher, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._hang_ups = hang_ups
 
@@ -71,26 +72,26 @@ class _Server(web.Server):
 
 
 class _Connection(RequestHandler):
-    """One connection. An error closes it: where the next request would begin is not known."""
+    """One connection. An error closes it, since the start of the next request is unknown."""
 
-    __slots__ = ("_answered", "_half_closed", "_hang_ups", "_probing", "_requests")
+    __slots__ = ("_half_closed", "_hang_ups", "_num_answered", "_probing", "_requests")
 
     def __init__(
-        self, server: web.Server, hang_ups: HangUps, *, loop: asyncio.AbstractEventLoop, **kwargs: Any
+        self, server: web.Server, hang_ups: HangUpWatcher, *, loop: asyncio.AbstractEventLoop, **kwargs: Any
     ) -> None:
         super().__init__(server, loop=loop, **kwargs)
         self._parser = self._requests = RequestParser(self, loop, self._read_bufsize)
         self._hang_ups = hang_ups
-        self._answered = 0
-        self._half_closed: int | None = None  # the socket's number, once the client has ended its sending side
+        self._num_answered = 0
+        self._half_closed: int | None = None  # the socket's descriptor, once the client has shut down its sending side
         self._probing: asyncio.TimerHandle | None = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. The connection is kept (True) if an answer is due to a request that came whole."""
-        if self._half_closed is not None:  # uvloop says it again whenever reading is resumed
+        """Keep the connection (True) if the client, which sends no more, is owed a response to a complete request."""
+        if self._half_closed is not None:  # uvloop calls this again whenever reading is resumed
             return True
         transport = self.transport
-        if transport is None or self._request_count == self._answered or not self._requests.between_requests:
+        if transport is None or self._request_count == self._num_answered or not self._requests.between_requests:
             return False
         self._half_closed = transport.get_extra_info("socket").fileno()
         self._hang_ups.watch(self._half_closed, transport.abort)
@@ -112,21 +113,21 @@ class _Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no request, or to what a middleware let through."""
-        if request.writer.output_size > 0:  # as the library does: a second head would be taken for the body
-            raise ConnectionError("an answer is on its way already, so the error cannot be told")
+        """Return the response to an unreadable request, or to an exception that a middleware let through."""
+        if request.writer.output_size > 0:  # as the library does: a second head would be read as body
+            raise ConnectionError("a response has begun already, so the error cannot be sent")
         id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
-            what = _first_line(message or exc.message)
-            logger.info("%s %s sent what is no request: %s", id, request.remote, what)
+            reason = _first_line(message or exc.message)
+            logger.info("%s %s sent an unreadable request: %s", id, request.remote, reason)
             if isinstance(exc, ContentEncodingError):
-                what = "its Content-Encoding is none that this server knows"
-            fault = faults.Fault(status, f"the request cannot be read: {what}")
+                reason = "its Content-Encoding is none that this server knows"
+            error = errors.ApiError(status, f"the request cannot be read: {reason}")
         elif exc is None:
-            fault = faults.Fault(status, message or "the request failed")
+            error = errors.ApiError(status, message or "the request failed")
         else:
-            fault = faults.fault_of(exc)
-        response = faults.respond(fault)
+            error = errors.to_api_error(exc)
+        response = errors.error_response(error)
         response.headers["X-Request-Id"] = id
         response.force_close()
         return response
@@ -134,36 +135,36 @@ class _Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Sends an answer. An exception of aiohttp's comes here only past the middlewares, as for an odd Expect."""
+        """Send a response. It is an exception of aiohttp only if no middleware saw it, as after a wrong Expect."""
         if isinstance(resp, web.HTTPException):
-            resp = faults.respond(faults.fault_of(resp))
+            resp = errors.error_response(errors.to_api_error(resp))
         resp, reset = await super().finish_response(request, resp, start_time)
-        self._answered += 1
-        if self._answered == self._request_count:
+        self._num_answered += 1
+        if self._num_answered == self._request_count:
             if self._half_closed is not None:
-                resp.force_close()  # nobody will ask for more
+                resp.force_close()  # the client cannot send another request
             elif self._requests.failed:
                 await self._linger()
         return resp, reset
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """A broken body comes up a second time, after its answer, when the library reads on to the next request."""
+        """Log one line for a broken body, which raises a second time when the library reads on to the next request."""
         if isinstance(kw.get("exc_info"), web.RequestPayloadError):
             logger.info("a client sent a body that cannot be read; its connection is closed")
         else:
             super().log_exception(*args, **kw)
 
     async def _linger(self) -> None:
-        """Let the client read the answer to what is no request; cancelled as soon as it closes its side."""
+        """Give the client time to read the error. This is cancelled as soon as the client closes its side."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write_eof()
             await asyncio.sleep(LINGER)
 
     def _probe(self) -> None:
-        """Write something to a client that may be gone. If it is, its system says so, and the hang-up is noticed.
+        """Write to a client that may be gone. If it is, its system answers with a reset, and the watcher notices.
 
-        Before an answer that is an interim response, which a client has to pass over; HTTP/1.0 has none. What has
-        begun and is not handed to `finish_response` yet is a stream of events, written in whole ones.
+        Before the response, write an interim one, which clients have to skip; HTTP/1.0 has none. A response that has
+        begun and is not finished is a stream of events, each of which is written whole: then write a comment.
         """
         request = self._current_request
         if request is None or self.transport is None or self.transport.is_closing():
@@ -176,6 +177,6 @@ class _Connection(RequestHandler):
 
 
 def _first_line(message: str) -> str:
-    """Without the bytes that the client sent, which follow in the library's messages."""
+    """Return the library's message without the client's bytes, which follow on the next lines."""
     line = message.partition("\n")[0].strip().rstrip(":")
-    return line[:SHOWN].encode("ascii", "backslashreplace").decode()
+    return line[:MAX_REASON].encode("ascii", "backslashreplace").decode()

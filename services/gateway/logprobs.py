@@ -1,7 +1,7 @@
 """Log-probabilities in the three shapes of the API: a chat's, a completion's, and vLLM's for prompts.
 
-There is one entry for each token generated, the token that ended the sample included. Each is made JSON at once: an
-answer may have a million of them, and a tree of so many objects would be one long call to encode, and to free.
+Each generated token has one entry, the token that ended the sample included. Each entry is encoded at once: a response
+may have a million of them, and a tree of so many objects would take one long call to encode, and another to free.
 """
 
 from collections.abc import Sequence
@@ -14,31 +14,30 @@ from shared.text.logprobs import LogprobEntry
 
 _encode = msgspec.json.Encoder().encode
 
-
-MANY = 2000  # log-probabilities, of which JSON is made in a few milliseconds
-
-
-def has_many_scores(generations: Sequence[Generation]) -> bool:
-    """Return whether the log-probabilities of an answer, alternatives included, take the loop too long."""
-    return sum(map(_scores, generations)) > MANY
+MANY_LOGPROBS = 2000  # so many take a few milliseconds to encode
 
 
-def _scores(generation: Generation) -> int:
-    params, count = generation.job.params, 0
+def has_many_logprobs(generations: Sequence[Generation]) -> bool:
+    """Return whether encoding all log-probabilities, alternatives included, would keep the loop too long."""
+    return sum(map(_count, generations)) > MANY_LOGPROBS
+
+
+def _count(generation: Generation) -> int:
+    params, count = generation.prompt.params, 0
     if params.num_logprobs is not None:
-        count += generation.output_tokens * (params.num_logprobs + 1)
+        count += generation.text.num_output_tokens * (params.num_logprobs + 1)
     if params.prompt_logprobs is not None:
-        count += len(generation.job.tokens) * (params.prompt_logprobs + 1)
+        count += len(generation.prompt.tokens) * (params.prompt_logprobs + 1)
     return count
 
 
 def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
-    """`{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}`"""
+    """Return `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}`."""
     return {"content": [_raw(_with_alternatives(entry)) for entry in entries]}
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, list[Any]]:
-    """Four parallel lists. An entry's alternatives are the `count` likeliest tokens and the token itself."""
+    """Return four parallel lists. An entry's alternatives are the `count` likeliest tokens and the token itself."""
     return {
         "text_offset": [entry.offset for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -48,7 +47,7 @@ def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str
 
 
 def prompt_logprobs(entries: Sequence[LogprobEntry], count: int) -> list[msgspec.Raw | None]:
-    """For each token of a prompt what is known by token id; null for the first."""
+    """Return for each token of a prompt its alternatives and itself by token id; null for the first token."""
     return [None if entry.logprob is None else _raw(_by_id(entry, count)) for entry in entries]
 
 
@@ -68,17 +67,17 @@ def _token(token: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
 def _alternatives(entry: LogprobEntry, count: int) -> dict[str, float] | None:
     if entry.logprob is None:
         return None
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for other in entry.top[:count]:
-        found.setdefault(other.token, other.logprob)  # two tokens may read alike: the likelier one stays
-    found.setdefault(entry.token, entry.logprob)
-    return found
+        logprobs.setdefault(other.token, other.logprob)  # two tokens may have the same text: keep the likelier one
+    logprobs.setdefault(entry.token, entry.logprob)
+    return logprobs
 
 
 def _by_id(entry: LogprobEntry, count: int) -> dict[str, Any]:
-    found = {
+    top = {
         str(other.id): {"logprob": other.logprob, "rank": other.rank, "decoded_token": other.token}
         for other in entry.top[:count]
     }
     own = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
-    return {str(entry.id): own} | found
+    return {str(entry.id): own} | top

@@ -1,8 +1,8 @@
 """From a request's prompt or messages to token ids, checked against the vocabulary and the context.
 
-One loop serves all streams of this gateway, so whatever may take long is done off it: the tokenizer lets go of the
-interpreter meanwhile, all else shares one thread (offload.py). What cannot fit is refused before that, by its number
-of characters, ids or messages.
+One loop serves all streams of this gateway, so whatever may take long runs in a thread. The tokenizer releases the
+interpreter meanwhile; all other work shares one thread (`threads.py`). What cannot fit is refused before that, by its
+number of characters, ids or messages.
 """
 
 import asyncio
@@ -12,56 +12,71 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.bounds import MAX_SAMPLES
-from services.gateway.offload import off_loop_if
-from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest, brief
+from shared.params import SamplingParams
+from shared.protocol import Sampling
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
-LONG = 20_000  # characters or ids; about ten milliseconds of tokenizing
-MANY = 64  # messages; about a millisecond of rendering
-GROUP = 1_000_000  # characters that are tokenized at once; what the library makes of them is some hundred megabytes
+LONG_TEXT = 20_000  # characters or ids; about ten milliseconds of tokenizing
+MANY_MESSAGES = 64  # about a millisecond of rendering
+BATCH = 1_000_000  # characters that are tokenized at once; the library's result is some hundred megabytes
 
 
 class Prompt(Struct, frozen=True):
-    """What the model is to go on with."""
+    """One prompt as token ids."""
 
     tokens: "array[int]"
-    text: str | None = None  # as it was given, if it was text
+    text: str | None = None  # as it was written, if it was text
     offsets: "array[int] | None" = None  # where in that text each token begins, if that is needed
+
+
+class PreparedPrompt(Struct, frozen=True):
+    """One prompt with its sampling, checked against the model's limits and ready to be submitted."""
+
+    tokens: "array[int]"
+    params: SamplingParams
+    sampling: Sampling
+    priority: int
+    arrived: float  # on the monotonic clock
+    samples_before: int = 0  # samples of the same request before the first of these
+    echo: str | None = None  # text that is shown before the output
+    offsets: "array[int] | None" = None  # where in the prompt's text each token begins, if that is needed
 
 
 async def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
 ) -> list[Prompt]:
-    """One prompt for each text or list of ids in the request. Raises `InvalidRequest` naming `prompt`."""
-    given = _split(request.prompt, max_model_len)
-    texts = [part for part in given if isinstance(part, str)]
+    """Return one prompt for each text or list of ids in the request. Raise `InvalidRequest` naming `prompt`."""
+    parts = _split(request.prompt, max_model_len)
+    texts = [part for part in parts if isinstance(part, str)]
     if texts:
         special = request.add_special_tokens is not False
         offsets = request.echo is True and request.logprobs is not None
         return await _from_texts(texts, tokenizer, special, max_model_len, "prompt", offsets)
-    ids = [part for part in given if not isinstance(part, str)]
-    return await off_loop_if(sum(map(len, ids)) > LONG, _from_all_ids, ids, max_model_len, vocab_size)
+    ids = [part for part in parts if not isinstance(part, str)]
+    return await run_in_thread_if(sum(map(len, ids)) > LONG_TEXT, _from_all_ids, ids, max_model_len, vocab_size)
 
 
 async def chat_prompt(
     request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate, *, max_model_len: int
 ) -> Prompt:
-    """The messages as the template puts them. It prints BOS itself, so none is added unless the request says so."""
-    if len(request.messages) > max_model_len:  # however little a message is, its role is a token or more
+    """Return the messages as rendered by the template. It writes BOS, so none is added unless the request says so."""
+    if len(request.messages) > max_model_len:  # even an empty message has its role, which is a token or more
         raise InvalidRequest(
             f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
             "messages",
         )
-    text = await off_loop_if(not _is_short(request), render, request, template)
+    text = await run_in_thread_if(not _is_short(request), render, request, template)
     (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
     return prompt
 
 
 def render(request: ChatRequest, template: ChatTemplate) -> str:
-    """The text of a chat's prompt. Raises `InvalidRequest`, with the template's own words if it raised."""
+    """Return the text of a chat's prompt. Raise `InvalidRequest`, with the template's own message if it raised one."""
     return template.render(
         request.messages,
         add_generation_prompt=request.add_generation_prompt is not False,
@@ -71,7 +86,7 @@ def render(request: ChatRequest, template: ChatTemplate) -> str:
 
 
 def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Sequence[str | list[int]]:
-    """Return the prompts one by one, from any of the four ways to write them. Their number is checked first."""
+    """Return the prompts one by one, from any of the four ways to write them. Check their number first."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -81,19 +96,19 @@ def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Seq
         _check_length(len(prompt), max_model_len, "prompt")
     elif len(prompt) > MAX_SAMPLES:
         raise InvalidRequest(f"prompt must hold at most {MAX_SAMPLES} prompts, got {len(prompt)}", "prompt")
-    if len(kinds := {type(part) for part in prompt}) > 1:
-        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+    if len(types := {type(part) for part in prompt}) > 1:
+        names = " and ".join(sorted(type_.__name__ for type_ in types))
         raise InvalidRequest(f"prompt must hold only texts, only ids or only lists of ids, got {names}", "prompt")
     parts: list[Any] = prompt
     return [parts] if single else parts
 
 
 def _is_short(request: ChatRequest) -> bool:
-    """Whether the template surely is quick: few messages, with nothing but short texts."""
-    if len(request.messages) > MANY or request.chat_template_kwargs:
+    """Return whether rendering is certainly quick: there are few messages, with nothing but short texts."""
+    if len(request.messages) > MANY_MESSAGES or request.chat_template_kwargs:
         return False
     parts = [part for message in request.messages for part in message.values()]
-    return all(isinstance(part, str) for part in parts) and sum(map(len, parts)) <= LONG
+    return all(isinstance(part, str) for part in parts) and sum(map(len, parts)) <= LONG_TEXT
 
 
 async def _from_texts(
@@ -104,15 +119,15 @@ async def _from_texts(
     param: str,
     offsets: bool = False,
 ) -> list[Prompt]:
-    most = tokenizer.max_characters(max_model_len)
+    max_length = tokenizer.max_characters(max_model_len)
     for text in texts:
-        if len(text) > most:
+        if len(text) > max_length:
             raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, so at most {most} characters, "
+                f"the context of this model is {max_model_len} tokens, so at most {max_length} characters, "
                 f"but {param} has {len(text)}",
                 param,
             )
-    if sum(map(len, texts)) <= LONG:
+    if sum(map(len, texts)) <= LONG_TEXT:
         return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
     return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
 
@@ -121,29 +136,29 @@ def _tokenize(
     texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, offsets: bool
 ) -> list[Prompt]:
     prompts: list[Prompt] = []
-    for group in _groups(texts):
-        for text, ids in zip(group, tokenizer.encode_all(group, add_special_tokens), strict=True):
+    for batch in _batches(texts):
+        for text, ids in zip(batch, tokenizer.encode_all(batch, add_special_tokens), strict=True):
             _check_length(len(ids), max_model_len, param)
-            places = array("i", tokenizer.token_offsets(text, add_special_tokens)) if offsets else None
-            prompts.append(Prompt(array("i", ids), text, places))
+            token_offsets = array("i", tokenizer.token_offsets(text, add_special_tokens)) if offsets else None
+            prompts.append(Prompt(array("i", ids), text, token_offsets))
     return prompts
 
 
-def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """The texts in order, as many at a time as have `GROUP` characters together, or one that is longer."""
-    group: list[str] = []
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    """Yield the texts in order, in lists of at most `BATCH` characters, or of one text that is longer."""
+    batch: list[str] = []
     length = 0
     for text in texts:
-        if group and length + len(text) > GROUP:
-            yield group
-            group, length = [], 0
-        group.append(text)
+        if batch and length + len(text) > BATCH:
+            yield batch
+            batch, length = [], 0
+        batch.append(text)
         length += len(text)
-    yield group
+    yield batch
 
 
 def _check_length(count: int, max_model_len: int, param: str) -> None:
-    """For what is no prompt whatever else is asked; how much room the output needs is checked with the parameters."""
+    """Raise `InvalidRequest` if the prompt alone is impossible. The parameters check the room for the output."""
     if not count:
         raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
     if count > max_model_len:

@@ -1,11 +1,11 @@
-"""`RequestParser`: aiohttp's, which hands out each request that came before one that cannot be read, and bounds heads.
+"""`RequestParser`: aiohttp's, with two changes: it keeps requests that came before an unreadable one, and bounds heads.
 
-aiohttp's parser loses the requests that came in one packet with something unreadable. So here it pauses behind every
-request (as it can, with a queue of one) and is fed on until it has nothing left. What cannot be read is handed out as
-an error in its place, so that the connection answers in the order in which things came.
+aiohttp's parser loses the requests that came in one packet with something unreadable. So this one pauses behind every
+request (it can, with a queue of one) and is fed until nothing is left. What cannot be read becomes an error in its
+place, so that the connection answers in the order in which things came.
 
-A request line may have 8 KiB, as most servers have it, and a head 64 KiB: for one field (a cookie or a token of single
-sign-on) as well as for all.
+A request line may have 8 KiB, as in most servers, and a head 64 KiB, be it one field (a cookie or a sign-on token) or
+all fields together.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from aiohttp.web_protocol import MAX_MSG_QUEUE_SIZE, RequestPayloadError, _ErrIn
 KIB = 1024
 MAX_LINE = 8 * KIB
 MAX_HEAD = 66 * KIB
-"""Names and values together: 64 KiB for the field that is long, and some for those that every client sends."""
+"""Names and values together: 64 KiB for a long field, and some for those that every client sends."""
 
 MAX_FIELDS = 128
 
@@ -44,16 +44,16 @@ class RequestParser(HttpRequestParser):
         )
         self._connection = protocol
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request
-        self._open = 0  # bytes of a head that has not come whole
-        self.failed = False  # nothing more is read
+        self._head_size = 0  # bytes of a head that is not complete yet
+        self.failed = False  # an unreadable request came: the rest is dropped
 
     @property
     def between_requests(self) -> bool:
-        """Return whether the body of the last request has come whole."""
+        """Return whether the body of the last request is complete."""
         return self._body.is_eof()
 
     def feed_data(self, data: bytes, *_: Any) -> tuple[Sequence[Message], bool, bytes]:  # type: ignore[override]
-        """Return the requests in `data`, whether the last asks for another protocol, and what came behind that."""
+        """Return the requests in `data`, whether the last one asks for another protocol, and the data behind it."""
         messages: list[Message] = []
         upgraded, rest = False, b""
         if not self.failed:
@@ -69,7 +69,7 @@ class RequestParser(HttpRequestParser):
             in_head = self.between_requests
             self.message_consumed()
             more, upgraded, rest = super().feed_data(data)
-            self._open = self._open + len(data) if in_head and not more else 0
+            self._head_size = self._head_size + len(data) if in_head and not more else 0
             self._check(more)
             messages += more
             idle = not more and not data
@@ -78,8 +78,8 @@ class RequestParser(HttpRequestParser):
             data = b""
 
     def _check(self, messages: Sequence[tuple[RawRequestMessage, StreamReader]]) -> None:
-        """Raise `HttpProcessingError` if a head is too long, whole or not."""
-        if self._open > MAX_LINE + MAX_HEAD:
+        """Raise `HttpProcessingError` if a head is too long, be it complete or not."""
+        if self._head_size > MAX_LINE + MAX_HEAD:
             raise HttpProcessingError(code=431)
         for message, body in messages:
             self._body = body
@@ -89,10 +89,10 @@ class RequestParser(HttpRequestParser):
 
 def _error(error: HttpProcessingError) -> _ErrInfo:
     if isinstance(error, LineTooLong):
-        too_long = 414 if error.args[1] == MAX_LINE else 431
+        status = 414 if error.args[1] == MAX_LINE else 431
     else:
-        too_long = 431 if error.code == 431 or error.message.startswith("Too many headers") else 0
-    match too_long:
+        status = 431 if error.code == 431 or error.message.startswith("Too many headers") else 400
+    match status:
         case 414:
             return _ErrInfo(414, error, f"its first line is longer than {MAX_LINE} bytes")
         case 431:

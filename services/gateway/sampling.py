@@ -1,41 +1,40 @@
-"""From a request's fields to `SamplingParams`, with the defaults for what it leaves open.
+"""From a request's fields to `SamplingParams`, with defaults for the fields that it leaves open.
 
-A field that is null or absent takes the model's default (generation_config.json), then vLLM's. Without max_tokens a
-completion takes 16 and a chat the rest of the context, or generation_config's max_new_tokens, at most what is left.
+A field that is null or absent takes the model's default (generation_config.json), then vLLM's. Without `max_tokens` a
+completion generates 16 tokens, and a chat the rest of the context, or generation_config's max_new_tokens, at most what
+is left.
 """
 
 from typing import Any
 
-import msgspec
-
-from services.gateway.openai import ChatRequest, CompletionRequest, GenerationRequest
+from services.gateway.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams, whole
 from shared.text.sampling_defaults import SamplingDefaults
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 
-GIVEN = (
+PARAMS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "prompt_logprobs", "skip_special_tokens",
 )  # fmt: skip
-"""Fields that go into `SamplingParams` as they are, under the same names; it checks and converts them."""
+"""Fields that go into `SamplingParams` as they are, under the same names. It checks and converts them."""
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """Parameters of a chat, `max_tokens` None if the request leaves it open. Raises `InvalidRequest`."""
-    asked = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    tokens = _whole_or_none(request, asked)
-    if tokens is not None and not 0 <= tokens < 2**63:
-        raise InvalidRequest(f"{asked} must be between 0 and 2**63 - 1, got {brief(tokens)}", asked)
-    fields = _fields(request, defaults) | {"max_tokens": tokens}
-    top = _whole_or_none(request, "top_logprobs") or 0
-    return SamplingParams(**fields, top_logprobs=top if request.logprobs else None)
+    """Return the parameters of a chat, `max_tokens` None if the request leaves it open. Raise `InvalidRequest`."""
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = _whole_or_none(request, name)
+    if max_tokens is not None and not 0 <= max_tokens < 2**63:
+        raise InvalidRequest(f"{name} must be between 0 and 2**63 - 1, got {brief(max_tokens)}", name)
+    fields = _fields(request, defaults) | {"max_tokens": max_tokens}
+    top_logprobs = _whole_or_none(request, "top_logprobs") or 0
+    return SamplingParams(**fields, top_logprobs=top_logprobs if request.logprobs else None)
 
 
 def completion_params(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """Parameters of a completion, `max_tokens` None if the request leaves it open. Raises `InvalidRequest`.
+    """Return the parameters of a completion, `max_tokens` None if the request leaves it open. Raise `InvalidRequest`.
 
     An echo with log-probabilities needs those of the prompt too.
     """
@@ -46,15 +45,8 @@ def completion_params(request: CompletionRequest, defaults: SamplingDefaults) ->
     return SamplingParams(**fields, logprobs=logprobs)
 
 
-def with_room(params: SamplingParams, default: int | None, room: int) -> SamplingParams:
-    """`params` with an open `max_tokens` set to `default`, at most `room` tokens. None stands for all of the room."""
-    if params.max_tokens is not None or default is None or room < 1:
-        return params
-    return msgspec.structs.replace(params, max_tokens=min(default, room))
-
-
 def priority_of(request: GenerationRequest) -> int:
-    """The request's priority; lower is served first. Raises `InvalidRequest` beyond 63 bits and sign."""
+    """Return the request's priority; lower is served first. Raise `InvalidRequest` if it exceeds a 64-bit integer."""
     priority = _whole_or_none(request, "priority") or 0
     if not -(2**63) <= priority < 2**63:
         raise InvalidRequest("priority must be between -2**63 and 2**63 - 1", "priority")
@@ -62,9 +54,10 @@ def priority_of(request: GenerationRequest) -> int:
 
 
 def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str, Any]:
-    given = {name: getattr(request, name) for name in GIVEN}
-    own = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
-    return own | {name: value for name, value in given.items() if value is not None}
+    """Return the fields of `SamplingParams` that the request has, over those that the model's defaults have."""
+    requested = {name: getattr(request, name) for name in PARAMS}
+    model_defaults = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
+    return model_defaults | {name: value for name, value in requested.items() if value is not None}
 
 
 def _whole_or_none(request: GenerationRequest, name: str) -> int | None:

@@ -1,11 +1,11 @@
-"""`SampleText`: one sample from tokens to what its user sees: text, log-probabilities, and why it ended.
+"""`SampleText`: one sample, from its tokens to the text, log-probabilities and finish reason that a user sees.
 
-Feeds tokens to the detokenizer and its text to the stop matcher. Rules:
-- The stop token itself is not shown, unless `include_stop_str_in_output` (and, for a special token, no skipping).
-- A stop string counts if a token behind the first `min_tokens` completes it. It is looked for in the text that shows,
-  so a special token's name is one only where special tokens are shown.
-- There is one log-probability entry for each token taken, the stop token included. An entry is given out with the
-  text behind its start, and all that are left at the end.
+It feeds the tokens to the detokenizer, and the text to the stop matcher. Its rules:
+- The stop token itself is shown only with `include_stop_str_in_output` (and a special one only if none are skipped).
+- A stop string counts if a token behind the first `min_tokens` completes it. The matcher searches the text that is
+  shown, so a special token's name can be a stop string only where special tokens are shown.
+- Each token has one log-probability entry, the stop token included. An entry is due as soon as text behind its start
+  is shown, and at the end of the sample.
 """
 
 from bisect import bisect_left
@@ -21,20 +21,20 @@ from shared.text.stop_strings import StopMatcher
 from shared.text.tokenizer import Tokenizer
 
 
-class _Pending(Struct, frozen=True, gc=False):
-    """A token whose log-probabilities were not given out yet."""
+class _PendingLogprobs(Struct, frozen=True, gc=False):
+    """A token's log-probabilities that are not due yet."""
 
     token: int
-    found: TokenLogprobs
-    offset: int
-    at_start: bool  # whether it is the first token of its text
+    logprobs: TokenLogprobs
+    offset: int  # characters of text before the token
+    at_start: bool  # the token is the first of its text
 
 
 class SampleText:
-    """`feed` it all tokens in order. It is over when `finish_reason` is set, which a stop string may do early.
+    """The text of one sample. `feed` it all tokens in order, until `finish_reason` is set; a stop string sets it early.
 
-    `stop_token_ids` are those that the engine stops at, end-of-sequence included. `echoed` is the number of characters
-    of the prompt that are shown before the output, None if the prompt is not shown.
+    `stop_token_ids` are those at which the engine stops, end-of-sequence included. `echo_length` is the number of
+    characters of the prompt that are shown before the output, or None if the prompt is not shown.
     """
 
     def __init__(
@@ -44,91 +44,89 @@ class SampleText:
         prompt: Sequence[int],
         *,
         stop_token_ids: Iterable[int] = (),
-        echoed: int | None = None,
+        echo_length: int | None = None,
     ) -> None:
         self.token_ids: list[int] = []
-        self._starts: list[int] = []  # the offset at which each token's text begins
+        self._offsets: list[int] = []  # where the text of each token begins
         self.finish_reason: str | None = None  # a value of `FinishReason`
-        self.stop_reason: str | int | None = None  # a stop string, or a stop token id that the user asked for
+        self.stop_reason: str | int | None = None  # a stop string, or an id of the user's `stop_token_ids`
         self._tokenizer = tokenizer
         self._params = params
         self._stops = params.stop_strings
         self._stop_ids = frozenset(stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens, echo=echoed is not None)
+        self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None)
         self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
         self._pieces: list[str] = []
-        self._decoded = self._shown = echoed or 0  # lengths of text: known, and given out
-        self._pending: list[_Pending] = []
+        self._num_decoded = self._num_shown = echo_length or 0  # characters
+        self._pending: list[_PendingLogprobs] = []
 
     @property
     def text(self) -> str:
-        """All that was given out."""
+        """Return all text that was shown so far."""
         return "".join(self._pieces)
 
     @property
-    def shown_tokens(self) -> int:
-        """Tokens of which text was given out, or all once the sample is over."""
-        return len(self.token_ids) if self.finish_reason else bisect_left(self._starts, self._shown)
+    def num_shown_tokens(self) -> int:
+        """Return the number of tokens of which text was shown, or of all tokens once the sample has ended."""
+        return len(self.token_ids) if self.finish_reason else bisect_left(self._offsets, self._num_shown)
 
     def feed(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None = None,
-        finish: FinishReason | None = None,
+        finish_reason: FinishReason | None = None,
     ) -> str:
-        """The text to show after `tokens`, the last ones if `finish`. Tokens behind a stop string are dropped."""
+        """Take in `tokens`, which are the last ones if there is a `finish_reason`. Return the text to show.
+
+        Tokens behind a stop string are dropped.
+        """
         shown = ""
-        for at, token in enumerate(tokens):
+        for index, token in enumerate(tokens):
             if self.finish_reason is not None:
                 return shown
-            self._starts.append(self._decoded)
+            self._offsets.append(self._num_decoded)
             self.token_ids.append(token)
             if logprobs is not None:
-                self._pending.append(self._place(token, logprobs[at]))
-            shown += self._take(
-                token, hidden=finish is FinishReason.STOP and at == len(tokens) - 1 and self._hides(token)
-            )
-        if finish is not None and self.finish_reason is None:
-            shown += self._end(finish)
+                self._pending.append(self._pending_logprobs(token, logprobs[index]))
+            stops = finish_reason is FinishReason.STOP and index == len(tokens) - 1
+            if not (stops and self._hides(token)):
+                shown += self._push(self._detokenizer.push(token))
+        if finish_reason is not None and self.finish_reason is None:
+            shown += self._finish(finish_reason)
         return shown
 
     def take_logprobs(self) -> list[LogprobEntry]:
-        """The entries that became due since the last call; none if none were fed."""
+        """Return the entries that have become due since the last call."""
         due = len(self._pending)
         if self.finish_reason is None:
-            due = next((at for at, pending in enumerate(self._pending) if pending.offset >= self._shown), due)
-        taken, self._pending = self._pending[:due], self._pending[due:]
+            due = next((at for at, each in enumerate(self._pending) if each.offset >= self._num_shown), due)
+        entries, self._pending = self._pending[:due], self._pending[due:]
         return [
-            make_entry(self._tokenizer, each.token, each.found, min(each.offset, self._shown), each.at_start)
-            for each in taken
+            make_entry(self._tokenizer, each.token, each.logprobs, min(each.offset, self._num_shown), each.at_start)
+            for each in entries
         ]
 
     def _hides(self, token: int) -> bool:
         return token in self._stop_ids and not self._params.include_stop_str_in_output
 
-    def _take(self, token: int, hidden: bool) -> str:
-        if hidden:
-            return ""
-        return self._push(self._detokenizer.push(token))
-
-    def _place(self, token: int, found: TokenLogprobs) -> "_Pending":
-        offset = self._decoded + self._detokenizer.breaks_character(token)
-        return _Pending(token, found, offset, self._detokenizer.at_start)
+    def _pending_logprobs(self, token: int, logprobs: TokenLogprobs) -> _PendingLogprobs:
+        offset = self._num_decoded + self._detokenizer.breaks_character(token)
+        return _PendingLogprobs(token, logprobs, offset, self._detokenizer.at_start)
 
     def _push(self, piece: str) -> str:
-        self._decoded += len(piece)
+        self._num_decoded += len(piece)
         if self._stops:
             piece = self._matcher.push(piece, armed=len(self.token_ids) > self._params.min_tokens)
             if self._matcher.matched is not None:
-                self._stop_at(self._matcher.matched)
+                self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._matcher.matched
         return self._show(piece)
 
-    def _end(self, finish: FinishReason) -> str:
+    def _finish(self, reason: FinishReason) -> str:
         shown = self._flush()
-        if self.finish_reason is None:
-            self.finish_reason = finish.value
+        if self.finish_reason is None:  # the rest of the text may have completed a stop string
+            self.finish_reason = reason.value
             last = self.token_ids[-1] if self.token_ids else None
-            if finish is FinishReason.STOP and last in (self._params.stop_token_ids or ()):
+            if reason is FinishReason.STOP and last in (self._params.stop_token_ids or ()):
                 self.stop_reason = last
         return shown
 
@@ -136,11 +134,8 @@ class SampleText:
         shown = self._push(self._detokenizer.flush())
         return shown if self.finish_reason is not None else shown + self._show(self._matcher.flush())
 
-    def _stop_at(self, stop: str) -> None:
-        self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
-
     def _show(self, piece: str) -> str:
         if piece:
-            self._shown += len(piece)
+            self._num_shown += len(piece)
             self._pieces.append(piece)
         return piece

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from quire.settings import INTERNAL
-from services.gateway import faults
+from services.gateway import errors
 from services.gateway.config import GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
@@ -112,8 +112,8 @@ def test_errors_of_the_balancer_are_the_apis() -> None:
     bodies = re.findall(r"(?:http-error|return) status (\d+) content-type application/json string '(.*?)'", HAPROXY)
     assert {int(status) for status, _ in bodies} == {400, 404, 408, 500, 502, 503, 504}
     for status, body in bodies:
-        fault = faults.Fault(int(status), json.loads(body)["error"]["message"])
-        assert json.loads(body) == json.loads(faults.body(fault))
+        error = errors.ApiError(int(status), json.loads(body)["error"]["message"])
+        assert json.loads(body) == json.loads(errors.error_body(error))
 
 
 def probe(*argv: str) -> tuple[int, str]:

@@ -36,7 +36,7 @@ def of_scheduler() -> set[str]:
 def of_gateway() -> set[str]:
     metrics = Metrics("model", lambda: {"0": Snapshot()})
     metrics.engine("0")
-    metrics.answered("/v1/models", 200)
+    metrics.count_response("/v1/models", 200)
     return samples(metrics.render()[0])
 
 

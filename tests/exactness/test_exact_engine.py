@@ -114,7 +114,7 @@ def ask(engine: InProcessEngine, text: str, params: SamplingParams) -> Request:
     model, length = engine.model, engine.limits.max_model_len
     return Request(
         prompt,
-        params.lower(prompt_len=len(prompt), max_model_len=length, vocab_size=model.vocab_size, eos_token_ids=()),
+        params.to_sampling(prompt_len=len(prompt), max_model_len=length, vocab_size=model.vocab_size, eos_token_ids=()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Modules that are marked with `loop_factories` run on both of these event loops, since the service runs on uvloop."""
+"""Run the tests of modules marked with `loop_factories` on asyncio's loop and on uvloop's, which the service uses."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
-"""A backend that obeys the real one's interface, with an engine of a few lines behind it, and a gateway on top.
+"""A fake backend with the interface of the real one, a gateway on top of it, and a client of that gateway.
 
-The engine gives each sample the tokens that its script says, one a step, and keeps the rules of the wire: stop tokens,
-max_tokens, min_tokens, log-probabilities. Behind the script's end comes the end-of-sequence token.
+The backend's engine generates for each sample the tokens of a script, one a step, and obeys the wire's rules about stop
+tokens, max_tokens, min_tokens and log-probabilities. The end-of-sequence token follows the script's last one.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from aiohttp.web import Application, Request
 
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
+from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
-from services.gateway.serving import Gateway
+from services.gateway.served_model import ServedModel
 from shared.protocol import (
     VERSION,
     FinishReason,
@@ -54,7 +54,7 @@ def ids(text: str) -> list[int]:
 
 
 def says(*texts: str | Sequence[int]) -> Script:
-    """A script: sample i of any prompt says the i-th text."""
+    """Return a script by which sample i of any prompt generates the i-th text."""
     outputs = [ids(text) if isinstance(text, str) else list(text) for text in texts]
     return lambda _, sample: outputs[sample % len(outputs)]
 
@@ -66,8 +66,8 @@ def endless(_: Sequence[int], __: int) -> Iterable[int]:
     return itertools.cycle(ids(" two"))
 
 
-class FakeAttempt:
-    """One submit. `left` is set once its region was left; `aborted` are the samples that were aborted one by one."""
+class FakeEngineRequest:
+    """A request at the fake engine. `left` is set when its block is left; `aborted` are single samples."""
 
     engine = "0"
     samples_before = 0
@@ -82,15 +82,15 @@ class FakeAttempt:
         self._live = list(range(n))
         self._steps = 0
 
-    async def accepted(self) -> None:
-        """The engine's word comes when `answers` is set; until then nothing does."""
+    async def wait_accepted(self) -> None:
+        """Wait until the backend's `answers` is set. Raise its refusal if it has one."""
         await self._backend.answers.wait()
         if self._backend.refusal is not None:
             raise self._backend.refusal
 
     async def rows(self) -> list[ProgressRow]:
         if self._steps == 0:
-            await self.accepted()
+            await self.wait_accepted()
         rows: list[ProgressRow] = []
         for _ in range(self._backend.burst):
             if self._steps == self._backend.pause_at:
@@ -125,9 +125,9 @@ class FakeAttempt:
         finish = self._finish(token, self._positions[sample])
         if finish is not None:
             self._live.remove(sample)
-        known = [logprobs_of(token, sampling.logprobs)] if sampling.logprobs >= 0 else None
+        logprobs = [logprobs_of(token, sampling.logprobs)] if sampling.logprobs >= 0 else None
         admission = None if position else self._backend.admission
-        return ProgressRow(1, sample, position, [token], known, scores, finish, cached, "", admission)
+        return ProgressRow(1, sample, position, [token], logprobs, scores, finish, cached, "", admission)
 
     def _finish(self, token: int, count: int) -> FinishReason | None:
         if token in self.sampling.stop_token_ids and count > self.sampling.min_tokens:
@@ -136,7 +136,7 @@ class FakeAttempt:
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:
-    """Something that tells tokens apart: -token/1000, and the next ids as alternatives; the last is impossible."""
+    """Return log-probabilities that tell tokens apart: -token/1000; the next ids as alternatives, the last at -inf."""
     top = [(token + at) % VOCAB for at in range(count)]
     values = [-token / 1000 - at for at in range(count)]
     if count > 1:
@@ -145,19 +145,19 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
 
 
 class FakeBackend:
-    """What a gateway sees of its engines. The knobs are for tests to set."""
+    """A backend for tests, which set its attributes."""
 
     def __init__(self, script: Script = DEFAULT, *, max_model_len: int = 256) -> None:
         model = ModelInfo(MODEL, "TinyForCausalLM", "float32", max_model_len, VOCAB, "f")
         self.welcome: Welcome | None = Welcome(VERSION, "0", "boot", model, max_model_len, 8)
         self.script = script
-        self.attempts: list[FakeAttempt] = []
+        self.requests: list[FakeEngineRequest] = []
         self.is_ready = True
         self.cached_tokens = 0
         self.burst = 1  # steps whose rows come together
         self.admission: SchedulingInfo | None = None  # of every sample
-        self.refusal: Exception | None = None  # the engine's answer, instead of an acceptance
-        self.answers = asyncio.Event()  # whether the engine says anything
+        self.refusal: Exception | None = None  # what the engine answers instead of accepting
+        self.answers = asyncio.Event()  # set: the engine answers
         self.answers.set()
         self.failure: Exception | None = None  # raised at step `fail_at`
         self.fail_at = -1
@@ -174,17 +174,17 @@ class FakeBackend:
     @asynccontextmanager
     async def submit(
         self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int, samples_before: int = 0
-    ) -> AsyncIterator[FakeAttempt]:
+    ) -> AsyncIterator[FakeEngineRequest]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
-        attempt = FakeAttempt(self, tokens, sampling, n, priority)
-        attempt.samples_before = samples_before
-        self.attempts.append(attempt)
+        request = FakeEngineRequest(self, tokens, sampling, n, priority)
+        request.samples_before = samples_before
+        self.requests.append(request)
         self.submitted.set()
         try:
-            yield attempt
+            yield request
         finally:
-            attempt.left.set()
+            request.left.set()
 
 
 class Client(TestClient[Request, Application]):
@@ -206,7 +206,7 @@ class Client(TestClient[Request, Application]):
         return await self._stream("/v1/chat/completions", {"messages": messages} | fields)
 
     async def refused(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """Status and error of a body that is to be refused."""
+        """Send a body that the gateway refuses. Return the status and the error."""
         data = body if isinstance(body, (bytes, io.BytesIO)) else json.dumps(body).encode()
         async with self.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
             return response.status, await error_of(response)
@@ -224,7 +224,7 @@ class Client(TestClient[Request, Application]):
 
 
 async def error_of(response: ClientResponse) -> dict[str, Any]:
-    """The error in a response, whose shape is checked."""
+    """Return the error in a response, after a check of its shape."""
     body = await response.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -234,7 +234,7 @@ async def error_of(response: ClientResponse) -> dict[str, Any]:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """The objects of a stream, which must end in [DONE]."""
+    """Return the objects of a stream, which must end in [DONE]."""
     parts = [part for part in text.split("\n\n") if part and not part.startswith(":")]
     assert parts.pop() == "data: [DONE]"
     assert all(part.startswith("data: ") for part in parts)
@@ -242,7 +242,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def texts(chunks: Iterable[dict[str, Any]]) -> dict[int, str]:
-    """The joined text of each choice of a stream, of either endpoint."""
+    """Return the joined text of each choice of a stream, of either endpoint."""
     joined: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
@@ -251,12 +251,12 @@ def texts(chunks: Iterable[dict[str, Any]]) -> dict[int, str]:
 
 
 def ends(chunks: Iterable[dict[str, Any]]) -> dict[int, list[str]]:
-    """The finish reasons of each choice of a stream."""
-    found: dict[int, list[str]] = {}
+    """Return the finish reasons of each choice of a stream."""
+    reasons: dict[int, list[str]] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         if choice["finish_reason"] is not None:
-            found.setdefault(choice["index"], []).append(choice["finish_reason"])
-    return found
+            reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
+    return reasons
 
 
 def make_gateway(
@@ -277,7 +277,7 @@ def make_gateway(
 
 @asynccontextmanager
 async def serve(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[Client]:
-    """A client of a gateway with these settings (of `make_gateway`)."""
+    """Yield a client of a gateway with these settings (those of `make_gateway`)."""
     gateway = make_gateway(backend or FakeBackend(), **settings)
     async with Client(TestServer(make_app(gateway))) as client:
         client.gateway = gateway

@@ -1,4 +1,4 @@
-"""Bodies of many shapes, as long as a gateway takes them, and how long they keep its loop from other work."""
+"""Bodies of many shapes, as long as a gateway takes them, and a measure of how long they keep its loop."""
 
 import asyncio
 import http.client
@@ -23,7 +23,7 @@ ITEMS = {
     "messages": b'{"role":"user","content":"x"},',
     "parts": b'{"role":"user","content":[{"type":"text","text":"x"}]},',
 }
-"""Items that lists are filled with."""
+"""Items to fill lists with."""
 
 TEXTS = {
     "letters": b"a",
@@ -35,7 +35,7 @@ TEXTS = {
     "backslashes": b"\\\\",
     "newlines": b"\\n",
 }
-"""Text that strings are filled with."""
+"""Text to fill strings with."""
 
 LISTS = ("prompt", "messages", "stop", "stop_token_ids", "tools", "documents", "unknown")
 OBJECTS = ("chat_template_kwargs", "logit_bias", "metadata", "response_format", "stream_options", "unknown")
@@ -83,7 +83,7 @@ def _body(field: str, value: bytes) -> tuple[str, bytes]:
 
 
 class Ticker:
-    """Runs on a loop beside all else it does; `longest` is the most seconds that it was kept from its turn."""
+    """A task that measures its loop. `longest` is the longest time, in seconds, that it waited for its turn."""
 
     PAUSE = 0.002
 
@@ -101,7 +101,7 @@ class Ticker:
 
 @contextmanager
 def ticking() -> Iterator[Ticker]:
-    """A ticker on the running loop for the time of the block."""
+    """Run a ticker on the running loop for the time of the block."""
     ticker = Ticker()
     task = asyncio.get_running_loop().create_task(ticker.run())
     try:
@@ -114,7 +114,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def post(port: int, path: str, body: bytes, headers: Mapping[str, str] = JSON) -> tuple[int, int]:
-    """Send a body from this thread, which lets go of the interpreter; returns the status and the answer's length."""
+    """Send a body from this thread. Return the status and the length of the response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         with suppress(BrokenPipeError, ConnectionResetError):  # refused before all of it was sent
@@ -131,5 +131,5 @@ async def stall(
     """Return the loop's longest stall while these bodies are sent at once, their statuses, and the longest answer."""
     with ticking() as ticker:
         answers = await asyncio.gather(*(asyncio.to_thread(post, port, path, body, headers) for body in sent))
-        await asyncio.sleep(0.01)  # what is freed behind the answer counts too
+        await asyncio.sleep(0.01)  # freeing objects after the response counts too
     return ticker.longest, [status for status, _ in answers], max(length for _, length in answers)

@@ -1,4 +1,4 @@
-"""A gateway on the runner that the service uses, and exchanges with it byte by byte, without a client library."""
+"""A gateway on the service's runner, and exchanges with it byte by byte, without a client library."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ PATIENCE = 10.0
 
 @asynccontextmanager
 async def listening(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[int]:
-    """The port of a gateway with these settings (of `make_gateway`)."""
+    """Yield the port of a gateway with these settings (those of `make_gateway`)."""
     app = make_app(make_gateway(backend or FakeBackend(), **settings))
     runner = Runner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
@@ -32,7 +32,7 @@ async def listening(backend: FakeBackend | None = None, **settings: Any) -> Asyn
 
 
 class Answer(Struct):
-    """One answer, interim ones included."""
+    """A response, be it final or interim."""
 
     version: str
     status: int
@@ -47,7 +47,7 @@ class Answer(Struct):
 
 
 class Exchange:
-    """One connection."""
+    """A connection to the gateway."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self._writer = reader, writer
@@ -56,7 +56,7 @@ class Exchange:
         self._writer.write(data)
 
     def half_close(self) -> None:
-        """End the sending side, and go on listening."""
+        """Shut down the sending side, and keep the receiving side."""
         self._writer.write_eof()
 
     def leave(self) -> None:
@@ -65,7 +65,7 @@ class Exchange:
             raw.shutdown(socket.SHUT_RDWR)
 
     async def answer(self, *, to_head: bool = False) -> Answer:
-        """The next answer. One that has neither a length nor chunks goes to the connection's end."""
+        """Return the next response. One with neither a length nor chunks lasts to the end of the connection."""
         async with asyncio.timeout(PATIENCE):
             first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
             version, status, _ = first.split(" ", 2)
@@ -93,7 +93,7 @@ class Exchange:
 
 @asynccontextmanager
 async def connect(port: int, data: bytes = b"") -> AsyncIterator[Exchange]:
-    """A connection on which `data` was sent."""
+    """Yield a connection on which `data` was sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     exchange = Exchange(reader, writer)
     exchange.send(data)
@@ -104,7 +104,7 @@ async def connect(port: int, data: bytes = b"") -> AsyncIterator[Exchange]:
 
 
 async def ask(port: int, data: bytes) -> Answer:
-    """The first answer to some bytes."""
+    """Return the first response to some bytes."""
     async with connect(port, data) as exchange:
         return await exchange.answer()
 

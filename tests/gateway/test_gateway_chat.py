@@ -1,4 +1,4 @@
-"""Chats: what of the messages reaches the model, and how templates refuse."""
+"""Tests of chats: how messages become a prompt, and what a template may refuse."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from quire.checks import check_files
 from services.gateway.config import GatewayConfig
-from services.gateway.model import ServedModel
+from services.gateway.served_model import ServedModel
 from shared.errors import ModelError
 from tests.gateway.fakes import TOKENIZER, FakeBackend, serve, write_template
 from tests.text.vocabulary import CHATML, make_tokenizer, write_model_folder
@@ -23,15 +23,16 @@ STRICT = (
 
 
 async def prompt_of(**fields: Any) -> str:
-    """The text that the engine was given for a chat."""
+    """Return the text of the prompt that the engine got for a chat."""
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.chat(**fields)
-    return TOKENIZER.decode(backend.attempts[0].tokens, skip_special_tokens=False)
+    return TOKENIZER.decode(backend.requests[0].tokens, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
-async def test_tpl01_and_tpl02_missing_contents(content: dict[str, Any]) -> None:
+async def test_and_tpl02_missing_contents(content: dict[str, Any]) -> None:
+    """TPL-01."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     history = [USER, {"role": "assistant", "tool_calls": [call], **content}, {"role": "tool", "content": ""}, USER]
     prompt = await prompt_of(messages=history)
@@ -40,7 +41,8 @@ async def test_tpl01_and_tpl02_missing_contents(content: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-async def test_tpl03_parts_give_the_same_tokens_as_a_string(role: str) -> None:
+async def test_parts_give_the_same_tokens_as_a_string(role: str) -> None:
+    """TPL-03."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     first = await prompt_of(messages=[{"role": role, "content": parts}, USER])
     assert first == await prompt_of(messages=[{"role": role, "content": "a\nb"}, USER])
@@ -48,7 +50,8 @@ async def test_tpl03_parts_give_the_same_tokens_as_a_string(role: str) -> None:
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "nonsense"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tpl03_other_parts_are_refused(kind: str, stream: bool) -> None:
+async def test_other_parts_are_refused(kind: str, stream: bool) -> None:
+    """TPL-03."""
     async with serve() as client:
         messages = [{"role": "user", "content": [{"type": kind, kind: {"url": "x"}}]}]
         status, error = await client.refused("/v1/chat/completions", {"messages": messages, "stream": stream})
@@ -57,20 +60,23 @@ async def test_tpl03_other_parts_are_refused(kind: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("content", ["ends in space ", "in a line\n", "\t", "hi", ""])
-async def test_tpl05_a_message_is_continued(content: str) -> None:
+async def test_a_message_is_continued(content: str) -> None:
+    """TPL-05."""
     messages = [USER, {"role": "assistant", "content": content}]
     prompt = await prompt_of(messages=messages, add_generation_prompt=False, continue_final_message=True)
     assert prompt.endswith("<|im_start|>assistant\n" + content)
     assert prompt.count("<|im_end|>") == 1
 
 
-async def test_tpl05_without_a_generation_prompt_the_message_is_closed() -> None:
+async def test_without_a_generation_prompt_the_message_is_closed() -> None:
+    """TPL-05."""
     prompt = await prompt_of(messages=[USER, {"role": "assistant", "content": "x"}], add_generation_prompt=False)
     assert prompt.endswith("x<|im_end|>\n")
 
 
 @pytest.mark.parametrize("extra", [{}, {"add_generation_prompt": True}])
-async def test_tpl05_both_flags_are_refused(extra: dict[str, Any]) -> None:
+async def test_both_flags_are_refused(extra: dict[str, Any]) -> None:
+    """TPL-05."""
     async with serve() as client:
         fields = {"messages": [USER], "continue_final_message": True} | extra
         status, error = await client.refused("/v1/chat/completions", fields)
@@ -88,7 +94,8 @@ async def test_tpl05_both_flags_are_refused(extra: dict[str, Any]) -> None:
         ([], "must not be empty"),
     ],
 )
-async def test_tpl06_a_templates_refusal_is_a_400(messages: list[Any], words: str, stream: bool) -> None:
+async def test_a_templates_refusal_is_a_400(messages: list[Any], words: str, stream: bool) -> None:
+    """TPL-06."""
     async with serve(template=STRICT) as client:
         status, error = await client.refused("/v1/chat/completions", {"messages": messages, "stream": stream})
         assert status == 400
@@ -111,7 +118,7 @@ async def test_a_template_that_prints_bos_gives_one_only() -> None:
         await client.complete(prompt="hi")
         await client.complete(prompt="hi", add_special_tokens=False)
     bos = tokenizer.token_id("<s>")
-    assert [attempt.tokens.count(bos) for attempt in backend.attempts] == [1, 2, 1, 0]
+    assert [request.tokens.count(bos) for request in backend.requests] == [1, 2, 1, 0]
 
 
 async def test_template_variables_reach_the_template() -> None:
@@ -119,7 +126,7 @@ async def test_template_variables_reach_the_template() -> None:
     async with serve(backend, template="{{ mood }}{{ messages[0].name }}") as client:
         messages = [USER | {"name": "ann"}]
         await client.chat(messages=messages, chat_template_kwargs={"mood": "good"})
-    assert TOKENIZER.decode(backend.attempts[0].tokens) == "goodann"
+    assert TOKENIZER.decode(backend.requests[0].tokens) == "goodann"
 
 
 async def test_an_answer_has_a_message() -> None:

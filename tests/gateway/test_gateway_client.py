@@ -1,4 +1,4 @@
-"""The official client, as it is, against the gateway."""
+"""Tests of the gateway with OpenAI's client."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.gateway.fakes import MODEL, FakeBackend, says, serve
 
 
 async def ask(backend: FakeBackend, work: Callable[[openai.OpenAI], Any], **settings: Any) -> Any:
-    """What `work` returns with the client, run in a thread."""
+    """Call `work` with the client in a thread, and return its result."""
     async with serve(backend, **settings) as server:
         url = f"http://{server.host}:{server.port}/v1"
 
@@ -33,7 +33,9 @@ async def test_a_chat() -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
-async def test_str04_a_streamed_chat_of_two() -> None:
+async def test_a_streamed_chat_of_two() -> None:
+    """STR-04."""
+
     def work(client: openai.OpenAI) -> Any:
         return list(client.chat.completions.create(**CHAT, n=2, stream=True, stream_options={"include_usage": True}))
 
@@ -47,7 +49,9 @@ async def test_str04_a_streamed_chat_of_two() -> None:
     assert last.usage.completion_tokens > 4
 
 
-async def test_lgp11_log_probabilities_have_the_clients_types() -> None:
+async def test_log_probabilities_have_the_clients_types() -> None:
+    """LGP-11."""
+
     def work(client: openai.OpenAI) -> Any:
         return client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
 
@@ -67,7 +71,7 @@ async def test_completions_and_extra_fields() -> None:
     answer = await ask(backend, work)
     assert answer.choices[0].text == "one two three"
     assert answer.choices[0].logprobs.text_offset[:2] == [0, 3]
-    assert backend.attempts[0].sampling.top_k == 3
+    assert backend.requests[0].sampling.top_k == 3
 
 
 async def test_errors_have_the_clients_types() -> None:

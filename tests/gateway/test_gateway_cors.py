@@ -1,4 +1,4 @@
-"""Requests of web pages of other origins: what a browser asks before, and what it lets the page read."""
+"""Tests of CORS: preflights, and the headers that let web pages of other origins read responses."""
 
 from collections.abc import Mapping
 
@@ -63,7 +63,7 @@ async def test_what_is_not_allowed_is_refused(origin: str, method: str, headers:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_say_which_pages_may_read_them(stream: bool) -> None:
-    """HTTP-08: whole, streamed, and whatever goes wrong."""
+    """HTTP-08: on whole and streamed responses and on errors."""
     async with serve(allowed_origins=[ORIGIN], api_key=["secret"]) as client:
         key = {"Authorization": "Bearer secret"}
         asked = [({"prompt": "x", "stream": stream}, key, 200), ({"prompt": 1}, key, 400), ({"prompt": "x"}, {}, 401)]

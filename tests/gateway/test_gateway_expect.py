@@ -1,4 +1,4 @@
-"""`Expect`: a body that is refused anyway is not asked for."""
+"""Tests of `Expect: 100-continue`: the gateway asks for a body only if it is going to read it."""
 
 import pytest
 
@@ -8,7 +8,7 @@ WAITS = "Expect: 100-continue"
 
 
 def head(*headers: str, length: int = len(BODY), path: str = "/v1/completions") -> bytes:
-    """A request that waits with its body."""
+    """Return a request that holds its body back."""
     return post(WAITS, *headers, path=path, body=b"").replace(b"Length: 0", b"Length: %d" % length)
 
 
@@ -39,7 +39,7 @@ async def test_a_body_that_is_not_taken_is_not_asked_for(kind: str) -> None:
     async with listening(api_key=["secret"], max_body_size=1) as port, connect(port, data) as exchange:
         answer = await exchange.answer()
         assert (answer.status, answer.error["code"]) == (status, status)
-        assert answer.headers["connection"] == "close"  # whether the body comes is not known
+        assert answer.headers["connection"] == "close"  # the gateway cannot know whether the body will come
 
 
 async def test_a_body_of_the_greatest_length_is_asked_for() -> None:

@@ -1,65 +1,65 @@
-"""Every field of the API, and the test that proves it does what it says. A new field needs a line here."""
+"""A table of the API's fields, each with a test that proves its effect. A new field needs a line here."""
 
 import importlib
 
 import pytest
 
-from services.gateway.openai import ChatRequest, CompletionRequest, StreamOptions
-from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
+from services.gateway.api_requests import ChatRequest, CompletionRequest, StreamOptions
+from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
 
 PROOFS = {
-    "add_generation_prompt": (CHATS, "test_tpl05_without_a_generation_prompt_the_message_is_closed"),
+    "add_generation_prompt": (CHATS, "test_without_a_generation_prompt_the_message_is_closed"),
     "add_special_tokens": (CHATS, "test_a_template_that_prints_bos_gives_one_only"),
     "chat_template_kwargs": (CHATS, "test_template_variables_reach_the_template"),
-    "continue_final_message": (CHATS, "test_tpl05_a_message_is_continued"),
+    "continue_final_message": (CHATS, "test_a_message_is_continued"),
     "continuous_usage_stats": (STREAMS, "test_continuous_usage_grows_with_the_chunks"),
-    "frequency_penalty": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
+    "frequency_penalty": (LIMITS, "test_extra_fields_reach_the_engine"),
     "ignore_eos": (STOPS, "test_ignore_eos_goes_on"),
     "include_stop_str_in_output": (STOPS, "test_include_stop_str_in_output_shows_it"),
-    "include_usage": (STREAMS, "test_str01_usage_comes_once_and_only_if_asked_for"),
-    "logit_bias": (LIMITS, "test_smp16_a_valid_bias_reaches_the_engine"),
-    "logprobs": (SCORES, "test_lgp12_a_completions_entries"),
+    "include_usage": (STREAMS, "test_usage_comes_once_and_only_if_asked_for"),
+    "logit_bias": (LIMITS, "test_a_valid_bias_reaches_the_engine"),
+    "logprobs": (SCORES, "test_a_completions_entries"),
     "max_completion_tokens": (LIMITS, "test_max_completion_tokens_wins"),
-    "max_tokens": (LIMITS, "test_lim01_up_to_the_context"),
-    "messages": (CHATS, "test_tpl03_parts_give_the_same_tokens_as_a_string"),
-    "min_p": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
+    "max_tokens": (LIMITS, "test_up_to_the_context"),
+    "messages": (CHATS, "test_parts_give_the_same_tokens_as_a_string"),
+    "min_p": (LIMITS, "test_extra_fields_reach_the_engine"),
     "min_tokens": (STOPS, "test_min_tokens_delays_stop_strings_and_stop_tokens"),
     "model": (HTTP, "test_an_unknown_model_is_not_found"),
-    "n": (STREAMS, "test_str13_choices_end_one_by_one"),
-    "presence_penalty": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
-    "priority": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
-    "prompt": (STREAMS, "test_str15_choices_are_numbered_by_prompt_then_sample"),
+    "n": (STREAMS, "test_choices_end_one_by_one"),
+    "presence_penalty": (LIMITS, "test_extra_fields_reach_the_engine"),
+    "priority": (LIMITS, "test_extra_fields_reach_the_engine"),
+    "prompt": (STREAMS, "test_choices_are_numbered_by_prompt_then_sample"),
     "prompt_logprobs": (SCORES, "test_prompt_logprobs_are_by_token_id"),
-    "repetition_penalty": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
+    "repetition_penalty": (LIMITS, "test_extra_fields_reach_the_engine"),
     "response_format": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
-    "seed": (LIMITS, "test_smp04_seeds_at_the_limits_and_unseeded_requests"),
-    "skip_special_tokens": (STOPS, "test_stp08_a_stop_token"),
-    "stop": (STOPS, "test_stp01_a_stop_string_over_several_tokens"),
-    "stop_token_ids": (STOPS, "test_stp08_a_stop_token"),
-    "stream": (STREAMS, "test_str13_choices_end_one_by_one"),
-    "stream_options": (STREAMS, "test_str02_stream_options_need_a_stream"),
-    "temperature": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
-    "top_k": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
-    "top_logprobs": (SCORES, "test_lgp11_a_chats_entries"),
-    "top_p": (LIMITS, "test_smp22_extra_fields_reach_the_engine"),
+    "seed": (LIMITS, "test_seeds_at_the_limits_and_unseeded_requests"),
+    "skip_special_tokens": (STOPS, "test_a_stop_token"),
+    "stop": (STOPS, "test_a_stop_string_over_several_tokens"),
+    "stop_token_ids": (STOPS, "test_a_stop_token"),
+    "stream": (STREAMS, "test_choices_end_one_by_one"),
+    "stream_options": (STREAMS, "test_stream_options_need_a_stream"),
+    "temperature": (LIMITS, "test_extra_fields_reach_the_engine"),
+    "top_k": (LIMITS, "test_extra_fields_reach_the_engine"),
+    "top_logprobs": (SCORES, "test_a_chats_entries"),
+    "top_p": (LIMITS, "test_extra_fields_reach_the_engine"),
     **dict.fromkeys(HINTS | STREAM_HINTS, (LIMITS, "test_hints_are_taken_in_silence")),
-    **dict.fromkeys(NEUTRAL, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
+    **dict.fromkeys(NEUTRAL_VALUES, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
     "best_of": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
-    "echo": (STREAMS, "test_str18_an_echo_comes_once_and_first"),
+    "echo": (STREAMS, "test_an_echo_comes_once_and_first"),
 }
 
 
 def test_the_table_has_every_field_and_no_other() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *StreamOptions.__struct_fields__}
-    assert set(PROOFS) == fields | set(NEUTRAL) | HINTS | STREAM_HINTS
+    assert set(PROOFS) == fields | set(NEUTRAL_VALUES) | HINTS | STREAM_HINTS
 
 
 def test_no_field_is_in_two_tables() -> None:
     fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
-    assert not HINTS & (fields | set(NEUTRAL))
+    assert not HINTS & (fields | set(NEUTRAL_VALUES))
 
 
 @pytest.mark.parametrize(("module", "test"), sorted(set(PROOFS.values())))

@@ -1,4 +1,4 @@
-"""Clients that end their sending side: whoever still listens gets the answer, and who is gone is noticed."""
+"""Tests of clients that shut down their sending side: they get their response, and those that left are noticed."""
 
 import asyncio
 
@@ -47,20 +47,20 @@ async def test_who_is_gone_after_having_listened_is_noticed_by_the_next_token() 
         await asyncio.sleep(2 * listener.PROBE_AFTER)
         exchange.leave()
         backend.go_on.set()
-        await asyncio.wait_for(backend.attempts[0].left.wait(), PATIENCE)
+        await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_a_slow_stream_goes_on_to_its_end(version: str, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP-03: what is written to find out whether the client is there is nothing that it has to understand."""
+    """HTTP-03: clients skip the bytes by which the gateway probes them."""
     monkeypatch.setattr(listener, "PROBE_AFTER", 0.02)
     backend = FakeBackend()
     backend.pause_at = int(begun)
     async with listening(backend) as port, connect(port, post(body=STREAM, version=version)) as exchange:
         await backend.submitted.wait()
         exchange.half_close()
-        await asyncio.sleep(0.4)  # longer than any grace
+        await asyncio.sleep(0.4)  # longer than the time before a probe
         backend.go_on.set()
         answer = await exchange.answer()
         if answer.status == 100:
@@ -87,13 +87,13 @@ async def test_a_slow_answer_comes_behind_an_interim_one(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("body", [STREAM, WHOLE])
 @pytest.mark.parametrize("pause_at", [0, 1])
 async def test_who_is_gone_is_noticed_in_every_phase(pause_at: int, body: bytes) -> None:
-    """HTTP-03: without a token to write, too."""
+    """HTTP-03: even if there is no token to write."""
     backend = FakeBackend()
     backend.pause_at = pause_at
     async with listening(backend) as port, connect(port, post(body=body)) as exchange:
         await backend.submitted.wait()
         exchange.leave()
-        await asyncio.wait_for(backend.attempts[0].left.wait(), PATIENCE)
+        await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
 
 
 async def test_who_leaves_in_the_output_is_noticed_by_the_next_token() -> None:
@@ -103,7 +103,7 @@ async def test_who_leaves_in_the_output_is_noticed_by_the_next_token() -> None:
     async with listening(backend) as port, connect(port, data) as exchange:
         await exchange.answer(to_head=True)
         exchange.leave()
-        await asyncio.wait_for(backend.attempts[0].left.wait(), PATIENCE)
+        await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
 
 
 @pytest.mark.parametrize("data", [b"", b"GET /v1/mo", post()[:-5], get() + b"GET /"])

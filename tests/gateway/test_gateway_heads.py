@@ -1,4 +1,4 @@
-"""Heads of requests: how long they may be, and what is said of those that are longer."""
+"""Tests of the limits on request heads, and of the errors for those that are longer."""
 
 import pytest
 
@@ -46,7 +46,7 @@ async def test_longer_headers_have_a_status_of_their_own(fields: list[str], path
 
 
 async def test_a_head_that_does_not_end_is_not_kept() -> None:
-    """HTTP-01: nothing is held for fields that are short each, but without end."""
+    """HTTP-01: an endless head of short fields is refused."""
     async with listening() as port, connect(port, b"GET / HTTP/1.1\r\nHost: x\r\n") as exchange:
         for at in range(100):
             exchange.send(f"X-{at}: {'a' * KIB}\r\n".encode())
@@ -54,7 +54,7 @@ async def test_a_head_that_does_not_end_is_not_kept() -> None:
 
 
 async def test_the_status_is_heard_by_a_client_that_goes_on_sending() -> None:
-    """HTTP-01: the connection is not closed under what is still under way."""
+    """HTTP-01: the connection is not closed before the client can read the error."""
     async with listening() as port, connect(port, get("/health", f"Cookie: {'a' * 8_000_000}")) as exchange:
         assert (await exchange.answer()).status == 431
 

@@ -1,4 +1,4 @@
-"""Paths, methods, keys, ids, bodies: whatever is wrong is answered in one shape, and never by 500."""
+"""Tests of paths, methods, keys, ids and bodies: every error has one shape, and none is a 500."""
 
 import asyncio
 import gzip
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from services.gateway.access import OPEN_PATHS
-from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.api_requests import ChatRequest, CompletionRequest
+from services.gateway.middlewares import OPEN_PATHS
 from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -19,7 +19,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 def routes(client: Client) -> list[tuple[str, str]]:
-    """Method and path of everything that the application answers."""
+    """Return the method and path of every route."""
     app = client.server.app  # type: ignore[attr-defined]
     return [
         (route.method, route.resource.canonical.replace("{model:.+}", MODEL).replace("{model}", MODEL))
@@ -33,7 +33,8 @@ def routes(client: Client) -> list[tuple[str, str]]:
                 {"Authorization": "Bearer Secret"}, {"Authorization": "Basic secret"}, {"Authorization": "secret"},
                 {"Authorization": "Bearer secretsecret"}, {"X-Api-Key": "secret"}]
 )  # fmt: skip
-async def test_gtw01_every_route_needs_the_key_but_for_a_written_list(headers: dict[str, str]) -> None:
+async def test_every_route_needs_the_key_but_for_a_written_list(headers: dict[str, str]) -> None:
+    """GTW-01."""
     async with serve(api_key=["other", "secret"]) as client:
         assert len(routes(client)) >= 9
         for method, path in routes(client):
@@ -50,14 +51,16 @@ async def test_gtw01_every_route_needs_the_key_but_for_a_written_list(headers: d
              "/", "/health/../v1/models", "/health%2f..%2fv1%2fmodels", "/health/", "//health", "/metrics?x=/v1/models",
              "/v1/models#/health"]
 )  # fmt: skip
-async def test_gtw01_no_spelling_of_a_path_goes_round_the_key(path: str) -> None:
+async def test_no_spelling_of_a_path_goes_round_the_key(path: str) -> None:
+    """GTW-01."""
     async with serve(api_key=["secret"]) as client:
         url = URL(f"http://{client.host}:{client.port}{path}", encoded=True)
         async with client.session.get(url) as response:
             assert response.status == (200 if path.startswith("/metrics?") else 401)
 
 
-async def test_gtw01_a_key_opens_every_route() -> None:
+async def test_a_key_opens_every_route() -> None:
+    """GTW-01."""
     async with serve(api_key=["other", "secret"]) as client:
         for headers in (KEY, {"Authorization": "bearer other"}):
             assert (await client.get("/v1/models", headers=headers)).status == 200
@@ -70,8 +73,9 @@ async def test_without_keys_nothing_is_locked() -> None:
         assert (await client.get("/v1/models")).status == 200
 
 
-@pytest.mark.parametrize("given", ["my-id-7", None, "x" * 129, "bad\tid"])
-async def test_gtw06_every_answer_has_a_request_id(given: str | None) -> None:
+@pytest.mark.parametrize("requested_id", ["my-id-7", None, "x" * 129, "bad\tid"])
+async def test_every_answer_has_a_request_id(requested_id: str | None) -> None:
+    """GTW-06."""
     async with serve() as client:
         seen = set()
         asked: list[tuple[str, str, Any]] = [
@@ -83,13 +87,14 @@ async def test_gtw06_every_answer_has_a_request_id(given: str | None) -> None:
             ("GET", "/health", None),
         ]
         for method, path, body in asked:
-            headers = {} if given is None else {"X-Request-Id": given}
+            headers = {} if requested_id is None else {"X-Request-Id": requested_id}
             async with client.request(method, path, json=body, headers=headers) as response:
                 seen.add(response.headers["X-Request-Id"])
-        assert seen == {given} if given == "my-id-7" else len(seen) == len(asked)
+        assert seen == {requested_id} if requested_id == "my-id-7" else len(seen) == len(asked)
 
 
-async def test_gtw06_the_id_is_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_id_is_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """GTW-06."""
     caplog.set_level(logging.INFO)
     async with serve(enable_log_requests=True) as client:
         for path in ("/health", "/ping", "/metrics"):
@@ -109,7 +114,9 @@ async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-async def test_gtw09_long_bodies_up_to_the_limit(path: str, chunked: bool) -> None:
+async def test_long_bodies_up_to_the_limit(path: str, chunked: bool) -> None:
+    """GTW-09."""
+
     async def parts(data: bytes) -> Any:
         for at in range(0, len(data), 65536):
             yield data[at : at + 65536]
@@ -127,7 +134,8 @@ async def test_gtw09_long_bodies_up_to_the_limit(path: str, chunked: bool) -> No
         await client.complete(prompt="x")
 
 
-async def test_gtw09_a_small_compressed_body_that_is_long_inside_is_too_long() -> None:
+async def test_a_small_compressed_body_that_is_long_inside_is_too_long() -> None:
+    """GTW-09."""
     async with serve(max_body_size=1) as client:
         data = gzip.compress(json.dumps({"prompt": "x" * 5_000_000}).encode())
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
@@ -137,7 +145,8 @@ async def test_gtw09_a_small_compressed_body_that_is_long_inside_is_too_long() -
 
 
 @pytest.mark.filterwarnings("ignore")
-async def test_gtw10_a_body_that_is_not_compressed_as_it_says() -> None:
+async def test_a_body_that_is_not_compressed_as_it_says() -> None:
+    """GTW-10."""
     async with serve() as client:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         async with client.post("/v1/completions", data=b'{"prompt": "x"}', headers=headers) as response:
@@ -150,7 +159,8 @@ WRONG: list[Any] = [None, "x", "", 7, -7, 1.5, [], [1], ["x"], [[1]], {}, {"a": 
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_gtw10_any_type_in_any_field_is_no_failure(path: str) -> None:
+async def test_any_type_in_any_field_is_no_failure(path: str) -> None:
+    """GTW-10."""
     kind = CompletionRequest if path == PATHS[0] else ChatRequest
     good: dict[str, Any] = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
     refused = 0
@@ -176,7 +186,8 @@ async def test_gtw10_any_type_in_any_field_is_no_failure(path: str) -> None:
      b'{"chat_template_kwargs": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}", b'{"prompt": "\\ud800"}',
      b'{"messages": [{"role": "user", "content": "\\udc00 x"}]}', b'{"prompt": "x"} trailing']
 )  # fmt: skip
-async def test_gtw10_bodies_that_are_no_request(path: str, body: bytes) -> None:
+async def test_bodies_that_are_no_request(path: str, body: bytes) -> None:
+    """GTW-10."""
     async with serve() as client:
         status, error = await client.refused(path, body)
         assert status == 400
@@ -184,7 +195,8 @@ async def test_gtw10_bodies_that_are_no_request(path: str, body: bytes) -> None:
         await client.complete(prompt="x")
 
 
-async def test_gtw10_of_duplicate_keys_the_last_counts() -> None:
+async def test_of_duplicate_keys_the_last_counts() -> None:
+    """GTW-10."""
     async with serve() as client:
         data = b'{"prompt": "x", "n": 2, "n": 1}'
         async with client.post("/v1/completions", data=data, headers={"Content-Type": "application/json"}) as response:
@@ -236,7 +248,7 @@ async def test_unknown_paths_and_wrong_methods_have_the_shape_too() -> None:
      ("GET", "/version?x=1/"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/metrics")]
 )  # fmt: skip
 async def test_a_slash_at_the_end_leads_to_the_path_without(method: str, path: str) -> None:
-    """HTTP-09: by a redirect that keeps the method and the body, as vLLM does it."""
+    """HTTP-09: a redirect keeps the method and the body, as in vLLM."""
     fields = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
     body = fields if method == "POST" else None
     target = path.replace("?", "/?") if "?" in path else path + "/"
@@ -252,7 +264,7 @@ async def test_a_slash_at_the_end_leads_to_the_path_without(method: str, path: s
     "path", ["/v1/models//", "//v1/models", "//health/", "/v1//models/", "/nowhere/", "//nowhere.example/"]
 )
 async def test_other_slashes_too_many_are_not_found(path: str) -> None:
-    """HTTP-09: and never redirected to another server."""
+    """HTTP-09: no redirect leads to another server."""
     async with serve() as client:
         url = URL(f"http://{client.host}:{client.port}{path}", encoded=True)
         async with client.session.get(url, allow_redirects=False) as response:
@@ -356,7 +368,7 @@ async def test_a_body_that_does_not_come_is_given_up(path: str, monkeypatch: pyt
 
 
 async def test_the_api_is_also_under_the_path_of_a_proxy() -> None:
-    """API-02: --root-path, with which a proxy may or may not have taken the path off."""
+    """API-02: with --root-path, a proxy may strip the path or leave it."""
     async with serve(root_path="/llm/one/", api_key=["k"]) as client:
         key = {"Authorization": "Bearer k"}
         for root in ("", "/llm/one"):

@@ -1,4 +1,4 @@
-"""HTTP/1.0, in which the end of a stream is the connection's; and HEAD, which has no body in any version."""
+"""Tests of HTTP/1.0, where a stream ends with the connection, and of HEAD, whose response has no body."""
 
 import pytest
 
@@ -17,7 +17,7 @@ async def test_a_stream_ends_with_its_connection(path: str, headers: tuple[str, 
     """HTTP-02."""
     data = post(*headers, body=STREAMS[path], path=path, version="1.0")
     async with listening() as port, connect(port, data) as exchange:
-        answer = await exchange.answer()  # to the end of the connection, or it would not return
+        answer = await exchange.answer()  # reads to the end of the connection
         assert (answer.version, answer.status) == ("HTTP/1.0", 200)
         assert answer.headers.get("connection", "close") == "close"
         assert "transfer-encoding" not in answer.headers

@@ -1,4 +1,4 @@
-"""Shutting down: running requests finish, or are told; new ones are refused."""
+"""Tests of shutting down: running requests finish or get an error, and new ones are refused."""
 
 import asyncio
 import json
@@ -24,10 +24,10 @@ async def test_draining_refuses_new_requests_and_lets_running_ones_finish() -> N
             assert (await error_of(response))["type"] == "ServiceUnavailableError"
         async with client.get("/health") as response:
             assert response.status == 503
-        assert not await client.gateway.lifecycle.finished(0.01)
+        assert not await client.gateway.lifecycle.wait_idle(0.01)
         backend.go_on.set()
         assert "three" in await running.text()
-        assert await client.gateway.lifecycle.finished(10)
+        assert await client.gateway.lifecycle.wait_idle(10)
 
 
 async def test_a_stream_that_is_cut_ends_in_an_error() -> None:
@@ -35,27 +35,27 @@ async def test_a_stream_that_is_cut_ends_in_an_error() -> None:
     backend.pause_at = 1
     async with serve(backend) as client, client.post("/v1/completions", json=FIELDS) as running:
         assert b'"one"' in await running.content.readuntil(b"\n\n")
-        client.gateway.lifecycle.cut()
+        client.gateway.lifecycle.abort()
         error, done = (await running.text()).strip().split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
         assert done == "data: [DONE]"
-        assert backend.attempts[0].left.is_set()
-        assert await client.gateway.lifecycle.finished(10)
+        assert backend.requests[0].left.is_set()
+        assert await client.gateway.lifecycle.wait_idle(10)
 
 
-async def test_a_request_that_is_cut_before_its_answer_has_a_status() -> None:
+async def test_a_request_that_is_aborted_before_its_answer_has_a_status() -> None:
     backend = FakeBackend()
     backend.pause_at = 1
     async with serve(backend) as client:
         asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"}))
         await backend.submitted.wait()
-        client.gateway.lifecycle.cut()
+        client.gateway.lifecycle.abort()
         async with await asking as response:
             assert response.status == 503
             await error_of(response)
 
 
-async def test_cancelling_is_not_cutting() -> None:
+async def test_a_cancellation_is_not_an_abort() -> None:
     lifecycle = Lifecycle()
 
     async def work() -> None:
@@ -64,11 +64,11 @@ async def test_cancelling_is_not_cutting() -> None:
 
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
-    assert not await lifecycle.finished(0)
+    assert not await lifecycle.wait_idle(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await lifecycle.finished(0)
+    assert await lifecycle.wait_idle(0)
 
 
 async def test_cutting_twice_is_cutting_once() -> None:
@@ -83,13 +83,13 @@ async def test_cutting_twice_is_cutting_once() -> None:
             seen.append(str(error))
             task = asyncio.current_task()
             assert task is not None
-            assert task.cancelling() == 0  # so what it does next may use timeouts and task groups
+            assert task.cancelling() == 0  # so the task may use timeouts and task groups again
             await asyncio.sleep(0)  # not cancelled again
 
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
-    lifecycle.cut()
-    lifecycle.cut()
+    lifecycle.abort()
+    lifecycle.abort()
     await task
     assert len(seen) == 1
     assert lifecycle.draining

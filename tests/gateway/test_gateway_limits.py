@@ -1,4 +1,4 @@
-"""What is too long, too much or out of range is refused, naming the field, and the next request is served."""
+"""Tests of the limits of requests: a value beyond one gets an error with its field, and the next request is served."""
 
 import asyncio
 import io
@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway import ignored
-from services.gateway.openai import ChatRequest
+from services.gateway import ignored_fields
+from services.gateway.api_requests import ChatRequest
 from services.gateway.prompt import chat_prompt
-from services.gateway.unsupported import HINTS, NEUTRAL, STREAM_HINTS
+from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 async def refuses(client: Client, path: str, fields: dict[str, Any], param: str | None = None, words: str = "") -> None:
-    """400 with these words, and a good request right after it is served."""
+    """Check that a body gets 400 with these words, and that a good request after it is served."""
     status, error = await client.refused(path, fields)
     assert status == 400, error
     assert error["type"] == "BadRequestError"
@@ -42,7 +42,8 @@ async def refuses(client: Client, path: str, fields: dict[str, Any], param: str 
 @pytest.mark.parametrize("length", [254, 255])
 @pytest.mark.parametrize("max_tokens", [1, 2, None])
 @pytest.mark.parametrize("extra", [{}, {"prompt_logprobs": 1}])
-async def test_lim01_up_to_the_context(length: int, max_tokens: int | None, extra: dict[str, Any]) -> None:
+async def test_up_to_the_context(length: int, max_tokens: int | None, extra: dict[str, Any]) -> None:
+    """LIM-01."""
     async with serve(FakeBackend(endless)) as client:
         fields = {"prompt": [20] * length, "max_tokens": max_tokens, **extra}
         if max_tokens is not None and length + max_tokens > 256:
@@ -54,19 +55,22 @@ async def test_lim01_up_to_the_context(length: int, max_tokens: int | None, extr
 
 
 @pytest.mark.parametrize(("length", "max_tokens"), [(256, 1), (256, None), (257, 1), (257, None), (257, 0)])
-async def test_lim01_beyond_the_context(length: int, max_tokens: int | None) -> None:
+async def test_beyond_the_context(length: int, max_tokens: int | None) -> None:
+    """LIM-01."""
     async with serve() as client:
         await refuses(client, PATHS[0], {"prompt": [20] * length, "max_tokens": max_tokens}, "prompt", "256")
 
 
-async def test_lim01_a_prompt_of_the_whole_context_can_be_scored() -> None:
+async def test_a_prompt_of_the_whole_context_can_be_scored() -> None:
+    """LIM-01."""
     async with serve() as client:
         whole = await client.complete(prompt=[20] * 256, max_tokens=0, prompt_logprobs=0)
         assert len(whole["choices"][0]["prompt_logprobs"]) == 256
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_lim02_the_message_has_the_numbers(path: str) -> None:
+async def test_the_message_has_the_numbers(path: str) -> None:
+    """LIM-02."""
     async with serve(FakeBackend(max_model_len=512)) as client:
         length = 8 if path == PATHS[0] else (await client.chat())["usage"]["prompt_tokens"]
         fields = body(path, max_tokens=510) | ({"prompt": [20] * 8} if path == PATHS[0] else {})
@@ -77,12 +81,14 @@ async def test_lim02_the_message_has_the_numbers(path: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [""], ["", "x"], [], [[]], [[], [1]]])
-async def test_lim03_a_prompt_without_tokens(prompt: Any) -> None:
+async def test_a_prompt_without_tokens(prompt: Any) -> None:
+    """LIM-03."""
     async with serve() as client:
         await refuses(client, PATHS[0], {"prompt": prompt}, "prompt", "empty")
 
 
-async def test_lim03_a_chat_without_tokens() -> None:
+async def test_a_chat_without_tokens() -> None:
+    """LIM-03."""
     async with serve() as client:
         await refuses(client, PATHS[1], {"messages": []}, "messages", "empty")
     async with serve(template="{% if false %}x{% endif %}") as client:
@@ -95,20 +101,23 @@ async def test_lim03_a_chat_without_tokens() -> None:
      ([1, "a"], "int and str"), ([True], "prompt[0]"), ([[1, [2]]], "prompt[0][1]"), ([1, [2]], "int and list"),
      (5, "prompt"), (None, "prompt")],
 )  # fmt: skip
-async def test_lim05_what_is_no_token_id(prompt: Any, name: str) -> None:
+async def test_what_is_no_token_id(prompt: Any, name: str) -> None:
+    """LIM-05."""
     async with serve() as client:
         await refuses(client, PATHS[0], {"prompt": prompt}, words=name)
 
 
-async def test_lim05_the_last_id_of_the_vocabulary_is_one() -> None:
+async def test_the_last_id_of_the_vocabulary_is_one() -> None:
+    """LIM-05."""
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.complete(prompt=[VOCAB - 1, 0])
-    assert backend.attempts[0].tokens == [VOCAB - 1, 0]
+    assert backend.requests[0].tokens == [VOCAB - 1, 0]
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_lim06_ten_thousand_tokens_are_refused_at_once_and_those_behind_are_served(path: str) -> None:
+async def test_ten_thousand_tokens_are_refused_at_once_and_those_behind_are_served(path: str) -> None:
+    """LIM-06."""
     backend = FakeBackend()
     prompt: Any = [20] * 10_000 if path == PATHS[0] else "x " * 10_000
     fields = {"prompt": prompt} if path == PATHS[0] else {"messages": [{"role": "user", "content": prompt}]}
@@ -122,11 +131,12 @@ async def test_lim06_ten_thousand_tokens_are_refused_at_once_and_those_behind_ar
         assert "256" in error["message"]
         answers = [await task for task in behind]
         assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * 5
-    assert [len(attempt.tokens) for attempt in backend.attempts] == [len(ids("hi"))] * 5, "it never reached an engine"
+    assert [len(request.tokens) for request in backend.requests] == [len(ids("hi"))] * 5, "it never reached an engine"
 
 
 @pytest.mark.parametrize("extra", [{}, {"max_tokens": None}, {"max_completion_tokens": None}])
-async def test_lim08_a_chat_without_max_tokens_has_the_rest_of_the_context(extra: dict[str, Any]) -> None:
+async def test_a_chat_without_max_tokens_has_the_rest_of_the_context(extra: dict[str, Any]) -> None:
+    """LIM-08."""
     async with serve(FakeBackend(endless, max_model_len=300)) as client:
         answer = await client.chat(**extra)
         assert answer["usage"]["total_tokens"] == 300
@@ -134,7 +144,8 @@ async def test_lim08_a_chat_without_max_tokens_has_the_rest_of_the_context(extra
 
 
 @pytest.mark.parametrize("extra", [{}, {"max_tokens": None}])
-async def test_lim08_a_completion_without_max_tokens_has_sixteen(extra: dict[str, Any]) -> None:
+async def test_a_completion_without_max_tokens_has_sixteen(extra: dict[str, Any]) -> None:
+    """LIM-08."""
     async with serve(FakeBackend(endless)) as client:
         assert (await client.complete(prompt="x", **extra))["usage"]["completion_tokens"] == 16
 
@@ -154,24 +165,26 @@ async def test_the_models_own_default_length_is_used() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("n", [0, -1, 129, 10**6, 10**9])
-async def test_lim10_n_has_a_limit(path: str, n: int) -> None:
+async def test_n_has_a_limit(path: str, n: int) -> None:
+    """LIM-10."""
     async with serve() as client:
         await refuses(client, path, body(path, n=n), "n", "128")
 
 
-async def test_lim10_prompts_times_n_have_a_limit() -> None:
+async def test_prompts_times_n_have_a_limit() -> None:
+    """LIM-10."""
     async with serve() as client:
         await refuses(client, PATHS[0], {"prompt": [[20]] * 64, "n": 64}, "prompt", "1024")
         await refuses(client, PATHS[0], {"prompt": [[20]] * 1025}, "prompt", "1024")
 
 
 async def test_samples_of_a_request_say_how_many_come_before() -> None:
-    """LOOP-02: so that an engine may serve others between."""
+    """LOOP-02: this lets an engine serve other requests in between."""
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.complete(prompt=["a", "b", "c"], n=4, max_tokens=1)
         await client.chat(n=4, max_tokens=1)
-    assert [attempt.samples_before for attempt in backend.attempts] == [0, 4, 8, 0]
+    assert [request.samples_before for request in backend.requests] == [0, 4, 8, 0]
 
 
 async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:
@@ -194,7 +207,7 @@ async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:
     ids=["stop_token_ids", "stop", "long stop", "logit_bias"],
 )
 async def test_lists_and_strings_have_a_limit(path: str, field: str, value: Any) -> None:
-    """LOOP-01: checked before anything loops over them, and said in the error."""
+    """LOOP-01: the number is checked before anything loops over them, and is in the error."""
     async with serve() as client:
         await refuses(client, path, body(path, **{field: value}), field, "at most")
 
@@ -224,7 +237,7 @@ async def test_what_is_inside_of_strings_does_not_count(text: str) -> None:
 
 @pytest.mark.parametrize("item", ["[],", "{},", '"\\\\",', '"[",', '"\\"",', '"a":"\\\\\\"",'])
 async def test_values_of_a_body_are_counted(item: str) -> None:
-    """LOOP-01: more than any request needs are refused, before they are built."""
+    """LOOP-01: more than any request needs are refused before they are built."""
     listed = "[" + item * 150_000 + "1]" if ":" not in item else "{" + item * 150_000 + '"b":1}'
     data = f'{{"prompt": "x", "unknown": {listed}}}'.encode()
     async with serve() as client:
@@ -252,17 +265,19 @@ async def test_values_inside_of_tool_calls_are_counted(message: Any) -> None:
         await refuses(client, PATHS[1], fields, words="more than")
 
 
-async def test_lim12_a_long_prompt_is_never_cut() -> None:
+async def test_a_long_prompt_is_never_cut() -> None:
+    """LIM-12."""
     backend = FakeBackend()
     async with serve(backend) as client:
         await refuses(client, PATHS[0], {"prompt": "x y " * 256}, "prompt")
         history = [USER, {"role": "assistant", "content": "x y " * 200}, USER]
         await refuses(client, PATHS[1], {"messages": history}, "messages")
         usage = (await client.complete(prompt="hello six"))["usage"]
-        assert usage["prompt_tokens"] == len(ids("hello six")) == len(backend.attempts[-1].tokens)
+        assert usage["prompt_tokens"] == len(ids("hello six")) == len(backend.requests[-1].tokens)
 
 
-async def test_lim12_long_texts_are_tokenized_too() -> None:
+async def test_long_texts_are_tokenized_too() -> None:
+    """LIM-12."""
     async with serve(FakeBackend(max_model_len=100_000)) as client:
         text = "hello " * 5000
         assert (await client.complete(prompt=text))["usage"]["prompt_tokens"] == len(ids(text))
@@ -270,19 +285,21 @@ async def test_lim12_long_texts_are_tokenized_too() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, "x", 2**63])
-async def test_smp04_seeds_that_are_none(path: str, seed: Any) -> None:
+async def test_seeds_that_are_none(path: str, seed: Any) -> None:
+    """SMP-04."""
     async with serve() as client:
         await refuses(client, path, body(path, seed=seed), "seed")
 
 
-async def test_smp04_seeds_at_the_limits_and_unseeded_requests() -> None:
+async def test_seeds_at_the_limits_and_unseeded_requests() -> None:
+    """SMP-04."""
     backend = FakeBackend()
     async with serve(backend) as client:
         for seed in (2**63 - 1, -(2**63), 5.0, 7, None, -1, None):
             await client.complete(prompt="x", seed=seed)
-    seeds = [attempt.sampling.seed for attempt in backend.attempts]
+    seeds = [request.sampling.seed for request in backend.requests]
     assert seeds[:4] == [2**63 - 1, 2**63, 5, 7]
-    assert len(set(seeds)) == 7  # the unseeded ones have each its own
+    assert len(set(seeds)) == 7  # each unseeded request has its own
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -292,12 +309,14 @@ async def test_smp04_seeds_at_the_limits_and_unseeded_requests() -> None:
      ("min_p", 1.5), ("top_p", 0), ("top_p", 1.1), ("temperature", -1), ("temperature", 2.1), ("top_k", -2),
      ("top_k", 1.5), ("min_tokens", -1), ("max_tokens", -1), ("prompt_logprobs", 21), ("priority", 2**63)],
 )  # fmt: skip
-async def test_smp12_out_of_range_is_refused_by_name(path: str, field: str, value: Any) -> None:
+async def test_out_of_range_is_refused_by_name(path: str, field: str, value: Any) -> None:
+    """SMP-12."""
     async with serve() as client:
         await refuses(client, path, body(path, **{field: value}), field, field)
 
 
-async def test_smp12_infinity_is_no_json_and_tiny_penalties_are_fine() -> None:
+async def test_infinity_is_no_json_and_tiny_penalties_are_fine() -> None:
+    """SMP-12."""
     async with serve() as client:
         status, error = await client.refused(PATHS[0], b'{"prompt": "x", "repetition_penalty": Infinity}')
         assert (status, "JSON" in error["message"]) == (400, True)
@@ -306,8 +325,8 @@ async def test_smp12_infinity_is_no_json_and_tiny_penalties_are_fine() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bias", [{str(VOCAB): -100}, {"-1": 5}, {"abc": 1}, {"10": 1000}, {"10": "x"}, {"9" * 30: 1}])
-async def test_smp16_a_bias_on_nothing(path: str, bias: dict[str, Any]) -> None:
-    """HTTP-09: the error names the key, and the range that it is out of."""
+async def test_a_bias_on_nothing(path: str, bias: dict[str, Any]) -> None:
+    """SMP-16: HTTP-09: the error names the key and the valid range."""
     (key,) = bias
     async with serve() as client:
         fields = body(path, logit_bias={"1": 1, **bias})
@@ -323,25 +342,28 @@ def _range_of_bias(value: Any) -> str:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_smp16_a_valid_bias_reaches_the_engine(path: str) -> None:
+async def test_a_valid_bias_reaches_the_engine(path: str) -> None:
+    """SMP-16."""
     backend = FakeBackend()
     async with (
         serve(backend) as client,
         client.post(path, json=body(path, logit_bias={"10": -100, "3": 5})) as response,
     ):
         assert response.status == 200
-    assert backend.attempts[0].sampling.logit_bias == [(3, 5.0), (10, -100.0)]
+    assert backend.requests[0].sampling.logit_bias == [(3, 5.0), (10, -100.0)]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tokens", [[VOCAB + 5], [-3], [2**70], ["x"], [1.5]])
-async def test_smp18_stop_tokens_beyond_the_vocabulary(path: str, tokens: list[Any]) -> None:
+async def test_stop_tokens_beyond_the_vocabulary(path: str, tokens: list[Any]) -> None:
+    """SMP-18."""
     async with serve() as client:
         await refuses(client, path, body(path, stop_token_ids=tokens, min_tokens=4), words="stop_token_ids")
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
+async def test_extra_fields_reach_the_engine(path: str) -> None:
+    """SMP-22."""
     backend = FakeBackend()
     fields = {
         "top_k": 7.0, "min_p": 0.1, "top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "min_tokens": 2,
@@ -350,18 +372,19 @@ async def test_smp22_extra_fields_reach_the_engine(path: str) -> None:
     }  # fmt: skip
     async with serve(backend) as client, client.post(path, json=body(path, **fields)) as response:
         assert response.status == 200
-    (attempt,) = backend.attempts
-    sampling = attempt.sampling
+    (request,) = backend.requests
+    sampling = request.sampling
     assert (sampling.top_k, sampling.min_p, sampling.top_p, sampling.temperature) == (7, 0.1, 0.9, 0.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, -0.3)
     assert (sampling.repetition_penalty, sampling.min_tokens, sampling.max_tokens) == (1.1, 2, 4)
     assert sampling.stop_token_ids == [9, 8]
-    assert (attempt.n, attempt.priority) == (2, -3)
+    assert (request.n, request.priority) == (2, -3)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", ["foo", "best_off", "top_logprob", "maximum"])
-async def test_smp22_an_unknown_field_is_refused_by_name_if_asked_for(path: str, field: str) -> None:
+async def test_an_unknown_field_is_refused_by_name_if_asked_for(path: str, field: str) -> None:
+    """SMP-22."""
     async with serve(strict_fields=True) as client:
         await refuses(client, path, body(path, **{field: None}), field, f"{field} is not a field")
         nested = body(path, stream=True, stream_options={field: 1})
@@ -373,8 +396,8 @@ async def test_smp22_an_unknown_field_is_refused_by_name_if_asked_for(path: str,
 async def test_unknown_fields_are_ignored_and_named(
     path: str, stream: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HTTP-06: an unknown field is named in a header of every answer, and in the log once."""
-    monkeypatch.setattr(ignored, "_logged", set())
+    """HTTP-06: a header of every response names the unknown fields, and the log does once."""
+    monkeypatch.setattr(ignored_fields, "_logged", set())
     fields = body(path, stream=stream, foo=1, response_format={"type": "text", "strict": True}) | {"gr\r\nün,": [{}]}
     if stream:
         fields["stream_options"] = {"include_usage": False, "include_what": True}
@@ -383,8 +406,8 @@ async def test_unknown_fields_are_ignored_and_named(
             async with client.post(path, json=fields) as response:
                 assert response.status == 200
                 named = set(response.headers["X-Quire-Ignored-Fields"].split(", "))
-        wanted = {"foo", "gr%0D%0A%C3%BCn%2C", "response_format.strict"}
-        assert named == wanted | ({"stream_options.include_what"} if stream else set())
+        expected = {"foo", "gr%0D%0A%C3%BCn%2C", "response_format.strict"}
+        assert named == expected | ({"stream_options.include_what"} if stream else set())
         async with client.post(path, json=body(path, foo=1, temperature=9)) as response:
             assert (response.status, response.headers["X-Quire-Ignored-Fields"]) == (400, "foo")
         async with client.post(path, json=body(path)) as response:
@@ -393,20 +416,20 @@ async def test_unknown_fields_are_ignored_and_named(
     assert sorted(sum(f"field {name}," in line for line in logged) for name in named) == [1] * len(named)
 
 
-async def test_what_is_told_of_unknown_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP-06: whatever the names are, header and log stay short."""
-    monkeypatch.setattr(ignored, "_logged", set())
+async def test_reports_of_unknown_fields_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP-06: header and log stay short, whatever the names are."""
+    monkeypatch.setattr(ignored_fields, "_logged", set())
     fields = {"\u00e9" * 300 + str(at): 1 for at in range(400)}
     async with serve() as client, client.post(PATHS[0], json=body(PATHS[0]) | fields) as response:
         assert response.status == 200
         assert len(response.headers["X-Quire-Ignored-Fields"]) < 8000
-    assert len(ignored._logged) <= 1000
+    assert len(ignored_fields._logged) <= 1000
 
 
 @pytest.mark.parametrize("value", [True, False, 0, "flex", {"a": "b"}, [], None])
 @pytest.mark.parametrize("path", PATHS)
 async def test_hints_are_taken_in_silence(path: str, value: Any) -> None:
-    """HTTP-06: what asks for nothing that changes the text is taken, whatever its value, even by strict servers."""
+    """HTTP-06: fields that cannot change the text are accepted with any value, even by strict servers."""
     hints = dict.fromkeys(HINTS, value)
     async with serve(strict_fields=True) as client:
         fields = body(path, stream=True, stream_options=dict.fromkeys(STREAM_HINTS, value), **hints)
@@ -445,7 +468,7 @@ async def test_what_is_not_supported_is_refused_by_name(path: str, fields: dict[
 @pytest.mark.parametrize("path", PATHS)
 async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -> None:
     async with serve() as client:
-        for name in NEUTRAL.keys() - ({"echo", "best_of"} if path == PATHS[0] else set()):
+        for name in NEUTRAL_VALUES.keys() - ({"echo", "best_of"} if path == PATHS[0] else set()):
             await refuses(client, path, body(path, **{name: "x"}), name, f"{name} is not supported")
 
 
@@ -457,8 +480,8 @@ async def test_fields_that_others_have_are_said_not_to_be_supported(path: str) -
         (PATHS[1], {"tools": [], "tool_choice": "none", "parallel_tool_calls": True}),
         (PATHS[1], {"tool_choice": "auto"}),
         (PATHS[0], {"temperature": 0, "n": 3}),
-        *((path, dict.fromkeys(NEUTRAL)) for path in PATHS),
-        (PATHS[1], {name: values[0] for name, values in NEUTRAL.items() if values}),
+        *((path, dict.fromkeys(NEUTRAL_VALUES)) for path in PATHS),
+        (PATHS[1], {name: values[0] for name, values in NEUTRAL_VALUES.items() if values}),
         (PATHS[0], {"service_tier": "default", "store": False, "logit_bias": {"5": 1}}),
     ],
 )
@@ -472,7 +495,7 @@ async def test_the_models_defaults_are_used_and_a_request_wins_over_them() -> No
     async with serve(backend, defaults=SamplingDefaults(temperature=0.2, top_k=3, repetition_penalty=1.2)) as client:
         await client.complete(prompt="x")
         await client.chat(temperature=0.9, top_k=0)
-    first, second = (attempt.sampling for attempt in backend.attempts)
+    first, second = (request.sampling for request in backend.requests)
     assert (first.temperature, first.top_k, first.repetition_penalty) == (0.2, 3, 1.2)
     assert (second.temperature, second.top_k, second.repetition_penalty) == (0.9, 0, 1.2)
 
@@ -481,12 +504,12 @@ async def test_without_the_models_defaults_vllms_are_used() -> None:
     backend = FakeBackend()
     async with serve(backend) as client:
         await client.chat()
-    sampling = backend.attempts[0].sampling
+    sampling = backend.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
 
 
 class Recorder(Tokenizer):
-    """Notes in which thread it tokenizes, and what at once."""
+    """A tokenizer that notes its thread, and the texts of each call."""
 
     def __init__(self) -> None:
         super().__init__(make_backend(), special=TOKENIZER.special, eos_token_ids=TOKENIZER.eos_token_ids)
@@ -524,7 +547,7 @@ async def test_many_prompts_are_tokenized_off_the_loop_and_few_on_it() -> None:
 async def test_tokenizing_goes_by_groups_and_ends_with_the_first_prompt_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.gateway.prompt.GROUP", 1000)
+    monkeypatch.setattr("services.gateway.prompt.BATCH", 1000)
     tokenizer = Recorder()
     prompts = [letter * 400 for letter in "abcde"]
     async with serve(FakeBackend(max_model_len=401), tokenizer=tokenizer) as client:

@@ -1,4 +1,4 @@
-"""Bytes that never become a request are answered in the API's shape too, in their turn, with one line in the log."""
+"""Tests of unreadable requests: they are answered in the API's shape, in their turn, with one line in the log."""
 
 import asyncio
 import gzip
@@ -69,7 +69,7 @@ async def test_requests_before_what_is_none_are_answered(kind: str, valid: list[
 
 
 async def test_an_unreadable_request_waits_for_the_one_before_it() -> None:
-    """HTTP-09: a stream that is being written is not cut by what comes behind it."""
+    """HTTP-09: unreadable bytes behind a request do not cut its stream."""
     backend = FakeBackend()
     backend.pause_at = 1
     async with listening(backend) as port, connect(port, STREAM + b"nonsense\r\n\r\n") as exchange:
@@ -83,14 +83,14 @@ async def test_an_unreadable_request_waits_for_the_one_before_it() -> None:
 
 @pytest.mark.parametrize("count", [40, 200])
 async def test_many_requests_in_one_packet_are_all_answered(count: int) -> None:
-    """HTTP-09: the parser's pauses lose none, with bodies or without."""
+    """HTTP-09: the parser's pauses lose no request, with a body or without."""
     data = b"".join(get("/version") if at % 3 else post() for at in range(count))
     async with listening() as port, connect(port, data) as exchange:
         assert [(await exchange.answer()).status for _ in range(count)] == [200] * count
 
 
 async def test_a_long_body_is_read_piece_by_piece_and_the_next_request_after_it() -> None:
-    """HTTP-09: bodies that are longer than what is buffered, plain and compressed."""
+    """HTTP-09: bodies that exceed the buffer, plain and compressed."""
     body = b'{"prompt":"hi","user":"' + b"u" * 3_000_000 + b'"}'
     data = post(body=body) + get() + post("Content-Encoding: gzip", body=gzip.compress(body)) + get("/nowhere")
     async with listening() as port, connect(port, data) as exchange:

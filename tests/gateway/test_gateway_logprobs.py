@@ -1,4 +1,4 @@
-"""Log-probabilities in the answers of both endpoints."""
+"""Tests of log-probabilities in the responses of both endpoints."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBac
 
 
 async def streamed_completion(client: Client, **fields: Any) -> dict[str, list[Any]]:
-    """The joined logprobs of a streamed completion."""
+    """Return the joined logprobs of a streamed completion."""
     joined: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for chunk in await client.stream_completion(**fields):
         for name in joined:
@@ -21,22 +21,26 @@ async def streamed_completion(client: Client, **fields: Any) -> dict[str, list[A
 
 
 async def streamed_chat(client: Client, **fields: Any) -> list[Any]:
-    found = []
+    logprobs = []
     for chunk in await client.stream_chat(**fields):
-        found += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
-    return found
+        logprobs += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    return logprobs
 
 
-async def test_lgp09_a_stop_string_as_the_first_token() -> None:
+async def test_a_stop_string_as_the_first_token() -> None:
+    """LGP-09."""
     async with serve(FakeBackend(says("\none two"))) as client:
         fields: dict[str, Any] = {"prompt": "x", "stop": "\n", "logprobs": 5}
         choice = (await client.complete(**fields))["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("", "stop")
-        assert choice["logprobs"]["tokens"] == ["\n"]  # one entry a generated token, the stop included
+        assert choice["logprobs"]["tokens"] == [
+            "\n"
+        ]  # one entry for each generated token, those of the stop string included
         assert choice["logprobs"] == await streamed_completion(client, **fields)
 
 
-async def test_lgp10_special_tokens_are_named_and_the_end_token_has_an_entry() -> None:
+async def test_special_tokens_are_named_and_the_end_token_has_an_entry() -> None:
+    """LGP-10."""
     async with serve(FakeBackend(says([*ids("one"), END_TURN, EOS]))) as client:
         fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
         content = (await client.chat(**fields))["choices"][0]["logprobs"]["content"]
@@ -44,7 +48,8 @@ async def test_lgp10_special_tokens_are_named_and_the_end_token_has_an_entry() -
         assert content == await streamed_chat(client, **fields)
 
 
-async def test_lgp11_a_chats_entries() -> None:
+async def test_a_chats_entries() -> None:
+    """LGP-11."""
     async with serve(FakeBackend(says("one é"))) as client:
         answer = await client.chat(logprobs=True, top_logprobs=2)
         content = answer["choices"][0]["logprobs"]["content"]
@@ -57,25 +62,27 @@ async def test_lgp11_a_chats_entries() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-async def test_lgp12_a_completions_entries(count: int) -> None:
+async def test_a_completions_entries(count: int) -> None:
+    """LGP-12."""
     async with serve(FakeBackend(says("one two"))) as client:
-        found = (await client.complete(prompt="x", logprobs=count))["choices"][0]["logprobs"]
+        logprobs = (await client.complete(prompt="x", logprobs=count))["choices"][0]["logprobs"]
         tokens = [*ids("one two"), EOS]
-        assert found["tokens"] == [TOKENIZER.token_text(token) for token in tokens]
-        assert found["token_logprobs"] == [-token / 1000 for token in tokens]
-        assert found["text_offset"] == [0, 3, 7]
-        assert [len(top) for top in found["top_logprobs"]] == [max(count, 1)] * 3
-        assert all(name in top for name, top in zip(found["tokens"], found["top_logprobs"], strict=True))
+        assert logprobs["tokens"] == [TOKENIZER.token_text(token) for token in tokens]
+        assert logprobs["token_logprobs"] == [-token / 1000 for token in tokens]
+        assert logprobs["text_offset"] == [0, 3, 7]
+        assert [len(top) for top in logprobs["top_logprobs"]] == [max(count, 1)] * 3
+        assert all(name in top for name, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
 
 
 async def test_of_tokens_that_read_alike_the_likelier_one_stays() -> None:
-    token = VOCAB - 3  # it and the next two are padding, and read as nothing
+    token = VOCAB - 3  # it and the next two are padding, without text
     async with serve(FakeBackend(says([token]))) as client:
-        found = (await client.complete(prompt="x", logprobs=3, max_tokens=1))["choices"][0]["logprobs"]
-        assert found["top_logprobs"] == [{"": -token / 1000}]
+        logprobs = (await client.complete(prompt="x", logprobs=3, max_tokens=1))["choices"][0]["logprobs"]
+        assert logprobs["top_logprobs"] == [{"": -token / 1000}]
 
 
-async def test_lgp12_logprobs_without_alternatives() -> None:
+async def test_logprobs_without_alternatives() -> None:
+    """LGP-12."""
     async with serve() as client:
         content = (await client.chat(logprobs=True))["choices"][0]["logprobs"]["content"]
         assert all(entry["top_logprobs"] == [] and entry["logprob"] is not None for entry in content)
@@ -84,7 +91,8 @@ async def test_lgp12_logprobs_without_alternatives() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"logprobs": False}, {"logprobs": None}])
-async def test_lgp12_alternatives_need_logprobs(logprobs: dict[str, Any]) -> None:
+async def test_alternatives_need_logprobs(logprobs: dict[str, Any]) -> None:
+    """LGP-12."""
     async with serve() as client:
         messages = [{"role": "user", "content": "hi"}]
         fields = {"messages": messages, "top_logprobs": 2} | logprobs
@@ -99,16 +107,16 @@ async def test_an_echo_has_the_prompts_entries_too(stream: bool) -> None:
         if stream:
             chunks = await client.stream_completion(**fields)
             mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == 1]
-            found = {name: [x for choice in mine for x in choice["logprobs"][name]] for name in mine[0]["logprobs"]}
+            logprobs = {name: [x for choice in mine for x in choice["logprobs"][name]] for name in mine[0]["logprobs"]}
             text = "".join(choice["text"] for choice in mine)
         else:
             choice = (await client.complete(**fields))["choices"][1]
-            found, text = choice["logprobs"], choice["text"]
+            logprobs, text = choice["logprobs"], choice["text"]
         assert text == "hello six" + TOKENIZER.decode(ids(" one two")[:2])
-        assert found["tokens"] == [TOKENIZER.token_text(token) for token in ids("hello six") + ids(" one two")[:2]]
-        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-        assert found["token_logprobs"][1] == -ids("hello six")[1] / 1000
-        assert found["text_offset"][:3] == [0, 5, 9]
+        assert logprobs["tokens"] == [TOKENIZER.token_text(token) for token in ids("hello six") + ids(" one two")[:2]]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1] == -ids("hello six")[1] / 1000
+        assert logprobs["text_offset"][:3] == [0, 5, 9]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -123,10 +131,10 @@ async def test_an_echo_shows_the_special_tokens_of_a_prompt(prompt: Any, skip: b
         if stream:
             assert texts(await client.stream_completion(**fields)) == {0: whole["text"]}
             assert await streamed_completion(client, **fields, logprobs=1) == scored["logprobs"]
-    found = scored["logprobs"]
-    assert whole["text"] == scored["text"] == "".join(found["tokens"]) == "<s>hello<|im_end|> six<s><s> one two"
-    starts = [len("".join(found["tokens"][:at])) for at in range(len(found["tokens"]))]
-    assert found["text_offset"] == starts
+    logprobs = scored["logprobs"]
+    assert whole["text"] == scored["text"] == "".join(logprobs["tokens"]) == "<s>hello<|im_end|> six<s><s> one two"
+    starts = [len("".join(logprobs["tokens"][:at])) for at in range(len(logprobs["tokens"]))]
+    assert logprobs["text_offset"] == starts
 
 
 async def test_an_echo_of_tokens_goes_on_inside_their_last_character() -> None:
@@ -155,16 +163,16 @@ async def test_prompt_logprobs_are_by_token_id(chat: bool) -> None:
     backend = FakeBackend()
     async with serve(backend) as client:
         if chat:
-            found = (await client.chat(prompt_logprobs=2))["prompt_logprobs"]
+            logprobs = (await client.chat(prompt_logprobs=2))["prompt_logprobs"]
         else:
-            found = (await client.complete(prompt="hello six", prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
-    tokens = backend.attempts[0].tokens
-    assert len(found) == len(tokens)
-    assert found[0] is None
-    own = found[1][str(tokens[1])]
+            logprobs = (await client.complete(prompt="hello six", prompt_logprobs=2))["choices"][0]["prompt_logprobs"]
+    tokens = backend.requests[0].tokens
+    assert len(logprobs) == len(tokens)
+    assert logprobs[0] is None
+    own = logprobs[1][str(tokens[1])]
     assert own == {"logprob": -tokens[1] / 1000, "rank": 1, "decoded_token": TOKENIZER.token_text(tokens[1])}
-    assert len(found[1]) == 2
-    json.dumps(found, allow_nan=False)
+    assert len(logprobs[1]) == 2
+    json.dumps(logprobs, allow_nan=False)
 
 
 async def test_no_logprobs_unless_asked_for() -> None:
@@ -173,27 +181,27 @@ async def test_no_logprobs_unless_asked_for() -> None:
         choice = (await client.complete(prompt="x"))["choices"][0]
     assert choice["logprobs"] is None
     assert choice["prompt_logprobs"] is None
-    assert (backend.attempts[0].sampling.logprobs, backend.attempts[0].sampling.prompt_logprobs) == (-1, -1)
+    assert (backend.requests[0].sampling.logprobs, backend.requests[0].sampling.prompt_logprobs) == (-1, -1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_them(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[int] = []
+    lengths: list[int] = []
 
     def counting(tokenizer: Tokenizer, prompt: Sequence[int], *rest: Any) -> list[LogprobEntry]:
-        made.append(len(prompt))
+        lengths.append(len(prompt))
         return prompt_entries(tokenizer, prompt, *rest)
 
-    monkeypatch.setattr("services.gateway.generation.prompt_entries", counting)
+    monkeypatch.setattr("shared.text.request_text.prompt_entries", counting)
     async with serve(FakeBackend(says("one", "two"))) as client:
         fields = {"prompt": [[20, 21], [22, 23, 24]], "echo": True, "logprobs": 1, "n": 3, "max_tokens": 1}
         if stream:
             choices = [chunk["choices"][0] for chunk in await client.stream_completion(**fields)]
         else:
             choices = (await client.complete(**fields))["choices"]
-        assert sorted(made) == [2, 3]
+        assert sorted(lengths) == [2, 3]
         assert {choice["index"]: len(choice["logprobs"]["tokens"]) for choice in choices} == {
             0: 3, 1: 3, 2: 3, 3: 4, 4: 4, 5: 4
         }  # fmt: skip
@@ -201,7 +209,7 @@ async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_
 
 @pytest.mark.parametrize("scores", [{"echo": True, "logprobs": 3}, {"prompt_logprobs": 3}])
 async def test_scores_of_prompts_have_a_limit(scores: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.completions.MAX_SCORES", 2 * 50 * 5 * 4)
+    monkeypatch.setattr("services.gateway.completions.MAX_PROMPT_LOGPROBS", 2 * 50 * 5 * 4)
     async with serve() as client:
         fields = {"prompt": [[20] * 50] * 2, "max_tokens": 1, **scores}
         await client.complete(**fields, n=5)
@@ -209,4 +217,4 @@ async def test_scores_of_prompts_have_a_limit(scores: dict[str, Any], monkeypatc
         assert (status, error["param"]) == (400, "prompt_logprobs")
         assert "2400" in error["message"]
         assert "2000" in error["message"]
-        await client.complete(prompt=[[20] * 50] * 2, n=6, logprobs=3)  # not of prompts
+        await client.complete(prompt=[[20] * 50] * 2, n=6, logprobs=3)  # none of prompts

@@ -1,4 +1,4 @@
-"""The figures of /metrics agree with what happened."""
+"""Tests that /metrics agrees with what happened."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ LABELS = {"model_name": "tiny", "engine": "0"}
 
 
 async def figures(client: Client) -> Any:
-    """A function from name and labels to the value of a sample, None if it is not there."""
+    """Return a function from name and labels to a metric's value, which is None if it is missing."""
     async with client.get("/metrics") as response:
         assert response.status == 200
         text = await response.text()
@@ -27,17 +27,18 @@ async def figures(client: Client) -> Any:
 
 
 async def disconnect(client: Client, backend: FakeBackend, **fields: Any) -> int:
-    """Starts a stream and leaves it after its first bytes; how many tokens had come by then."""
+    """Start a stream and leave it after its first bytes. Return how many tokens had come by then."""
     backend.pause_at = 2
     response = await client.post("/v1/completions", json={"prompt": "hi", "stream": True} | fields)
     await response.content.readuntil(b"\n\n")
     response.close()
-    await backend.attempts[-1].left.wait()
+    await backend.requests[-1].left.wait()
     backend.pause_at = -1
     return 2
 
 
-async def test_met02_requests_are_counted_by_their_ends() -> None:
+async def test_requests_are_counted_by_their_ends() -> None:
+    """MET-02."""
     backend = FakeBackend(says("one two three"))
     async with serve(backend) as client:
         for _ in range(5):
@@ -56,13 +57,14 @@ async def test_met02_requests_are_counted_by_their_ends() -> None:
         for reason in ("stop", "length", "abort", "error")
     }
     assert counts == {"stop": 5, "length": 4, "abort": 3, "error": 1}
-    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == len(backend.attempts) == 13
+    assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == len(backend.requests) == 13
     assert value("quire:http_responses_total", handler="/v1/completions", code="400") == 2
     assert value("quire:http_responses_total", handler="/v1/completions", code="500") == 1
     assert value("quire:http_responses_total", handler="/v1/completions", code="499") == 3
 
 
-async def test_met03_sums_include_the_requests_that_were_cut() -> None:
+async def test_sums_include_the_requests_that_were_cut() -> None:
+    """MET-03."""
     backend = FakeBackend(endless)
     async with serve(backend) as client:
         tokens = sum([await disconnect(client, backend) for _ in range(5)])
@@ -70,7 +72,7 @@ async def test_met03_sums_include_the_requests_that_were_cut() -> None:
         value = await figures(client)
     assert value("vllm:request_generation_tokens_sum", **LABELS) == tokens == 22
     assert value("vllm:request_generation_tokens_count", **LABELS) == 8
-    assert value("vllm:request_prompt_tokens_sum", **LABELS) == 8 * len(backend.attempts[0].tokens)
+    assert value("vllm:request_prompt_tokens_sum", **LABELS) == 8 * len(backend.requests[0].tokens)
     assert value("vllm:time_to_first_token_seconds_count", **LABELS) == 8
     assert value("vllm:inter_token_latency_seconds_count", **LABELS) == tokens - 8
     assert value("vllm:request_decode_time_seconds_count", **LABELS) == 8
@@ -103,7 +105,7 @@ async def test_times_are_measured_from_arrival() -> None:
 
 
 async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
-    """API-04: the queue by the engine's word, and what follows it by the gateway's clock."""
+    """API-04: the engine reports the time in the queue, and the gateway's clock measures the rest."""
     backend = FakeBackend(says("one two three"))
     backend.admission = SchedulingInfo(0.125, 2)
     backend.cached_tokens = 1
@@ -111,7 +113,7 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     async with serve(backend) as client:
         asking = asyncio.ensure_future(client.complete(prompt="hello six", n=2))
         await backend.submitted.wait()
-        await asyncio.sleep(0.3)  # longer than it says to have waited
+        await asyncio.sleep(0.3)  # longer than the time that the engine reports
         backend.go_on.set()
         await asking
         value = await figures(client)
@@ -127,19 +129,19 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     assert inference == pytest.approx(prefill + decode)
     assert value("vllm:request_prefill_time_seconds_count", **LABELS) == 2
     assert value("vllm:request_inference_time_seconds_bucket", le="0.3", **LABELS) == 2
-    tokens = len(backend.attempts[0].tokens)
+    tokens = len(backend.requests[0].tokens)
     assert value("vllm:request_prefill_kv_computed_tokens_sum", **LABELS) == tokens - 1, "once for all samples"
 
 
 async def test_a_request_that_left_the_queue_has_no_time_in_it() -> None:
-    """API-04: only what the engine told is a figure."""
+    """API-04: only what the engine reported is counted."""
     backend = FakeBackend()
     backend.pause_at = 0
     async with serve(backend) as client:
         asking = asyncio.ensure_future(client.complete(prompt="hi"))
         await backend.submitted.wait()
         asking.cancel()
-        await backend.attempts[0].left.wait()
+        await backend.requests[0].left.wait()
         value = await figures(client)
     assert value("vllm:e2e_request_latency_seconds_count", **LABELS) == 1
     assert value("vllm:request_queue_time_seconds_count", **LABELS) == 0

@@ -1,4 +1,4 @@
-"""A gateway reads its model at the start, with the settings that change what it finds."""
+"""Tests of how a gateway reads its model at the start, and of the settings that override it."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.gateway.model import ServedModel
+from services.gateway.served_model import ServedModel
 from shared.errors import ConfigError, ModelError
 from tests.text.vocabulary import write_model_folder
 
@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
 def test_the_users_sampling_defaults_win(folder: Path) -> None:
     """API-02: --override-generation-config."""
     override = '{"temperature": 0, "max_new_tokens": 9, "do_sample": true}'
-    found = ServedModel.load(GatewayConfig(model=str(folder), override_generation_config=override)).defaults
-    assert found.as_dict() == {"temperature": 0.0, "top_k": 7, "max_tokens": 9}
+    defaults = ServedModel.load(GatewayConfig(model=str(folder), override_generation_config=override)).defaults
+    assert defaults.as_dict() == {"temperature": 0.0, "top_k": 7, "max_tokens": 9}
     for wrong, said in (
         ('{"top_p": 2}', "--override-generation-config: top_p 2 is out of range"),
         ("{", "--override-generation-config {: is not JSON"),
@@ -40,8 +40,8 @@ def test_the_users_sampling_defaults_win(folder: Path) -> None:
 
 def test_the_template_gets_what_the_settings_give_it(folder: Path) -> None:
     """API-02: --default-chat-template-kwargs and --chat-template-content-format."""
-    given = json.dumps({"mood": "!"})
-    template = ServedModel.load(GatewayConfig(model=str(folder), default_chat_template_kwargs=given)).template
+    kwargs = json.dumps({"mood": "!"})
+    template = ServedModel.load(GatewayConfig(model=str(folder), default_chat_template_kwargs=kwargs)).template
     assert template.render(USER) == "hi!"
     assert template.render(USER, variables={"mood": "?"}) == "hi?"
     config = GatewayConfig(model=str(folder), chat_template_content_format="openai")

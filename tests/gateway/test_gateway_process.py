@@ -1,4 +1,4 @@
-"""The gateway as a process: how it starts, notices clients that leave, and stops. Its engine is a thread here."""
+"""Tests of the gateway's process: its start, clients that leave, and its stop. Its engine is a thread here."""
 
 import http.client
 import json
@@ -105,14 +105,14 @@ class Engine(threading.Thread):
 
 
 class Server:
-    """A gateway process on a port of its own."""
+    """A gateway process on its own port."""
 
     def __init__(self, process: "subprocess.Popen[str]", port: int) -> None:
         self.process, self.port = process, port
         self.connections: list[http.client.HTTPConnection] = []
 
     def open(self, body: dict[str, Any] | None = None, path: str = "/health") -> http.client.HTTPResponse:
-        """The response of a GET, or of a POST of `body`, with the rest of it unread."""
+        """Send a GET, or a POST of `body`. Return the response with its body unread."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         self.connections.append(connection)
         if body is None:
@@ -122,7 +122,7 @@ class Server:
         return connection.getresponse()
 
     def wait_until(self, status: int) -> None:
-        """Until /health has this status."""
+        """Wait until /health has this status."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -189,10 +189,10 @@ def read_event(response: http.client.HTTPResponse) -> str:
 
 
 def refusal(argv: list[str]) -> str:
-    """The one line of a gateway that does not start."""
-    found = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert found.returncode == 2
-    (line,) = found.stderr.strip().splitlines()
+    """Return the one line on stderr of a gateway that does not start."""
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
     return line
 
 
@@ -236,7 +236,7 @@ def test_a_client_that_leaves_is_noticed(server: Server, engine: Engine) -> None
 
 
 def posted(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A connection on which a completion was asked for and the sending side was ended."""
+    """Return a connection that has sent a completion request and shut down its sending side."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
@@ -249,7 +249,7 @@ def posted(server: Server, body: dict[str, Any]) -> socket.socket:
 def test_a_client_that_only_ends_its_sending_side_is_answered(
     server: Server, engine: Engine, body: dict[str, Any]
 ) -> None:
-    """HTTP-03, on the event loop that the service runs on."""
+    """HTTP-03: on uvloop."""
     engine.go_on.set()
     for _ in range(10):
         with posted(server, body) as connection, connection.makefile("rb") as file:
@@ -262,7 +262,7 @@ def test_a_client_that_only_ends_its_sending_side_is_answered(
 
 @pytest.mark.parametrize("body", [STREAM, {"prompt": "hi"}])
 def test_a_client_that_is_gone_is_noticed_without_a_token(server: Server, engine: Engine, body: dict[str, Any]) -> None:
-    """HTTP-03: it has ended its side like one that still listens."""
+    """HTTP-03: its connection looks like that of a client that still listens."""
     with posted(server, body):
         pass
     assert engine.aborted.get(timeout=PATIENCE) == 0
@@ -331,7 +331,7 @@ def test_a_late_refusal_has_its_status_and_the_time_to_come_back(server: Server,
 
 
 def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engine: Engine) -> None:
-    """HTTP-05: as it is without a stream."""
+    """HTTP-05: the same as without a stream."""
     submitted = threading.Event()
 
     def note(_: int) -> list[bytes]:
@@ -348,7 +348,7 @@ def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engin
 
 
 def test_the_headers_of_an_accepted_stream_do_not_wait_for_a_token(server: Server, engine: Engine) -> None:
-    """HTTP-05: the engine's word is enough."""
+    """HTTP-05: the engine's acceptance is enough."""
     engine.answer = lambda id: [encode(Accepted([id]))]
     assert server.open(STREAM, "/v1/completions").status == 200
 

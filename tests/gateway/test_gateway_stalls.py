@@ -19,28 +19,28 @@ ROUNDS = 4
 
 
 async def longest(client: Client, path: str, sent: Sequence[bytes], statuses: set[int]) -> float:
-    """The stall that these bodies cost: the least of some rounds, until one is within the bound."""
+    """Return the shortest stall, in seconds, of some rounds with these bodies. Stop at one within the bound."""
     stalls: list[float] = []
     assert client.port is not None
     for _ in range(ROUNDS):
-        found, given, _ = await stall(client.port, path, sent)
-        assert set(given) <= statuses
-        stalls.append(found)
-        if found < BOUND:
+        stalled, answered, _ = await stall(client.port, path, sent)
+        assert set(answered) <= statuses
+        stalls.append(stalled)
+        if stalled < BOUND:
             break
     return min(stalls)
 
 
 async def test_bodies_of_all_shapes_at_the_size_limit() -> None:
-    """LOOP-01: none keeps the loop, whether it is refused or served."""
+    """LOOP-01: no body keeps the loop, be it refused or served."""
     async with serve() as client:
-        found = {
+        stalls_by_name = {
             name: await longest(client, path, [body], {200, 400, 404})
             for name, path, body in bodies(client.gateway.max_body_size)
         }
         await client.complete(prompt="hi")
-    assert len(found) > 100
-    assert max(found.values()) < BOUND, sorted(found.items(), key=lambda one: -one[1])[:5]
+    assert len(stalls_by_name) > 100
+    assert max(stalls_by_name.values()) < BOUND, sorted(stalls_by_name.items(), key=lambda one: -one[1])[:5]
 
 
 REPORTED = {
@@ -54,7 +54,7 @@ REPORTED = {
 @pytest.mark.parametrize("size", [None, 32])
 @pytest.mark.parametrize("name", REPORTED)
 async def test_three_bodies_of_thirty_megabytes_at_once(name: str, size: int | None) -> None:
-    """LOOP-01: too long by default; where the user allows for so much, refused for its number of values."""
+    """LOOP-01: they are too long by default; with a larger --max-body-size they have too many values."""
     async with serve(max_body_size=size) as client:
         path = CHAT if name == "chat_template_kwargs" else COMPLETION
         stalled = await longest(client, path, [REPORTED[name]] * 3, {413} if size is None else {400})
@@ -62,14 +62,14 @@ async def test_three_bodies_of_thirty_megabytes_at_once(name: str, size: int | N
 
 
 async def test_a_body_that_is_long_inside_is_unpacked_in_pieces() -> None:
-    """LOOP-01: a small compressed body of a gigabyte is given up once there is too much of it."""
+    """LOOP-01: a small body that decompresses to a gigabyte is refused once it is too long."""
     packed = gzip.compress(b'{"prompt":"' + b"x" * 256 * MIB, 1)
     async with serve() as client:
         assert client.port is not None
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        found, status, _ = await stall(client.port, COMPLETION, [packed], headers)
+        stalled, status, _ = await stall(client.port, COMPLETION, [packed], headers)
         assert status == [413]
-        assert found < 2 * BOUND
+        assert stalled < 2 * BOUND
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ async def test_a_body_that_is_long_inside_is_unpacked_in_pieces() -> None:
     ],
 )
 async def test_a_long_answer_with_many_log_probabilities(path: str, fields: dict[str, Any]) -> None:
-    """LOOP-01: on the way out too, nothing is made in one piece."""
+    """LOOP-01: a long response is not encoded in one call."""
     async with serve(FakeBackend(endless, max_model_len=4096)) as client:
         body = json.dumps(fields | {"n": 8, "max_tokens": 2000}).encode()
         assert await longest(client, path, [body], {200}) < BOUND
 
 
 async def test_prompts_log_probabilities_in_an_answer_and_in_a_stream() -> None:
-    """LOOP-01: those of a long prompt come at once, before anything else."""
+    """LOOP-01: the log-probabilities of a long prompt come at once, before the output."""
     async with serve(FakeBackend(max_model_len=10_000)) as client:
         fields = {"prompt": [20] * 9000, "max_tokens": 1, "echo": True, "logprobs": 20}
         for more in ({}, {"stream": True}):
@@ -96,7 +96,7 @@ async def test_prompts_log_probabilities_in_an_answer_and_in_a_stream() -> None:
 
 
 async def test_names_of_megabytes_are_cut_in_errors() -> None:
-    """LOOP-03: whatever an error quotes, it is some lines long."""
+    """LOOP-03: an error is a few lines long, whatever it quotes."""
     name = b"n" * 3 * MIB
     message = b'"messages":[{"role":"user","content":"x"}]'
     bad = [
@@ -115,13 +115,13 @@ async def test_names_of_megabytes_are_cut_in_errors() -> None:
         async with serve(strict_fields=strict, template="{{ raise_exception(why) }}") as client:
             assert client.port is not None
             for path, body, status in bad:
-                _, given, length = await stall(client.port, path, [body])
-                assert (given, length < 1000) == ([status], True), body[:40]
+                _, statuses, length = await stall(client.port, path, [body])
+                assert (statuses, length < 1000) == ([status], True), body[:40]
             await client.complete(prompt="hi")
 
 
 async def test_a_stream_of_a_thousand_prompts_that_says_its_usage_in_every_chunk() -> None:
-    """LOOP-02: the sums are kept, and not made anew for each chunk."""
+    """LOOP-02: the usage keeps its sums from chunk to chunk."""
     body = json.dumps(
         {
             "prompt": ["hi"] * 1024,

@@ -1,4 +1,4 @@
-"""Stop strings and stop tokens through both forms of answer."""
+"""Tests of stop strings and stop tokens, in whole and streamed responses."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, Client, FakeBackend, S
 
 
 async def both(client: Client, **fields: Any) -> tuple[str, str, Any]:
-    """Text, finish reason and stop reason of a completion, which must be the same streamed."""
+    """Return the text, finish reason and stop reason of a completion, which must be the same in a stream."""
     chunks = await client.stream_completion(**{"prompt": "hi"} | fields)
     choice = (await client.complete(**{"prompt": "hi"} | fields))["choices"][0]
     assert texts(chunks)[0] == choice["text"]
@@ -22,7 +22,8 @@ async def answers(script: Script, **fields: Any) -> tuple[str, str, Any]:
         return await both(client, **fields)
 
 
-async def test_stp01_a_stop_string_over_several_tokens() -> None:
+async def test_a_stop_string_over_several_tokens() -> None:
+    """STP-01."""
     script = says("one two three four five")
     stopped = await answers(script, stop="three four five", max_tokens=9)
     assert stopped == ("one two ", "stop", "three four five")
@@ -31,7 +32,8 @@ async def test_stp01_a_stop_string_over_several_tokens() -> None:
 
 
 @pytest.mark.parametrize(("stop", "shown"), [("ewp", "previ"), ("ie", "prev")])
-async def test_stp02_a_stop_string_inside_and_across_tokens(stop: str, shown: str) -> None:
+async def test_a_stop_string_inside_and_across_tokens(stop: str, shown: str) -> None:
+    """STP-02."""
     script = says(ids("pre") + ids("view") + ids("port"))
     assert await answers(script, stop=stop) == (shown, "stop", stop)
 
@@ -44,16 +46,18 @@ async def test_stp02_a_stop_string_inside_and_across_tokens(stop: str, shown: st
         ("hi\n\nUsX", 99, ("hi\n\nUs", "stop", "X")),
     ],
 )
-async def test_stp03_held_text_comes_at_the_end(output: str, max_tokens: int, expected: Any) -> None:
+async def test_held_text_comes_at_the_end(output: str, max_tokens: int, expected: Any) -> None:
+    """STP-03."""
     assert await answers(says(output), stop=["\n\nUser:", "X"], max_tokens=max_tokens) == expected
 
 
-async def test_stp05_no_delta_is_empty_and_none_is_late() -> None:
+async def test_no_delta_is_empty_and_none_is_late() -> None:
+    """STP-05."""
     async with serve(FakeBackend(says("The cat sat"))) as client:
         chunks = await client.stream_chat(stop=["z" * 40])
         contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
         assert contents == ["", *_pieces("The cat sat"), ""]
-        chunks = await client.stream_chat(stop=["cat sat on"])  # held back, so chunks are left out
+        chunks = await client.stream_chat(stop=["cat sat on"])  # the text is held back, so there are fewer chunks
         contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
         assert all(contents[1:-1])
         assert "".join(filter(None, contents)) == "The cat sat"
@@ -65,32 +69,34 @@ def _pieces(text: str) -> list[str]:
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "im"])
 @pytest.mark.parametrize("skip", [True, False])
-async def test_stp07_a_special_token_is_a_stop_string_where_it_shows(skip: bool, stop: str) -> None:
-    """TXT-04"""
+async def test_a_special_token_is_a_stop_string_where_it_shows(skip: bool, stop: str) -> None:
+    """STP-07, TXT-04"""
     script = says([*ids("All done."), END_TURN, *ids(" two")])
-    found = await answers(script, stop=[stop], skip_special_tokens=skip, max_tokens=40)
+    answer = await answers(script, stop=[stop], skip_special_tokens=skip, max_tokens=40)
     shown = "All done.<|im_end|>"
-    assert found == (("All done. two", "stop", None) if skip else (shown[: shown.index(stop)], "stop", stop))
+    assert answer == (("All done. two", "stop", None) if skip else (shown[: shown.index(stop)], "stop", stop))
 
 
 @pytest.mark.parametrize(
     ("skip", "include", "shown"),
     [(True, False, "All done."), (False, False, "All done."), (False, True, "All done.</s>")],
 )
-async def test_stp08_a_stop_token(skip: bool, include: bool, shown: str) -> None:
-    found = await answers(
+async def test_a_stop_token(skip: bool, include: bool, shown: str) -> None:
+    """STP-08."""
+    answer = await answers(
         says([*ids("All done."), EOS]),
         stop_token_ids=[EOS],
         skip_special_tokens=skip,
         include_stop_str_in_output=include,
         max_tokens=40,
     )
-    assert found == (shown, "stop", EOS)
+    assert answer == (shown, "stop", EOS)
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "x"], ["a", "b", "c", "d", "e"]])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_stp10_empty_and_too_many_stop_strings_are_refused(path: str, stop: Any) -> None:
+async def test_empty_and_too_many_stop_strings_are_refused(path: str, stop: Any) -> None:
+    """STP-10."""
     async with serve() as client:
         status, error = await client.refused(
             path, {"stop": stop} | ({"prompt": "x"} if "chat" not in path else {"messages": [{"role": "user"}]})
@@ -99,7 +105,8 @@ async def test_stp10_empty_and_too_many_stop_strings_are_refused(path: str, stop
 
 
 @pytest.mark.parametrize("stop", [None, []])
-async def test_stp10_no_stop_strings_are_no_stop(stop: Any) -> None:
+async def test_no_stop_strings_are_no_stop(stop: Any) -> None:
+    """STP-10."""
     assert await answers(says("one two"), stop=stop) == ("one two", "stop", None)
 
 
@@ -108,13 +115,13 @@ async def test_a_stop_string_ends_the_sample_at_the_engine() -> None:
     async with serve(backend) as client:
         whole = await client.complete(prompt="hi", n=2, stop=" four", max_tokens=9)
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "stop"]
-    assert backend.attempts[0].aborted == [1]
+    assert backend.requests[0].aborted == [1]
     assert whole["usage"]["completion_tokens"] == len([*ids("one two"), EOS]) + len(ids("three four"))
 
 
 async def test_include_stop_str_in_output_shows_it() -> None:
-    found = await answers(says("one two three"), stop="wo", include_stop_str_in_output=True)
-    assert found == ("one two", "stop", "wo")
+    answer = await answers(says("one two three"), stop="wo", include_stop_str_in_output=True)
+    assert answer == ("one two", "stop", "wo")
 
 
 async def test_min_tokens_delays_stop_strings_and_stop_tokens() -> None:
@@ -138,5 +145,6 @@ async def test_ignore_eos_goes_on() -> None:
         ("one two three four five", {"max_tokens": 5, "stop": "five"}, "stop"),
     ],
 )
-async def test_lim15_a_stop_in_the_last_allowed_token_is_a_stop(output: str, fields: Any, reason: str) -> None:
+async def test_a_stop_in_the_last_allowed_token_is_a_stop(output: str, fields: Any, reason: str) -> None:
+    """LIM-15."""
     assert (await answers(says(output), **fields))[1] == reason

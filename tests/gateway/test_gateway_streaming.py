@@ -1,4 +1,4 @@
-"""Streams: their frames, and that they carry the same as whole answers."""
+"""Tests of streams: their frames, and that they carry the same as whole responses."""
 
 import asyncio
 import random
@@ -23,7 +23,8 @@ async def streamed(client: Any, path: str, **fields: Any) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_str01_usage_comes_once_and_only_if_asked_for(path: str) -> None:
+async def test_usage_comes_once_and_only_if_asked_for(path: str) -> None:
+    """STR-01."""
     async with serve() as client:
         chunks = await streamed(client, path, max_tokens=8, stream_options={"include_usage": True})
         *middle, last = chunks
@@ -36,14 +37,16 @@ async def test_str01_usage_comes_once_and_only_if_asked_for(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}, None])
-async def test_str02_no_usage_chunk_unless_it_is_true(path: str, options: Any) -> None:
+async def test_no_usage_chunk_unless_it_is_true(path: str, options: Any) -> None:
+    """STR-02."""
     async with serve() as client:
         chunks = await streamed(client, path, stream_options=options)
         assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_str02_stream_options_need_a_stream(path: str) -> None:
+async def test_stream_options_need_a_stream(path: str) -> None:
+    """STR-02."""
     async with serve() as client:
         status, error = await client.refused(path, body(path, stream_options={"include_usage": True}))
         assert (status, error["param"]) == (400, "stream_options")
@@ -62,7 +65,7 @@ async def test_continuous_usage_grows_with_the_chunks(path: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"stream_options": None}, {"stream_options": {"include_usage": False}}])
 @pytest.mark.parametrize("path", PATHS)
 async def test_usage_for_everybody_is_in_every_chunk(path: str, options: dict[str, Any]) -> None:
-    """API-02: --enable-force-include-usage, for proxies that bill by what passes them; vLLM turns both options on."""
+    """API-02: with --enable-force-include-usage, for proxies that count tokens; vLLM turns both options on."""
     async with serve(enable_force_include_usage=True) as client:
         chunks = await streamed(client, path, **options)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -74,23 +77,23 @@ CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 
 def sent(chunks: list[dict[str, Any]], prompts: int, n: int) -> list[tuple[int, int]]:
-    """Return for each chunk the tokens that it says were sent, and those of all texts so far; a token is a word."""
+    """Return for each chunk its number of completion tokens, and the words in all texts so far; a token is a word."""
     words = [0] * (prompts * n)
-    found = []
+    counts = []
     for chunk in chunks[:-1]:
         (choice,) = chunk["choices"]
         text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
         words[choice["index"]] += 0 if text.startswith("hello") else len(text.split())
         words[choice["index"]] += choice["finish_reason"] == "stop"
-        found.append((chunk["usage"]["completion_tokens"], sum(words)))
-    return found
+        counts.append((chunk["usage"]["completion_tokens"], sum(words)))
+    return counts
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("burst", [1, 2])
 @pytest.mark.parametrize("path", PATHS)
 async def test_continuous_usage_counts_what_was_sent_so_far(path: str, burst: int, n: int) -> None:
-    """HTTP-04: not what other choices' chunks, which are written after this one, will bring."""
+    """HTTP-04: a chunk does not count the tokens of chunks that are written after it."""
     backend = FakeBackend(says("one two three", " four", " five six"))
     backend.burst = burst
     async with serve(backend) as client:
@@ -116,14 +119,15 @@ async def test_continuous_usage_does_not_count_an_echo(prompts: int) -> None:
 
 
 async def test_continuous_usage_counts_tokens_with_their_text() -> None:
-    """HTTP-04: tokens of half a character, and of what may begin a stop string, are counted when they are shown."""
+    """HTTP-04: tokens of half a character, and of a possible stop string, count when they are shown."""
     async with serve(FakeBackend(says("é two three"))) as client:
         chunks = await client.stream_completion(prompt="x", stop=" three five", stream_options=CONTINUOUS)
         shown = [(chunk["choices"][0]["text"], chunk["usage"]["completion_tokens"]) for chunk in chunks[:-1]]
         assert shown == [("é", 2), (" two", 3), (" three", 5)]
 
 
-async def test_str04_each_choice_of_a_chat_begins_with_its_role() -> None:
+async def test_each_choice_of_a_chat_begins_with_its_role() -> None:
+    """STR-04."""
     async with serve(FakeBackend(says("one two", "three four five"))) as client:
         chunks = await client.stream_chat(n=2)
         for index in (0, 1):
@@ -135,14 +139,16 @@ async def test_str04_each_choice_of_a_chat_begins_with_its_role() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_str05_no_chunk_is_half_a_character(path: str) -> None:
+async def test_no_chunk_is_half_a_character(path: str) -> None:
+    """STR-05."""
     async with serve(FakeBackend(says(FAMILY))) as client:
         chunks = await streamed(client, path, max_tokens=200)
         assert texts(chunks) == {0: FAMILY}
         assert not any("\ufffd" in text for chunk in chunks for text in texts([chunk]).values())
 
 
-async def test_str06_the_prompt_does_not_leak_into_a_character_it_left_open() -> None:
+async def test_the_prompt_does_not_leak_into_a_character_it_left_open() -> None:
+    """STR-06."""
     tokens = ids("Price list: 😀!")
     async with serve(FakeBackend(says(tokens[-3:]))) as client:
         chunks = await client.stream_completion(prompt=tokens[:-3], max_tokens=8)
@@ -150,7 +156,8 @@ async def test_str06_the_prompt_does_not_leak_into_a_character_it_left_open() ->
         assert texts(chunks)[0] == whole["choices"][0]["text"] == "😀!"
 
 
-async def test_str09_random_bytes_are_answered_with_json() -> None:
+async def test_random_bytes_are_answered_with_json() -> None:
+    """STR-09."""
     rng = random.Random(9)
     async with serve(FakeBackend(lambda _, __: [rng.randrange(4, 260) for _ in range(20)])) as client:
         for turn in range(100):
@@ -163,7 +170,8 @@ async def test_str09_random_bytes_are_answered_with_json() -> None:
         assert (await client.get("/health")).status == 200
 
 
-async def test_str09_logprobs_hold_the_raw_bytes() -> None:
+async def test_logprobs_hold_the_raw_bytes() -> None:
+    """STR-09."""
     async with serve(FakeBackend(says("é"))) as client:
         content = (await client.chat(logprobs=True))["choices"][0]["logprobs"]["content"]
         assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], list(b"</s>")]
@@ -179,7 +187,8 @@ async def test_str09_logprobs_hold_the_raw_bytes() -> None:
         ({"response_format": {"type": "json_schema"}}, 400),
     ],
 )
-async def test_str10_refusals_of_a_stream_have_their_status(path: str, wrong: dict[str, Any], status: int) -> None:
+async def test_refusals_of_a_stream_have_their_status(path: str, wrong: dict[str, Any], status: int) -> None:
+    """STR-10."""
     async with serve() as client:
         plain = await client.refused(path, body(path, **wrong))
         assert plain == await client.refused(path, body(path, stream=True, **wrong))
@@ -192,19 +201,19 @@ async def test_str10_refusals_of_a_stream_have_their_status(path: str, wrong: di
     ("refusal", "status"),
     [(Overloaded("full", 2.3), 429), (Unavailable("draining"), 503), (InvalidRequest("too long", "prompt"), 400)],
 )
-async def test_str10_an_engines_refusal_is_a_status_too(
-    path: str, stream: bool, refusal: Exception, status: int
-) -> None:
+async def test_an_engines_refusal_is_a_status_too(path: str, stream: bool, refusal: Exception, status: int) -> None:
+    """STR-10."""
     backend = FakeBackend()
     backend.refusal = refusal
     async with serve(backend) as client, client.post(path, json=body(path, stream=stream)) as response:
         assert response.status == status
         await error_of(response)
         assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
-    assert all(attempt.left.is_set() for attempt in backend.attempts)
+    assert all(request.left.is_set() for request in backend.requests)
 
 
-async def test_str13_choices_end_one_by_one() -> None:
+async def test_choices_end_one_by_one() -> None:
+    """STR-13."""
     outputs = [ids("one two"), ids("one two three" * 3), ids("four five six" * 5)]
     async with serve(FakeBackend(says(*outputs))) as client:
         chunks = await client.stream_completion(prompt="hi", n=3, max_tokens=100)
@@ -215,7 +224,8 @@ async def test_str13_choices_end_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("prompts", [["one", "two", "three"], [ids("one"), ids("two x"), ids("three")]])
-async def test_str15_choices_are_numbered_by_prompt_then_sample(prompts: Any) -> None:
+async def test_choices_are_numbered_by_prompt_then_sample(prompts: Any) -> None:
+    """STR-15."""
     async with serve(FakeBackend(says(" four", " five"))) as client:
         fields = {"prompt": prompts, "n": 2, "echo": True}
         whole = await client.complete(**fields)
@@ -235,7 +245,8 @@ async def test_str15_choices_are_numbered_by_prompt_then_sample(prompts: Any) ->
 
 @pytest.mark.parametrize("prompt", ["hello six", ids("hello six")])
 @pytest.mark.parametrize("max_tokens", [0, 4])
-async def test_str18_an_echo_comes_once_and_first(prompt: Any, max_tokens: int) -> None:
+async def test_an_echo_comes_once_and_first(prompt: Any, max_tokens: int) -> None:
+    """STR-18."""
     async with serve(FakeBackend(says(" one two three four five"))) as client:
         fields = {"prompt": prompt, "echo": True, "max_tokens": max_tokens}
         chunks = await client.stream_completion(**fields)
@@ -278,7 +289,7 @@ async def test_a_failure_after_the_first_token_is_an_event() -> None:
     ],
 )
 async def test_a_late_answer_is_a_status_too(path: str, stream: bool, refusal: Exception, status: int) -> None:
-    """HTTP-05: nothing is sent before the engine has said whether it takes the request, however late it does."""
+    """HTTP-05: nothing is sent before the engine accepts or refuses the request, however late that is."""
     backend = FakeBackend()
     backend.refusal = refusal
     backend.answers.clear()
@@ -291,7 +302,7 @@ async def test_a_late_answer_is_a_status_too(path: str, stream: bool, refusal: E
             assert response.status == status
             await error_of(response)
             assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
-    assert all(attempt.left.is_set() for attempt in backend.attempts)
+    assert all(request.left.is_set() for request in backend.requests)
 
 
 async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_the_others() -> None:
@@ -299,7 +310,7 @@ async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_th
 
     class Second(FakeBackend):
         def submit(self, *args: Any, **options: Any) -> Any:
-            self.refusal = Overloaded("full", 4) if self.attempts else None
+            self.refusal = Overloaded("full", 4) if self.requests else None
             return super().submit(*args, **options)
 
     refused = Second()
@@ -312,28 +323,28 @@ async def test_a_late_refusal_of_one_prompt_of_several_is_the_status_and_ends_th
         refused.answers.set()
         async with await asking as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "4")
-    assert [attempt.left.is_set() for attempt in refused.attempts] == [True, True]
+    assert [request.left.is_set() for request in refused.requests] == [True, True]
 
 
 def patient_pieces(pieces: list[bytes]) -> list[str]:
-    """The events that a reader finds which strips each piece of a stream before it looks for blank lines in it.
+    """Return the events that a reader sees who strips each piece of a stream before searching it for blank lines.
 
     vLLM's benchmark reads so. An event is at its end with a blank line, or if it is whole JSON by then.
     """
-    found: list[str] = []
+    read_events: list[str] = []
     rest = ""
     for piece in pieces:
         *events, rest = (rest + piece.decode().strip()).split("\n\n")
-        found += events
+        read_events += events
         if rest.startswith("data: {"):
-            found.append(rest)
+            read_events.append(rest)
             rest = ""
-    return [event for event in found if not event.startswith(":")]
+    return [event for event in read_events if not event.startswith(":")]
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_an_accepted_stream_is_kept_alive_and_loses_nothing_by_it(path: str) -> None:
-    """HTTP-05: comments come after the acceptance only, in silence only, and no reader takes an event for one."""
+    """HTTP-05: comments come only after the acceptance and in silence, and no reader takes an event for one."""
     backend = FakeBackend()
     backend.pause_at = 0
     backend.answers.clear()
@@ -370,7 +381,7 @@ async def test_comments_can_be_left_out() -> None:
 
 
 async def test_a_stream_that_is_not_silent_has_no_comments() -> None:
-    """HTTP-05: what is written counts as life, whichever prompt it is of."""
+    """HTTP-05: the chunks of any prompt count as a sign of life."""
     fields = {"prompt": "hi", "stream": True}
     async with (
         serve(sse_keep_alive_interval=60.0) as client,
@@ -384,7 +395,7 @@ async def test_headers_do_not_wait_for_the_first_token() -> None:
     backend.pause_at = 0
     fields = {"prompt": "hi", "stream": True}
     async with serve(backend) as client, client.post("/v1/completions", json=fields) as response:
-        assert response.status == 200  # while nothing was generated
+        assert response.status == 200  # although nothing was generated yet
         backend.go_on.set()
         assert (await response.content.readuntil(b"\n\n")).startswith(b"data: {"), "no comment before the chunks"
         assert "three" in await response.text()
@@ -417,10 +428,11 @@ async def test_one_refused_prompt_of_several_refuses_the_request() -> None:
     async with serve(backend) as client:
         status, _ = await client.refused("/v1/completions", {"prompt": ["a", "b"], "stream": True})
         assert status == 429
-        assert [attempt.left.is_set() for attempt in backend.attempts] == [True, True]
+        assert [request.left.is_set() for request in backend.requests] == [True, True]
 
 
-async def test_gtw07_headers_of_a_stream() -> None:
+async def test_headers_of_a_stream() -> None:
+    """GTW-07."""
     async with serve() as client:
         headers = {"Accept-Encoding": "gzip, deflate"}
         async with client.post("/v1/completions", json={"prompt": "x", "stream": True}, headers=headers) as response:
@@ -430,7 +442,8 @@ async def test_gtw07_headers_of_a_stream() -> None:
             assert "Content-Encoding" not in response.headers
 
 
-async def test_gtw07_each_event_is_sent_at_once() -> None:
+async def test_each_event_is_sent_at_once() -> None:
+    """GTW-07."""
     backend = FakeBackend()
     backend.pause_at = 1
     fields = {"prompt": "hi", "stream": True}
@@ -448,7 +461,7 @@ async def test_a_client_that_leaves_ends_its_request(path: str) -> None:
         response = await client.post(path, json=body(path, stream=True))
         await response.content.readany()
         response.close()
-        await backend.attempts[0].left.wait()
+        await backend.requests[0].left.wait()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -459,4 +472,4 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(path
         asking = asyncio.ensure_future(client.post(path, json=body(path)))
         await backend.submitted.wait()
         asking.cancel()
-        await backend.attempts[0].left.wait()
+        await backend.requests[0].left.wait()

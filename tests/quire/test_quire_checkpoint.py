@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from services.gateway.config import GatewayConfig
-from services.gateway.model import tokenizer_folder
+from services.gateway.served_model import tokenizer_folder
 from shared.errors import ConfigError, ModelError
 from shared.hub import checkpoint
 from shared.hub.checkpoint import locate, locate_tokenizer

@@ -1,4 +1,4 @@
-"""The offline `LLM`."""
+"""Tests of the offline `LLM`."""
 
 import math
 import os
@@ -115,10 +115,10 @@ def test_logprobs_name_the_token_and_its_rivals(llm: LLM) -> None:
     assert completion.logprobs is not None
     for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
         assert 5 <= len(entry) <= 6
-        best = max(entry.values(), key=lambda found: found.logprob)
+        best = max(entry.values(), key=lambda logprob: logprob.logprob)
         assert best.rank == 1
         assert entry[token].decoded_token == llm.get_tokenizer().token_text(token)
-        assert sum(math.exp(found.logprob) for found in entry.values()) <= 1.0 + 1e-6
+        assert sum(math.exp(logprob.logprob) for logprob in entry.values()) <= 1.0 + 1e-6
     chosen = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(chosen))
     plain = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0]
@@ -133,8 +133,8 @@ def test_prompt_logprobs_score_the_prompt(llm: LLM, folder: Path) -> None:
     assert output.prompt_logprobs[0] is None
     logits = OPTForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0]
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    found = [entry[id].logprob for id, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if entry]
-    assert found == pytest.approx(expected.tolist(), abs=1e-4)
+    logprobs = [entry[id].logprob for id, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True) if entry]
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_no_request_fails_for_the_bytes_that_a_model_says(folder: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_what_are_no_prompts_is_refused(llm: LLM, prompts: Any) -> None:
 
 @pytest.mark.parametrize("params", [5, "x", {"n": 1}, [{"n": 1}], [None], [GREEDY, 5]])
 def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
-    """API-01: so is one that is no `SamplingParams`."""
+    """API-01: `sampling_params` of another type raise `InvalidRequest`."""
     with pytest.raises(InvalidRequest, match="sampling_params"):
         llm.generate("x", params)
 
@@ -232,15 +232,15 @@ def test_what_is_no_chat_is_refused(llm: LLM, arguments: dict[str, Any]) -> None
 def test_integer_arrays_are_taken_as_ids(llm: LLM) -> None:
     """API-01: numpy's and torch's integers, one prompt or several."""
     ids = llm.get_tokenizer().encode(PROMPTS[0])
-    (wanted,) = texts(llm, ids, GREEDY)
+    (expected,) = texts(llm, ids, GREEDY)
     for kind in (np.int64, np.int32, np.uint16):
-        found = np.array(ids, kind)
-        for form in (found, list(found), {"prompt_token_ids": found}, [found], found[None]):
-            assert texts(llm, form, GREEDY) == [wanted]
+        array = np.array(ids, kind)
+        for form in (array, list(array), {"prompt_token_ids": array}, [array], array[None]):
+            assert texts(llm, form, GREEDY) == [expected]
     tensor = torch.tensor(ids)
     for form in (tensor, list(tensor), {"prompt_token_ids": tensor}, [tensor], tensor[None]):
-        assert texts(llm, form, GREEDY) == [wanted]
-    assert texts(llm, np.array([ids, ids]), GREEDY) == [wanted] * 2
+        assert texts(llm, form, GREEDY) == [expected]
+    assert texts(llm, np.array([ids, ids]), GREEDY) == [expected] * 2
     (output,) = llm.generate(np.array(ids), GREEDY, use_tqdm=False)
     assert [type(token) for token in output.prompt_token_ids] == [int] * len(ids)
 
@@ -248,15 +248,15 @@ def test_integer_arrays_are_taken_as_ids(llm: LLM) -> None:
 def test_an_interrupt_leaves_it_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(llm, GREEDY)
     assert llm._engine is not None
-    runner, steps = llm._engine.runner, 0
+    runner, num_steps = llm._engine.runner, 0
 
     class Interrupted:
-        """The runner, until the user has seen enough."""
+        """A runner that raises `KeyboardInterrupt` in its fourth step."""
 
         def execute(self, plan: StepPlan) -> StepResult:
-            nonlocal steps
-            steps += 1
-            if steps == 4:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 4:
                 raise KeyboardInterrupt
             return runner.execute(plan)
 
@@ -368,5 +368,5 @@ def test_a_closed_llm_says_so(folder: Path) -> None:
 def test_importing_quire_loads_neither_torch_nor_transformers() -> None:
     script = "import sys, quire, quire.cli; quire.SamplingParams; print({'torch', 'transformers'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused, in which words, and what becomes of the rest on the wire."""
+"""Sampling parameters are refused by name, or become the wire's `Sampling`."""
 
 import math
 from typing import Any
@@ -12,8 +12,8 @@ from shared.params import MAX_N, SamplingParams
 from shared.protocol import Sampling
 
 
-def lower(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 100) -> Sampling:
-    return params.lower(prompt_len=prompt_len, max_model_len=max_model_len, vocab_size=50, eos_token_ids=[2, 3])
+def to_sampling(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 100) -> Sampling:
+    return params.to_sampling(prompt_len=prompt_len, max_model_len=max_model_len, vocab_size=50, eos_token_ids=[2, 3])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"
     ],
 )  # fmt: skip
 def test_values_of_other_types_name_their_field(field: str, values: list[Any]) -> None:
-    """API-01: the same error as over HTTP, when the parameters are made."""
+    """API-01: making the parameters raises the same error as the HTTP API."""
     for value in values:
         with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**{field: value})
@@ -76,7 +76,7 @@ def test_values_of_other_types_name_their_field(field: str, values: list[Any]) -
 
 
 def test_whole_numbers_may_be_written_in_other_ways() -> None:
-    """API-01: 5.0, as over HTTP, and numpy's scalars; what is kept is an int."""
+    """API-01: 5.0, as over HTTP, and numpy's scalars become an int."""
     for field in WHOLE:
         for value in (5.0, np.int64(5), np.uint8(5)):
             kept = getattr(SamplingParams(**{field: value}), field)
@@ -84,29 +84,29 @@ def test_whole_numbers_may_be_written_in_other_ways() -> None:
     params = SamplingParams(
         stop_token_ids=np.array([3, 4]), logit_bias={np.int32(5): np.float32(0.5)}, min_p=np.float32(0)
     )
-    sampling = lower(params)
+    sampling = to_sampling(params)
     assert (sampling.stop_token_ids[:2], sampling.logit_bias) == ([3, 4], [(5, 0.5)])
     assert msgspec.msgpack.encode(sampling)
 
 
 @pytest.mark.parametrize("value", [10**5000, -(10**5000), "x" * 10**7], ids=["large", "small", "long"])
 def test_what_is_huge_is_cut_in_the_error(value: Any) -> None:
-    """LOOP-03: an error is a line long, and can be made at all: Python does not print such integers."""
+    """LOOP-03: an error is one line long, even for integers that Python refuses to print."""
     for field in ("n", "min_tokens", "logprobs", "stop", "logit_bias", "ignore_eos"):
-        given = {value: 1} if field == "logit_bias" else value
+        argument = {value: 1} if field == "logit_bias" else value
         with pytest.raises(InvalidRequest) as caught:
-            lower(SamplingParams(**{field: given}))
+            to_sampling(SamplingParams(**{field: argument}))
         assert len(caught.value.message) < 300
     if isinstance(value, int) and value > 0:
         with pytest.raises(InvalidRequest, match="the context"):
-            lower(SamplingParams(max_tokens=value))
+            to_sampling(SamplingParams(max_tokens=value))
 
 
 @pytest.mark.parametrize("key", ["abc", "-1", "50", "1.0", " 1", "", "9" * 30, -1, 50])
 def test_a_key_of_the_bias_that_is_no_token_is_named_with_the_range(key: Any) -> None:
-    """HTTP-09: the error says which key, and which there may be."""
+    """HTTP-09: the error names the key and the range."""
     with pytest.raises(InvalidRequest, match="logit_bias must hold token ids from 0 to 49") as caught:
-        lower(SamplingParams(logit_bias={"1": 1, key: 1}))
+        to_sampling(SamplingParams(logit_bias={"1": 1, key: 1}))
     assert repr(key) in caught.value.message
 
 
@@ -132,13 +132,13 @@ def test_values_in_range_are_taken(field: str, values: list[Any]) -> None:
     for value in values:
         params = SamplingParams(**{field: value})
         assert getattr(params, field) == value
-        lowered = lower(params)
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(lowered), type=Sampling) == lowered, (
+        sampling = to_sampling(params)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling, (
             "the wire takes it too"
         )
 
 
-def test_lowering_carries_every_field() -> None:
+def test_to_sampling_carries_every_field() -> None:
     params = SamplingParams(
         temperature=0.5,
         top_p=0.9,
@@ -155,7 +155,7 @@ def test_lowering_carries_every_field() -> None:
         logprobs=2,
         prompt_logprobs=1,
     )
-    assert lower(params) == Sampling(
+    assert to_sampling(params) == Sampling(
         max_tokens=8,
         seed=7,
         temperature=0.5,
@@ -175,51 +175,51 @@ def test_lowering_carries_every_field() -> None:
 
 @pytest.mark.parametrize("field", REAL)
 def test_every_number_of_numpys_can_be_sent(field: str) -> None:
-    """One that Python takes for a float is none to the wire's encoder."""
-    sampling = lower(SamplingParams(**{field: np.float64(0.5)}))  # type: ignore[arg-type]
+    """A float64 of numpy is a float to Python, but not to the wire's encoder."""
+    sampling = to_sampling(SamplingParams(**{field: np.float64(0.5)}))  # type: ignore[arg-type]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
 
 
 @pytest.mark.parametrize("penalty", [1e-30, 1e30])
 def test_what_is_in_range_passes_the_wire(penalty: float) -> None:
-    sampling = lower(SamplingParams(repetition_penalty=penalty))
+    sampling = to_sampling(SamplingParams(repetition_penalty=penalty))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
 
 
 def test_what_is_off_is_off_on_the_wire() -> None:
-    sampling = lower(SamplingParams(top_k=-1, seed=0))
+    sampling = to_sampling(SamplingParams(top_k=-1, seed=0))
     assert sampling == Sampling(max_tokens=16, seed=0, stop_token_ids=[2, 3])
 
 
 def test_end_of_sequence_can_be_ignored_but_asked_for() -> None:
-    assert lower(SamplingParams(ignore_eos=True)).stop_token_ids == []
-    assert lower(SamplingParams(ignore_eos=True, stop_token_ids=[2])).stop_token_ids == [2]
+    assert to_sampling(SamplingParams(ignore_eos=True)).stop_token_ids == []
+    assert to_sampling(SamplingParams(ignore_eos=True, stop_token_ids=[2])).stop_token_ids == [2]
 
 
 @pytest.mark.parametrize(("seed", "wire"), [(5, 5), (-2, 2**64 - 2), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1)])
 def test_seeds_are_64_bits(seed: int, wire: int) -> None:
-    assert lower(SamplingParams(seed=seed)).seed == wire
+    assert to_sampling(SamplingParams(seed=seed)).seed == wire
 
 
 @pytest.mark.parametrize("seed", [None, -1])
 def test_the_unseeded_get_seeds_of_their_own(seed: int | None) -> None:
     params = SamplingParams(seed=seed)
-    found = {lower(params).seed for _ in range(10)}
-    assert len(found) == 10
-    assert all(0 <= one < 2**64 for one in found)
+    seeds = {to_sampling(params).seed for _ in range(10)}
+    assert len(seeds) == 10
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 @pytest.mark.parametrize(
     ("logprobs", "top_logprobs", "wire"), [(None, None, -1), (0, None, 0), (None, 3, 3), (2, 5, 5), (5, 2, 5)]
 )
 def test_the_larger_of_both_names_counts(logprobs: int | None, top_logprobs: int | None, wire: int) -> None:
-    assert lower(SamplingParams(logprobs=logprobs, top_logprobs=top_logprobs)).logprobs == wire
+    assert to_sampling(SamplingParams(logprobs=logprobs, top_logprobs=top_logprobs)).logprobs == wire
 
 
 def test_the_rest_of_the_context_is_the_limit_if_none_is_given() -> None:
-    assert lower(SamplingParams(max_tokens=None)).max_tokens == 90
-    assert lower(SamplingParams(max_tokens=90)).max_tokens == 90
-    assert lower(SamplingParams(max_tokens=0), prompt_len=100).max_tokens == 0
+    assert to_sampling(SamplingParams(max_tokens=None)).max_tokens == 90
+    assert to_sampling(SamplingParams(max_tokens=90)).max_tokens == 90
+    assert to_sampling(SamplingParams(max_tokens=0), prompt_len=100).max_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_rest_of_the_context_is_the_limit_if_none_is_given() -> None:
 )
 def test_what_is_longer_than_the_context_is_refused(max_tokens: int | None, prompt_len: int, param: str) -> None:
     with pytest.raises(InvalidRequest, match="the context of this model is 100 tokens") as caught:
-        lower(SamplingParams(max_tokens=max_tokens), prompt_len=prompt_len)
+        to_sampling(SamplingParams(max_tokens=max_tokens), prompt_len=prompt_len)
     assert caught.value.param == param
 
 
@@ -236,7 +236,7 @@ def test_what_is_longer_than_the_context_is_refused(max_tokens: int | None, prom
 def test_token_ids_beyond_the_vocabulary_are_refused(token: int) -> None:
     for params in (SamplingParams(stop_token_ids=[1, token]), SamplingParams(logit_bias={token: 1.0})):
         with pytest.raises(InvalidRequest, match=r"must hold token ids from 0 to 49 \(a vocabulary of 50\)"):
-            lower(params)
+            to_sampling(params)
 
 
 def test_unknown_fields_are_refused() -> None:
@@ -251,9 +251,22 @@ def test_stop_strings_are_a_tuple_either_way() -> None:
 
 
 def test_top_k_beyond_the_vocabulary_is_off() -> None:
-    assert [lower(SamplingParams(top_k=top_k)).top_k for top_k in (5, 10**30)] == [5, 0]
+    assert [to_sampling(SamplingParams(top_k=top_k)).top_k for top_k in (5, 10**30)] == [5, 0]
 
 
 def test_min_tokens_must_fit_the_room_that_no_max_tokens_leaves() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens must be at most"):
-        lower(SamplingParams(max_tokens=None, min_tokens=2**63))
+        to_sampling(SamplingParams(max_tokens=None, min_tokens=2**63))
+
+
+@pytest.mark.parametrize(("default", "prompt_len", "max_tokens"), [(5, 10, 5), (5, 97, 3), (None, 97, 3), (5, 99, 1)])
+def test_a_default_limit_gives_way_to_the_room_that_the_prompt_leaves(
+    default: int | None, prompt_len: int, max_tokens: int
+) -> None:
+    limits: dict[str, Any] = {"max_model_len": 100, "vocab_size": 50, "eos_token_ids": []}
+    params = SamplingParams(max_tokens=None)
+    assert params.to_sampling(prompt_len=prompt_len, default_max_tokens=default, **limits).max_tokens == max_tokens
+    requested = SamplingParams(max_tokens=2)
+    assert requested.to_sampling(prompt_len=10, default_max_tokens=default, **limits).max_tokens == 2
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, which is 5"):
+        SamplingParams(max_tokens=None, min_tokens=6).to_sampling(prompt_len=10, default_max_tokens=5, **limits)

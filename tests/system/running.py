@@ -20,8 +20,8 @@ import msgspec
 from msgspec import Struct
 
 from quire.supervisor import is_healthy
-from services.gateway.attempt import Attempt
 from services.gateway.backend import Backend
+from services.gateway.engine_request import EngineRequest
 from shared.protocol import FinishReason, Sampling, Snapshot
 from tests.quire.serving import free_ports
 from tests.scripted import Script
@@ -225,11 +225,11 @@ class Output(Struct):
     detail: str = ""
 
 
-async def collect(attempt: Attempt, n: int = 1) -> list[Output]:
-    """Return all samples of an attempt, run to their ends."""
+async def collect(request: EngineRequest, n: int = 1) -> list[Output]:
+    """Return all samples of a request, run to their ends."""
     outputs = [Output() for _ in range(n)]
     while any(output.finish is None for output in outputs):
-        for row in await attempt.rows():
+        for row in await request.rows():
             output = outputs[row.sample]
             assert output.finish is None
             assert not row.tokens or row.position == len(output.tokens)
@@ -241,5 +241,5 @@ async def collect(attempt: Attempt, n: int = 1) -> list[Output]:
 async def complete(backend: Backend, prompt: Sequence[int], count: int, *, stop: int | None = None) -> Output:
     """Run a greedy sample of at most `count` tokens, or up to the token `stop`."""
     sampling = Sampling(max_tokens=count, seed=0, temperature=0.0, stop_token_ids=[] if stop is None else [stop])
-    async with backend.submit(array("i", prompt), sampling) as attempt:
-        return (await collect(attempt))[0]
+    async with backend.submit(array("i", prompt), sampling) as request:
+        return (await collect(request))[0]

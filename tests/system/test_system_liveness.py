@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from services.gateway.link import PATIENCE
+from services.gateway.engine_connection import ENGINE_TIMEOUT
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from shared.errors import EngineFailure, QuireError
 from tests.scripted import CHAIN, Misdeed, Script
@@ -102,12 +102,12 @@ async def test_a_gateway_that_was_stopped_and_goes_on_serves_at_once(tcp: bool) 
 async def test_a_link_that_was_given_up_says_hello_again_though_it_is_never_quiet() -> None:
     """PRC-21. The scheduler forgets a gateway that goes on to live, beat and submit; it is told, and comes back."""
     async with serving() as (_, backend):
-        (link,) = backend._links
-        name = link.known_as()
-        assert link._socket is not None
-        await link._socket.send(b"nonsense")  # for which it is given up
-        async with asyncio.timeout(PATIENCE - 1.5):  # or it would have been found by silence
-            while link.known_as() in (name, ""):
+        (engine,) = backend._connections
+        name = engine.registered_name()
+        assert engine._socket is not None
+        await engine._socket.send(b"nonsense")  # for which it is given up
+        async with asyncio.timeout(ENGINE_TIMEOUT - 1.5):  # or it would have been found by silence
+            while engine.registered_name() in (name, ""):
                 with suppress(QuireError):
                     await complete(backend, [CHAIN], 1)
                 await asyncio.sleep(0.02)

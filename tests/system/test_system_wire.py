@@ -144,9 +144,9 @@ async def test_other_versions_of_the_protocol_are_not_served() -> None:
 
 async def test_an_engine_that_has_loaded_another_model_than_the_gateway_gets_no_requests() -> None:
     async with engine(Script(text="theirs")) as system:
-        async with Backend([system.address], text="theirs") as backend:
+        async with Backend([system.address], text_digest="theirs") as backend:
             await until(backend.ready)
-        async with Backend([system.address], text="ours") as backend:
+        async with Backend([system.address], text_digest="ours") as backend:
             while "its files have changed" not in (said := await refusal(backend)):
                 assert said == "no engine is ready yet"
                 await asyncio.sleep(0.01)

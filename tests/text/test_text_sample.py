@@ -1,4 +1,4 @@
-"""Tokens to text: characters across tokens, stop strings across tokens, log-probabilities, ends."""
+"""Tests of tokens to text: characters and stop strings across tokens, log-probabilities, finish reasons."""
 
 import random
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def sample(params: SamplingParams, prompt: Sequence[int] = (200,)) -> SampleText
 def run(
     params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH
 ) -> tuple[list[str], SampleText]:
-    """The pieces shown token by token, and where it ended."""
+    """Return the pieces of text that each token shows, and the sample."""
     text = sample(params)
     pieces = []
     for at, token in enumerate(tokens):
@@ -40,20 +40,22 @@ def run(
 
 
 def whole(params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH) -> str:
-    """The text if all tokens come at once."""
+    """Return the text that shows if all tokens come at once."""
     return sample(params).feed(tokens, None, finish)
 
 
 # characters
 
 
-def test_str05_no_piece_is_half_a_character() -> None:
+def test_no_piece_is_half_a_character() -> None:
+    """STR-05."""
     pieces, text = run(SamplingParams(), ids(FAMILY))
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) == text.text == FAMILY == TOKENIZER.decode(ids(FAMILY))
 
 
-def test_str06_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
+def test_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
+    """STR-06."""
     start, rest = ids("Price list: 😀!")[:-5], ids("Price list: 😀!")[-5:]
     for cut in range(4):
         detokenizer = Detokenizer(TOKENIZER, start + rest[:cut])
@@ -61,7 +63,8 @@ def test_str06_nothing_of_a_prompt_that_ends_inside_a_character_shows() -> None:
         assert "".join(pieces) == "😀!"
 
 
-def test_str06_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
+def test_a_prompts_unfinished_character_is_not_flushed_alone() -> None:
+    """STR-06."""
     detokenizer = Detokenizer(TOKENIZER, ids("Price: 😀")[:-2])
     assert detokenizer.flush() == ""
 
@@ -74,20 +77,23 @@ def test_ids_beyond_the_tokenizer_are_nothing() -> None:
 # stop strings
 
 
-def test_stp01_a_stop_of_several_tokens_does_not_show() -> None:
+def test_a_stop_of_several_tokens_does_not_show() -> None:
+    """STP-01."""
     pieces, text = run(SamplingParams(stop="three four five"), ids("one two three four five six"))
     assert "".join(pieces) == "one two "
     assert (text.finish_reason, text.stop_reason) == ("stop", "three four five")
 
 
-def test_stp01_a_near_miss_is_delivered_late_but_whole() -> None:
+def test_a_near_miss_is_delivered_late_but_whole() -> None:
+    """STP-01."""
     pieces, text = run(SamplingParams(stop="three four six"), ids("one two three four five"))
     assert pieces == ["one", " two", " ", "", "three four five"]
     assert text.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("stop", "shown"), [("ewp", "previ"), ("ie", "prev")])
-def test_stp02_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
+def test_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
+    """STP-02."""
     tokens = ids("pre") + ids("view") + ids("port")
     pieces, text = run(SamplingParams(stop=stop), tokens)
     assert "".join(pieces) == whole(SamplingParams(stop=stop), tokens) == shown
@@ -102,7 +108,8 @@ def test_stp02_a_stop_inside_and_across_tokens(stop: str, shown: str) -> None:
         ("hi\n\nUsX", FinishReason.LENGTH, "hi\n\nUs"),
     ],
 )
-def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: FinishReason, shown: str) -> None:
+def test_what_was_held_back_comes_at_the_end(output: str, finish: FinishReason, shown: str) -> None:
+    """STP-03."""
     params = SamplingParams(stop=["\n\nUser:", "X"])
     tokens = ids(output) + ([EOS] if finish is FinishReason.STOP else [])
     pieces, text = run(params, tokens, finish)
@@ -110,14 +117,16 @@ def test_stp03_what_was_held_back_comes_at_the_end(output: str, finish: FinishRe
     assert text.stop_reason == ("X" if output.endswith("X") else None)
 
 
-def test_stp05_text_that_cannot_begin_a_stop_is_not_held() -> None:
+def test_text_that_cannot_begin_a_stop_is_not_held() -> None:
+    """STP-05."""
     tokens = ids("The cat sat")
     pieces, _ = run(SamplingParams(stop="z" * 40), tokens)
     assert pieces == [TOKENIZER.decode([token]) for token in tokens]
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t"])
-def test_stp07_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None:
+def test_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None:
+    """STP-07."""
     _, text = run(SamplingParams(stop=stop, skip_special_tokens=False), ids("one<|im_end|> two"))
     assert (text.text, text.finish_reason, text.stop_reason) == (
         ("one<|im_end|>" + " two").split(stop)[0],
@@ -128,15 +137,15 @@ def test_stp07_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t", "one six"])
 @pytest.mark.parametrize("include", [True, False])
-def test_stp07_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
-    """TXT-04"""
+def test_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
+    """STP-07, TXT-04"""
     params = SamplingParams(stop=stop, include_stop_str_in_output=include)
     _, text = run(params, ids("one<|im_end|> two"))
     assert (text.text, text.finish_reason, text.stop_reason) == ("one two", "length", None)
 
 
-def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show() -> None:
-    """TXT-04"""
+def test_a_stop_string_is_found_across_a_special_token_that_does_not_show() -> None:
+    """STP-07, TXT-04"""
     _, text = run(SamplingParams(stop="ne tw"), ids("one<|im_end|> two"))
     assert (text.text, text.stop_reason) == ("o", "ne tw")
 
@@ -150,7 +159,8 @@ def test_stp07_a_stop_string_is_found_across_a_special_token_that_does_not_show(
         (True, True, "All done."),
     ],
 )
-def test_stp08_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bool, shown: str) -> None:
+def test_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bool, shown: str) -> None:
+    """STP-08."""
     params = SamplingParams(stop_token_ids=[EOS], skip_special_tokens=skip, include_stop_str_in_output=include)
     _, text = run(params, [*ids("All done."), EOS], FinishReason.STOP)
     assert (text.text, text.stop_reason) == (shown, EOS)
@@ -179,7 +189,8 @@ def test_a_stop_string_may_be_shown() -> None:
 
 
 @pytest.mark.parametrize("tail", [" five", ""])
-def test_lim15_a_stop_string_in_the_last_allowed_token_is_a_stop(tail: str) -> None:
+def test_a_stop_string_in_the_last_allowed_token_is_a_stop(tail: str) -> None:
+    """LIM-15."""
     tokens = ids("one two" + tail)
     _, text = run(SamplingParams(stop=tail or "two"), tokens, FinishReason.LENGTH)
     assert text.finish_reason == "stop"
@@ -223,14 +234,14 @@ def test_a_stop_string_in_held_text_that_did_not_count_does_not_count_later() ->
 # log-probabilities
 
 
-def known(token: int, logprob: float = -0.5) -> TokenLogprobs:
+def logprobs_of(token: int, logprob: float = -0.5) -> TokenLogprobs:
     return TokenLogprobs(logprob, 1, [token, 5], [logprob, float("-inf")])
 
 
 def test_entries_have_text_bytes_and_offsets_and_finite_numbers() -> None:
     tokens = ids("one two")
     text = sample(SamplingParams(logprobs=2))
-    text.feed(tokens, [known(tokens[0]), known(tokens[1], float("nan"))], FinishReason.LENGTH)
+    text.feed(tokens, [logprobs_of(tokens[0]), logprobs_of(tokens[1], float("nan"))], FinishReason.LENGTH)
     entries = text.take_logprobs()
     assert [(entry.token, entry.bytes, entry.offset) for entry in entries] == [("one", b"one", 0), (" two", b" two", 3)]
     assert [entry.logprob for entry in entries] == [-0.5, -9999.0]
@@ -243,11 +254,11 @@ def test_entries_come_with_their_text_and_joined_are_the_same_as_at_once() -> No
     streamed, at_once = sample(params), sample(params)
     joined = []
     for at, token in enumerate(tokens):
-        shown = streamed.feed([token], [known(token)], FinishReason.LENGTH if at == len(tokens) - 1 else None)
+        shown = streamed.feed([token], [logprobs_of(token)], FinishReason.LENGTH if at == len(tokens) - 1 else None)
         entries = streamed.take_logprobs()
         assert shown or not entries or streamed.finish_reason
         joined += entries
-    at_once.feed(tokens, [known(token) for token in tokens], FinishReason.LENGTH)
+    at_once.feed(tokens, [logprobs_of(token) for token in tokens], FinishReason.LENGTH)
     assert joined == at_once.take_logprobs()
     assert len(joined) == len(tokens)
     assert max(entry.offset for entry in joined) <= len(streamed.text)
@@ -258,20 +269,21 @@ def test_offsets_are_where_a_tokens_own_text_begins() -> None:
     first, second = ids("é")
     tokens = [first, *ids("one"), first, first, second, *ids("<|im_end|>"), *ids(" two")]
     text = sample(SamplingParams(logprobs=0))
-    text.feed(tokens, [known(token) for token in tokens], FinishReason.LENGTH)
+    text.feed(tokens, [logprobs_of(token) for token in tokens], FinishReason.LENGTH)
     assert text.text == "\ufffdone\ufffdé two"
     offsets = [entry.offset for entry in text.take_logprobs()]
     assert offsets == [0, 1, 4, 5, 5, 6, 6]
-    behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echoed=3)
-    assert behind.feed([second, *ids(" two")], [known(second)] * 2, FinishReason.LENGTH) == "é two"
+    behind = SampleText(TOKENIZER, SamplingParams(logprobs=0), [*ids("one"), first], echo_length=3)
+    assert behind.feed([second, *ids(" two")], [logprobs_of(second)] * 2, FinishReason.LENGTH) == "é two"
     assert [entry.offset for entry in behind.take_logprobs()] == [3, 4]
 
 
 def test_an_echoed_prompt_that_ends_inside_a_character_ends_in_the_replacement_of_it() -> None:
     """TXT-05: the text is that of all tokens, also where no more come."""
     prompt = [*ids("one"), ids("é")[0]]
-    assert SampleText(TOKENIZER, SamplingParams(), prompt, echoed=3).feed([], None, FinishReason.LENGTH) == "\ufffd"
-    assert SampleText(TOKENIZER, SamplingParams(), prompt).feed([], None, FinishReason.LENGTH) == ""
+    for echo_length, text in ((3, "\ufffd"), (None, "")):
+        sample_text = SampleText(TOKENIZER, SamplingParams(), prompt, echo_length=echo_length)
+        assert sample_text.feed([], None, FinishReason.LENGTH) == text
 
 
 def test_the_entries_of_a_prompt_spell_its_text() -> None:
@@ -283,7 +295,7 @@ def test_the_entries_of_a_prompt_spell_its_text() -> None:
         for _ in range(50):
             prompt = rng.choices([*whole, *vocabulary.silent_ids], k=6)
             text = tokenizer.decode(prompt, skip_special_tokens=False)
-            entries = prompt_entries(tokenizer, prompt, [known(token) for token in prompt[1:]])
+            entries = prompt_entries(tokenizer, prompt, [logprobs_of(token) for token in prompt[1:]])
             if kind != "pieces, stripped":  # there two spaces may go, from two tokens
                 assert "".join(entry.token for entry in entries) == text
             assert all(text[entry.offset :].startswith(entry.token) for entry in entries[1:] if entry.offset), kind
@@ -291,6 +303,6 @@ def test_the_entries_of_a_prompt_spell_its_text() -> None:
 
 def test_a_prompts_first_token_has_no_logprob() -> None:
     prompt = ids("one two three")
-    entries = prompt_entries(TOKENIZER, prompt, [known(token) for token in prompt[1:]])
+    entries = prompt_entries(TOKENIZER, prompt, [logprobs_of(token) for token in prompt[1:]])
     assert [entry.logprob for entry in entries] == [None, -0.5, -0.5]
     assert [entry.offset for entry in entries] == [0, 3, 7]

@@ -25,7 +25,7 @@ class Engine:
 
     def add(self, id: int, tokens: list[int], output: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        sampling = params.lower(
+        sampling = params.to_sampling(
             prompt_len=len(tokens),
             max_model_len=self.engine.limits.max_model_len,
             vocab_size=self.engine.model.vocab_size,

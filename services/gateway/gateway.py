@@ -1,34 +1,18 @@
-"""`Gateway`: what every handler needs, and `Job`: one prompt made ready to be submitted."""
-
-from array import array
+"""`Gateway`: the parts of one gateway process, and the keys under which its handlers find them."""
 
 from aiohttp import web
 from msgspec import Struct
 
 from services.gateway.backend import Backend
-from services.gateway.bounds import MIB, body_size
+from services.gateway.bounds import MIB, max_body_size
 from services.gateway.config import GatewayConfig
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.model import ServedModel
-from services.gateway.prompt import Prompt
-from services.gateway.sampling import with_room
+from services.gateway.prompt import PreparedPrompt, Prompt
+from services.gateway.served_model import ServedModel
 from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
-from shared.protocol import Sampling, Welcome
-
-
-class Job(Struct, frozen=True):
-    """One prompt with its sampling, checked against the model's limits."""
-
-    tokens: "array[int]"
-    params: SamplingParams
-    sampling: Sampling
-    priority: int
-    arrived: float  # on the monotonic clock
-    samples_before: int = 0  # samples of the same request before the first of these
-    echo: str | None = None  # text that is shown before the output
-    offsets: "array[int] | None" = None  # where in the prompt's text each token begins, if that is needed
+from shared.protocol import Welcome
 
 
 class Gateway(Struct, frozen=True):
@@ -41,7 +25,7 @@ class Gateway(Struct, frozen=True):
     lifecycle: Lifecycle
 
     def check_ready(self) -> None:
-        """Raises `Unavailable`, saying why, unless requests can make progress."""
+        """Raise `Unavailable`, with the reason, unless requests can make progress."""
         if self.lifecycle.draining:
             raise Unavailable("the server is draining: it ends once its running requests have ended")
         if self.backend.welcome is None:
@@ -55,19 +39,19 @@ class Gateway(Struct, frozen=True):
 
     @property
     def welcome(self) -> Welcome:
-        """What the engines said of themselves. Raises `Unavailable` before the first has answered."""
+        """Return what an engine said of itself. Raise `Unavailable` before the first engine has answered."""
         if self.backend.welcome is None:
             raise Unavailable("no engine is ready yet")
         return self.backend.welcome
 
     @property
     def max_body_size(self) -> int:
-        """Bytes that a request's body may have: as it was set, or as the model's context asks for."""
+        """Return the bytes that a request's body may have: --max-body-size, or what the model's context needs."""
         if self.config.max_body_size is not None:
             return self.config.max_body_size * MIB
-        return body_size(self.backend.welcome.max_model_len if self.backend.welcome else 0)
+        return max_body_size(self.backend.welcome.max_model_len if self.backend.welcome else 0)
 
-    def job(
+    def prepare(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -77,31 +61,31 @@ class Gateway(Struct, frozen=True):
         arrived: float,
         samples_before: int = 0,
         echo: bool = False,
-    ) -> Job:
-        """Raises `InvalidRequest` if the prompt or the parameters are beyond the model's limits."""
+    ) -> PreparedPrompt:
+        """Return a prompt that is ready to be submitted. Raise `InvalidRequest` for what exceeds the model's limits."""
         welcome = self.welcome
         self._check_logprobs(params)
-        params = with_room(params, default_max_tokens, welcome.max_model_len - len(prompt.tokens))
-        sampling = params.lower(
+        sampling = params.to_sampling(
             prompt_len=len(prompt.tokens),
             max_model_len=welcome.max_model_len,
             vocab_size=welcome.model.vocab_size,
             eos_token_ids=self.model.tokenizer.eos_token_ids,
+            default_max_tokens=default_max_tokens,
         )
-        text = self._text(prompt) if echo else None
-        return Job(prompt.tokens, params, sampling, priority, arrived, samples_before, text, prompt.offsets)
+        text = self._echo(prompt) if echo else None
+        return PreparedPrompt(prompt.tokens, params, sampling, priority, arrived, samples_before, text, prompt.offsets)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
-        most = self.config.max_logprobs
+        limit = self.config.max_logprobs
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            if count is not None and count > most:
-                raise InvalidRequest(f"{name} must be at most {most} (--max-logprobs), got {count}", name)
+            if count is not None and count > limit:
+                raise InvalidRequest(f"{name} must be at most {limit} (--max-logprobs), got {count}", name)
 
-    def _text(self, prompt: Prompt) -> str:
-        """Return what an echo shows: a text as it was given, and of tokens all that they stand for.
+    def _echo(self, prompt: Prompt) -> str:
+        """Return the text that an echo shows: that of the request, or the text that its token ids spell.
 
-        The output may yet complete a character that the tokens end inside of, so it shows that.
+        An unfinished character at the end is left out: the output may complete it, and shows it then.
         """
         if prompt.text is not None:
             return prompt.text
@@ -109,7 +93,8 @@ class Gateway(Struct, frozen=True):
 
 
 GATEWAY = web.AppKey("gateway", Gateway)
-PATHS = web.AppKey("paths", dict[str, str])
-"""The declared path of each resource, by its canonical one, which may begin with --root-path."""
+
+ROUTE_PATHS = web.AppKey("route paths", dict[str, str])
+"""Each route's declared path by its resource's canonical path, which may begin with --root-path."""
 
 REQUEST_ID = web.RequestKey("id", str)

@@ -1,9 +1,9 @@
-"""The bodies of OpenAI's API, as structs that decode and check themselves.
+"""The request bodies of OpenAI's API, as structs that decode and check themselves.
 
-What is accepted is honoured: a declared field that is set to something not supported is refused by its name, as is a
-foreign one that would change the answer (`unsupported.py`). A field that nobody here knows is ignored, and its name
-returned; with `strict` it is refused. Null means the default, everywhere. Whole numbers may be written as 5.0, since
-some clients' languages have no other numbers.
+Quire honours what it accepts. It refuses, by name, a declared field with an unsupported value and a foreign field that
+would change the answer (`unsupported_fields.py`). It ignores an unknown field and returns its name, or refuses it if
+`strict`. Null means the default, everywhere. Whole numbers may be written as 5.0, since some clients' languages have
+no other numbers.
 """
 
 import re
@@ -15,23 +15,23 @@ import msgspec
 from msgspec import Raw, Struct
 
 from services.gateway.bounds import check_values
-from services.gateway.unsupported import STREAM_HINTS, unknown
+from services.gateway.unsupported_fields import STREAM_HINTS, unknown_fields
 from shared.errors import InvalidRequest, brief
 from shared.params import whole
 
 Integer = int | float
-R = TypeVar("R", bound="GenerationRequest")
+RequestT = TypeVar("RequestT", bound="GenerationRequest")
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream carries besides the text."""
+    """Options of a stream."""
 
-    include_usage: bool | None = None  # one more chunk, the last, with the usage
-    continuous_usage_stats: bool | None = None  # with the former: usage so far in every chunk
+    include_usage: bool | None = None  # add a last chunk with the usage
+    continuous_usage_stats: bool | None = None  # with the former: add the usage so far to every chunk
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
-    """What both endpoints take. Fields that OpenAI does not have are vLLM's."""
+    """The fields that both endpoints take. Those that OpenAI does not have are vLLM's."""
 
     model: str | None = None
     max_tokens: Integer | None = None
@@ -49,7 +49,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None  # checked with the parameters, which name the key at fault
+    logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, and names the key at fault
     prompt_logprobs: Integer | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -80,31 +80,30 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     best_of: Integer | None = None  # only equal to n
 
 
-INSIDE = {
+NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
     "response_format": frozenset({"type"}),
 }
-"""The fields of objects in a request. Those of messages are not here: a template gets them all."""
+"""The known fields of objects in a request. Messages are not here: the template gets all of their fields."""
 
-NAME = 100
-"""Characters of an unknown field's name that are shown."""
+MAX_NAME = 100  # characters of an unknown field's name in an error
 
-_GIVEN = msgspec.json.Decoder(dict[str, Raw])  # passes over the values, and builds nothing of them
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, Raw])  # skips the values, and builds nothing of them
 _DECODERS: dict[type[Any], "msgspec.json.Decoder[Any]"] = {}
 
 
-def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list[str]]:
-    """Return the request in `body`, and the names of its fields that are ignored because nobody here knows them.
+def decode(body: bytes, request_type: type[RequestT], *, strict: bool = False) -> tuple[RequestT, list[str]]:
+    """Return the request in `body`, and the names of its unknown fields, which are ignored.
 
-    Raises `InvalidRequest` naming the field at fault, where there is one; if `strict`, for unknown fields too.
+    Raise `InvalidRequest`, naming the field at fault if there is one; if `strict`, for unknown fields too.
     """
-    body = body.removeprefix(BOM_UTF8)  # which some clients write, and RFC 8259 lets a reader ignore
+    body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 lets a reader ignore it
     check_values(body)
     try:
-        given = _GIVEN.decode(body)
-        ignored = unknown(given, kind.__struct_fields__)
-        request = _decoder(kind).decode(body)
-        ignored += _unknown_inside(given, request)
+        fields = _RAW_FIELDS.decode(body)
+        ignored = unknown_fields(fields, request_type.__struct_fields__)
+        request = _decoder(request_type).decode(body)
+        ignored += _unknown_nested_fields(fields, request)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except msgspec.DecodeError as error:
@@ -112,37 +111,42 @@ def decode(body: bytes, kind: type[R], *, strict: bool = False) -> tuple[R, list
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     if strict and ignored:
-        raise InvalidRequest(f"{ignored[0][:NAME]} is not a field of this request", ignored[0][:NAME])
+        raise InvalidRequest(f"{ignored[0][:MAX_NAME]} is not a field of this request", ignored[0][:MAX_NAME])
     _check(request)
     return request, ignored
 
 
-def _decoder(kind: type[R]) -> "msgspec.json.Decoder[R]":
-    return _DECODERS.setdefault(kind, msgspec.json.Decoder(kind))
+def _decoder(request_type: type[RequestT]) -> "msgspec.json.Decoder[RequestT]":
+    return _DECODERS.setdefault(request_type, msgspec.json.Decoder(request_type))
 
 
-def _unknown_inside(given: Mapping[str, Raw], request: GenerationRequest) -> list[str]:
-    """Return the unknown fields of the objects in a request, by their paths."""
-    inside = [(outer, name) for outer in INSIDE if getattr(request, outer) for name in _GIVEN.decode(given[outer])]
-    return [f"{outer}.{name}" for outer, name in inside if name not in INSIDE[outer]]
+def _unknown_nested_fields(fields: Mapping[str, Raw], request: GenerationRequest) -> list[str]:
+    """Return the paths of the unknown fields in objects of a request."""
+    return [
+        f"{outer}.{name}"
+        for outer, known_names in NESTED_FIELDS.items()
+        if getattr(request, outer)
+        for name in _RAW_FIELDS.decode(fields[outer])
+        if name not in known_names
+    ]
 
 
 def _invalid(message: str) -> InvalidRequest:
-    """msgspec's words, with the path made a parameter's name."""
-    what, _, where = message.partition(" - at ")
-    path = re.sub(r"^.*?`?\$\.?|`|\[\.\.\.\]", "", where)
-    if field := re.search(r"missing required field `(.*)`", what):
+    """Return the error for a message of msgspec, in which the JSON path becomes the parameter's name."""
+    problem, _, place = message.partition(" - at ")
+    path = re.sub(r"^.*?`?\$\.?|`|\[\.\.\.\]", "", place)
+    if field := re.search(r"missing required field `(.*)`", problem):
         path = f"{path}.{field[1]}" if path else field[1]
         return InvalidRequest(f"{path} is missing", path)
-    return InvalidRequest(f"{path}: {what}" if path else f"the body is wrong: {what}", path or None)
+    return InvalidRequest(f"{path}: {problem}" if path else f"the body is wrong: {problem}", path or None)
 
 
 def _check(request: GenerationRequest) -> None:
-    """Combinations that are wrong whatever the model."""
-    form = request.response_format
-    if form is not None and form.get("type") != "text":
-        what = f"response_format {brief(form.get('type'))} is not supported, only 'text'"
-        raise InvalidRequest(what, "response_format")
+    """Raise `InvalidRequest` for combinations of fields that no model could serve."""
+    format = request.response_format
+    if format is not None and format.get("type") != "text":
+        message = f"response_format {brief(format.get('type'))} is not supported, only 'text'"
+        raise InvalidRequest(message, "response_format")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -155,13 +159,13 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
-    check_values(b",".join(_arguments(request.messages)))
+    check_values(b",".join(_tool_call_arguments(request.messages)))
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
 
 
-def _arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Yield the JSON texts in a history's tool calls, which are decoded as well before a template sees them."""
+def _tool_call_arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yield the JSON texts of tool calls in the messages, which are decoded before the template gets them."""
     for message in messages:
         calls = message.get("tool_calls")
         for call in [message.get("function_call"), *(calls if isinstance(calls, list) else ())]:

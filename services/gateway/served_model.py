@@ -1,7 +1,8 @@
-"""`ServedModel`: what a gateway knows of the model without its weights.
+"""`ServedModel`: the model as a gateway knows it, without its weights.
 
-Its names in the API, tokenizer, chat template and sampling defaults, all read at start from the model's folder or, as
-to text, from the one that `--tokenizer` names. Limits of the context and the vocabulary come from the engine instead.
+It has the model's names in the API, tokenizer, chat template and sampling defaults. All are read at the start from the
+model's folder or, for tokenizer and template, from the folder that `--tokenizer` names. The sizes of the context and
+of the vocabulary come from the engine instead.
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.config import GatewayConfig
-from services.gateway.faults import UnknownModel
+from services.gateway.errors import UnknownModel
 from shared.errors import ConfigError, ModelError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
 from shared.hub.embedded import EMBEDDED
@@ -22,24 +23,24 @@ from shared.text.tokenizer import Tokenizer
 
 
 class ServedModel(Struct, frozen=True):
-    """The model that requests are for."""
+    """The one model that a gateway serves."""
 
-    names: tuple[str, ...]  # the first stands in answers
-    root: str  # what it was started with
+    names: tuple[str, ...]  # responses have the first one
+    root: str  # the value of --model
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: SamplingDefaults
-    digest: str = ""  # of its text: an engine must have loaded the same, if it is known
+    text_digest: str = ""  # of its tokenizer files: an engine must have loaded the same; empty: unknown
 
     @classmethod
     def load(cls, config: GatewayConfig) -> "ServedModel":
-        """From the folder that `config` names. Raises `ModelError`."""
+        """Read the folder that `config` names. Raise `ModelError` if it cannot be served."""
         folder = locate(config.model, config.revision, config.download_dir)
-        texts = tokenizer_folder(config) or folder
-        tokenizer = Tokenizer.load(texts, folder if config.tokenizer else None)
+        text_folder = tokenizer_folder(config) or folder
+        tokenizer = Tokenizer.load(text_folder, folder if config.tokenizer else None)
         file = Path(config.chat_template) if config.chat_template else None
         template = ChatTemplate.load(
-            texts,
+            text_folder,
             tokenizer.special,
             file,
             content_format=config.chat_template_content_format,
@@ -51,7 +52,7 @@ class ServedModel(Struct, frozen=True):
         return cls(
             names=tuple(config.served_model_name) or (root,),
             root=root,
-            digest=text_digest(folder),
+            text_digest=text_digest(folder),
             tokenizer=tokenizer,
             template=template,
             defaults=defaults,
@@ -62,14 +63,14 @@ class ServedModel(Struct, frozen=True):
         return self.names[0]
 
     def check(self, name: str | None) -> None:
-        """Raises `UnknownModel` unless `name` is one of ours, or left open."""
+        """Raise `UnknownModel` unless `name` is a served name, or None."""
         if name is not None and name not in self.names:
-            known = ", ".join(self.names)
-            raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {known}", "model")
+            served = ", ".join(self.names)
+            raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {served}", "model")
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:
-    """Return the folder of the tokenizer that the settings name; None if it is the model's. Raises `QuireError`."""
+    """Return the folder of the tokenizer that the settings name, or None for the model's. Raise `QuireError`."""
     if config.tokenizer:
         return locate_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir)
     if config.tokenizer_revision not in (None, config.revision):
@@ -80,15 +81,15 @@ def tokenizer_folder(config: GatewayConfig) -> Path | None:
 def sampling_defaults(source: str, folder: Path, override: str = "") -> SamplingDefaults:
     """Return the defaults that --generation-config names, with the values of --override-generation-config over them.
 
-    Raises `ModelError` for a named file that cannot be read, and `ConfigError` for a value that cannot be used.
+    Raise `ModelError` for a named file that cannot be read, and `ConfigError` for a value that cannot be used.
     """
     flag = "--override-generation-config"
-    demanded = SamplingDefaults.from_override(json_object(flag, override), flag)
-    return msgspec.structs.replace(_from_file(source, folder), **demanded.as_dict())
+    overrides = SamplingDefaults.from_override(json_object(flag, override), flag)
+    return msgspec.structs.replace(_from_file(source, folder), **overrides.as_dict())
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
-    """Return the JSON object that a flag holds; an empty one for ''. Raises `ConfigError`."""
+    """Return the JSON object in a flag's value; an empty one for ''. Raise `ConfigError`."""
     try:
         return parse_object(text or "{}")
     except ValueError as error:
@@ -104,9 +105,9 @@ def _from_file(source: str, folder: Path) -> SamplingDefaults:
 
 
 def named_generation_config(folder: str) -> tuple[dict[str, Any], Path]:
-    """Return what the file in the folder of --generation-config holds, and its path.
+    """Return the contents of generation_config.json in the folder of --generation-config, and the file's path.
 
-    Raises `ModelError` if it is missing or no JSON object.
+    Raise `ModelError` if it is missing or not a JSON object.
     """
     path = Path(folder).expanduser() / "generation_config.json"
     if not path.is_file():

@@ -1,8 +1,8 @@
-"""Fields of other servers' requests that are not supported here, by what they ask for.
+"""Fields of other servers' requests that are not supported here.
 
-A hint asks for nothing that would change the text: it is taken, whatever its value. Any other field that would change
-the answer is taken at a value that asks for nothing, or null, since clients send many fields at their defaults; other
-values are refused. A field that is in no table is unknown.
+A hint cannot change the text: it is accepted with any value. Any other field of another server is accepted with null,
+or with a neutral value, at which it changes nothing: many clients send all fields with their defaults. Other values are
+refused. A field that is in neither table is unknown.
 """
 
 from collections.abc import Container, Mapping
@@ -14,19 +14,19 @@ from shared.errors import InvalidRequest
 
 HINTS = frozenset(
     {
-        # OpenAI's: labels, accounting, and wishes about how the service works
+        # OpenAI's: labels, accounting, and preferences about the service
         "metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
         "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user",
         "verbosity", "web_search_options",
-        # vLLM's: labels, and what is about reasoning, truncation or chunks alone
+        # vLLM's: labels, and fields about reasoning, truncation or chunks only
         "include_reasoning", "request_id", "session_id", "stream_interval", "truncation_side",
     }
 )  # fmt: skip
-"""There are no tools, no reasoning and no searches here for which some of them would matter."""
+"""Some of them concern tools, reasoning and searches, which do not exist here."""
 
 STREAM_HINTS = frozenset({"include_obfuscation"})
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
     "best_of": (1,),
@@ -72,22 +72,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def unknown(given: Mapping[str, msgspec.Raw], supported: Container[str]) -> list[str]:
-    """Return the names of fields that this server does not know; those in `supported` it does.
+def unknown_fields(fields: Mapping[str, msgspec.Raw], supported: Container[str]) -> list[str]:
+    """Return the names of fields that are unknown: neither in `supported` nor in a table here.
 
-    Raises `InvalidRequest` for a field that would change the answer and is not supported.
+    Raise `InvalidRequest` for a field that would change the answer and is not supported.
     """
-    foreign = [name for name in given if name not in supported and name not in HINTS]
+    foreign = [name for name in fields if name not in supported and name not in HINTS]
     for name in foreign:
-        if name in NEUTRAL and not _asks_for_nothing(msgspec.json.decode(given[name]), NEUTRAL[name]):
+        if name in NEUTRAL_VALUES and not _is_neutral(msgspec.json.decode(fields[name]), NEUTRAL_VALUES[name]):
             raise InvalidRequest(f"{name} is not supported", name)
-    return [name for name in foreign if name not in NEUTRAL]
+    return [name for name in foreign if name not in NEUTRAL_VALUES]
 
 
-def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    return value is None or any(_same(value, one) for one in neutral)
+def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    return value is None or any(_equal(value, neutral) for neutral in neutral_values)
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Return whether two values of JSON are equal; to Python, 0 is False and 1 is True."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values of JSON are equal. To Python, 0 equals False and 1 equals True."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

@@ -1,0 +1,253 @@
+"""`EngineConnection`: a gateway's connection to one engine, and the requests that run there.
+
+One task, `run`, owns the socket. It reads a bounded number of messages a turn, so that the event loop stays with the
+clients, and hands their rows to the requests. An engine is lost when its connection ends, when it is overdue, when it
+takes no more messages, or when it has given this gateway up. Then all its requests fail, the socket is closed with
+whatever is still queued in it, and a new one is opened under a new identity.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from msgspec import Struct
+
+from services.gateway.engine_request import EngineRequest
+from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
+from shared.liveness import GATEWAY_TIMEOUT, Liveness
+from shared.protocol import (
+    VERSION,
+    Abort,
+    Accepted,
+    Hello,
+    Progress,
+    Refusal,
+    Refused,
+    Sampling,
+    Status,
+    Submit,
+    UnknownGateway,
+    Welcome,
+    decode_to_gateway,
+    encode,
+    pack_tokens,
+)
+from shared.transport import Monitor, connect, new_identity, printable_identity
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL = 0.5
+"""Seconds between two checks whether the engine is overdue, at most."""
+
+STATUS_LIFETIME = 2.0
+"""Seconds after which a `Status` is out of date."""
+
+ENGINE_TIMEOUT = 5.0
+"""Seconds of silence after which an engine is taken for dead, unless it is excused. It sends four times a second."""
+
+RECONNECT_DELAY = 0.05
+"""Seconds before the gateway opens a new connection."""
+
+MAX_MESSAGES = 64
+"""Messages read before other tasks get their turn."""
+
+
+class EngineConnection:
+    """One engine as its gateway sees it. `short_of_cpu` tells whether this process is short of CPU at a given time."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, text_digest: str, short_of_cpu: Callable[[float], bool]
+    ) -> None:
+        self.address = address
+        self.welcome: Welcome | None = None  # of the present connection
+        self.status: Status | None = None  # the last one of the present connection
+        self.unusable = ""  # why the engine of the present connection is not used
+        self._text_digest = text_digest
+        self._context = context
+        self._short_of_cpu = short_of_cpu
+        self._identity = ""  # of the present connection
+        self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # the engine's, since the connection was opened
+        self._status_time = 0.0  # when `status` came
+        self._num_submitted = 0  # samples, since then
+        self._ids = itertools.count()
+        self._requests: dict[int, EngineRequest] = {}
+        self._socket: zmq.asyncio.Socket | None = None
+        self._lost = ""  # why the present connection is of no use any more
+
+    def registered_name(self) -> str:
+        """Return the name by which the engine knows this gateway, or '' until a status shows that it does."""
+        return self._identity if self.status is not None else ""
+
+    @property
+    def ready(self) -> bool:
+        """Return whether the engine makes steps and takes requests, by its last status."""
+        status = self.status
+        if self.welcome is None or status is None or time.monotonic() - self._status_time > STATUS_LIFETIME:
+            return False
+        return status.ready and not status.draining
+
+    @property
+    def draining(self) -> bool:
+        return self.status is not None and self.status.draining
+
+    @property
+    def load(self) -> int:
+        """Return the number of sequences at the engine: those of its last status, and those submitted since."""
+        snapshot = self.status.snapshot if self.status else None
+        return self._num_submitted + (snapshot.running + snapshot.waiting if snapshot else 0)
+
+    @property
+    def name(self) -> str:
+        return self.welcome.engine if self.welcome else self.address
+
+    def submit(
+        self, tokens: "array[int]", sampling: Sampling, n: int, priority: int, samples_before: int = 0
+    ) -> EngineRequest:
+        """Start a request."""
+        request = EngineRequest(next(self._ids), n, self.name, self._send)
+        self._requests[request.id] = request
+        self._num_submitted += n
+        self._send(
+            Submit(
+                id=request.id,
+                tokens=pack_tokens(tokens),
+                prompt_len=len(tokens),
+                sampling=sampling,
+                n=n,
+                priority=priority,
+                arrival=time.time(),
+                samples_before=samples_before,
+            )
+        )
+        return request
+
+    def release(self, request: EngineRequest) -> None:
+        """Forget a request, and end at the engine what is unfinished of it."""
+        if self._requests.pop(request.id, None) is not None and not request.done:
+            self._send(Abort(request.id))
+
+    async def run(self) -> None:
+        """Keep a connection until cancelled. However one ends, the requests that ran on it fail."""
+        while True:
+            reason = "the gateway is shutting down"
+            try:
+                reason = "the engine was lost: " + await self._connect()
+                log.warning("engine at %s: %s (%d requests)", self.address, reason, len(self._requests))
+            finally:
+                self._fail_all(reason)
+            await asyncio.sleep(RECONNECT_DELAY)
+
+    async def _connect(self) -> str:
+        """Open a connection and keep it as long as it is of use. Return why it ended."""
+        name = new_identity("gateway")
+        with connect(self._context, self.address, name) as (socket, monitor):
+            self._socket, self._identity, self._lost = socket, printable_identity(name), ""
+            self._liveness = Liveness(ENGINE_TIMEOUT, time.monotonic())
+            try:
+                self._send(Hello(VERSION, printable_identity(name)))
+                return await self._receive(socket, monitor)
+            finally:
+                self._socket = self.welcome = self.status = None
+                self.unusable = ""
+
+    async def _receive(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
+        """Handle messages until the engine is lost. Return why it was."""
+        reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)  # reads at once, between two polls
+        poller = zmq.asyncio.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor.socket, zmq.POLLIN)
+        checked = time.monotonic()
+        while True:
+            await poller.poll(int(CHECK_INTERVAL * 1000))
+            more = self._read(reader)
+            if more:
+                await asyncio.sleep(0)  # a poll with messages at hand does not yield
+            elif monitor.drain():
+                return "its connection ended"
+            now, last_checked = time.monotonic(), checked
+            checked = now
+            if not monitor.connected:
+                self._liveness.note_message(now)  # it cannot be silent yet
+            if reason := self._lost_reason(now, now - last_checked):
+                return reason
+
+    def _lost_reason(self, now: float, stalled: float) -> str:
+        """Return why this connection is of no use any more, or ''. `stalled`: seconds since the last check."""
+        if self._lost:
+            return self._lost
+        if stalled > GATEWAY_TIMEOUT:
+            return f"this gateway stood still for {stalled:.0f} s, and was given up meanwhile"
+        overdue = self._liveness.failure(now, short_of_cpu=self._short_of_cpu(now))
+        return overdue and f"it has been {overdue}"
+
+    def _read(self, reader: "zmq.Socket[bytes]") -> bool:
+        """Handle the messages that have come, up to a bound. Return whether there may be more."""
+        for _ in range(MAX_MESSAGES):
+            try:
+                frames = reader.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            try:
+                self._handle(decode_to_gateway(b"".join(frames)))
+            except ProtocolError as error:
+                log.error("engine at %s: %s", self.address, error)
+                self._lost = "it sent something that is not a message"  # a request might wait for it for ever
+        return True
+
+    def _handle(self, message: Welcome | Accepted | Refused | Progress | Status | UnknownGateway) -> None:
+        now = time.monotonic()
+        if isinstance(message, UnknownGateway):  # no sign of life: the engine does nothing for this gateway
+            self._lost = "it has given this gateway up"
+            return
+        self._liveness.note_message(now)
+        match message:
+            case Progress():
+                for row in message.rows:
+                    if (request := self._requests.get(row.id)) is not None:
+                        request.add(row)
+            case Accepted():
+                for id in message.ids:
+                    if (request := self._requests.get(id)) is not None:
+                        request.accept()
+            case Refused():
+                if (request := self._requests.get(message.id)) is not None:
+                    request.fail(_to_error(message))
+            case Status():
+                self.status, self._status_time, self._num_submitted = message, now, 0
+                self._liveness.note_heartbeat(message.process, now)
+            case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):
+                self.unusable = "the engine has loaded another model than this gateway: its files have changed"
+                log.error("engine at %s: %s; restart both", self.address, self.unusable)
+            case Welcome():
+                self.welcome = message
+                log.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
+
+    def _send(self, message: Struct) -> None:
+        if self._socket is None:
+            return
+        sent: Any = self._socket.send(encode(message), zmq.NOBLOCK)  # completes at once, sent or not
+        if isinstance(sent.exception(), zmq.Again):
+            self._lost = "it does not read"  # `_receive` checks this, and gives up the engine and its requests
+
+    def _fail_all(self, reason: str) -> None:
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.fail(EngineFailure(reason))
+
+
+def _to_error(refused: Refused) -> QuireError:
+    match refused.reason:
+        case Refusal.QUEUE_FULL:
+            return Overloaded(refused.detail, refused.retry_after)
+        case Refusal.DRAINING | Refusal.NOT_READY:
+            return Unavailable(refused.detail)
+        case Refusal.TOO_LONG:
+            return InvalidRequest(refused.detail, "prompt")
+        case Refusal.INVALID:
+            return InvalidRequest(refused.detail)

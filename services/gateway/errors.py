@@ -1,0 +1,123 @@
+"""The only place that makes error bodies. Every refusal and failure of the API has one shape:
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": <HTTP status>}}
+
+`to_api_error` translates exceptions. One that it does not know is a bug: status 500, and a traceback in the log.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
+
+logger = logging.getLogger(__name__)
+
+TYPES: Mapping[int, str] = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+MAX_MESSAGE = 500  # characters; a message may quote the client, for instance in a template's error, at any length
+MAX_PARAM = 100  # characters
+
+UNAVAILABLE_RETRY_AFTER = 1  # seconds after which a client may try an unavailable server again
+
+
+class ApiError(Struct, frozen=True):
+    """An error as a client sees it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = {}
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that is not served here."""
+
+
+class Unauthorized(Exception):
+    """The request carries no valid API key."""
+
+
+class UnreadableBody(Exception):
+    """The body is not encoded as its headers say. Its end is unknown, so the connection cannot be used any more."""
+
+
+class BodyTimeout(Exception):
+    """The body has not come in time."""
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Return the API error that a client gets for `error`, or for the first of a group."""
+    match error:
+        case BaseExceptionGroup():
+            return to_api_error(error.exceptions[0])
+        case UnknownModel():
+            return ApiError(404, error.message, error.param)
+        case InvalidRequest():
+            return ApiError(400, error.message, error.param)
+        case Unauthorized():
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            return ApiError(401, message, None, {"WWW-Authenticate": "Bearer"})
+        case UnreadableBody():
+            message = "the body does not have the Content-Encoding or Transfer-Encoding that its headers name"
+            return ApiError(400, message, None, {"Connection": "close"})
+        case BodyTimeout():
+            return ApiError(408, "the request did not come in time", None, {"Connection": "close"})
+        case Overloaded():
+            return ApiError(429, error.message, None, {"Retry-After": str(max(math.ceil(error.retry_after), 1))})
+        case Unavailable():
+            return ApiError(503, str(error), None, {"Retry-After": str(UNAVAILABLE_RETRY_AFTER)})
+        case EngineFailure():
+            return ApiError(500, str(error))
+        case web.HTTPException():
+            return _from_http_exception(error)
+    logger.error("a request failed by a bug", exc_info=error)
+    return ApiError(500, "internal error; the server's log has more under this request's id")
+
+
+def error_body(error: ApiError) -> bytes:
+    """Return the JSON object of an error."""
+    param = None if error.param is None else _shorten(error.param, MAX_PARAM)
+    message = _shorten(error.message, MAX_MESSAGE)
+    fields = {"message": message, "type": _type(error.status), "param": param, "code": error.status}
+    return msgspec.json.encode({"error": fields})
+
+
+def error_response(error: ApiError) -> web.Response:
+    """Return an error as a whole response."""
+    return web.Response(
+        status=error.status, body=error_body(error), content_type="application/json", headers=dict(error.headers)
+    )
+
+
+def _shorten(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
+
+
+def _type(status: int) -> str:
+    return TYPES.get(status, TYPES[500] if status >= 500 else TYPES[400])
+
+
+def _from_http_exception(error: web.HTTPException) -> ApiError:
+    match error:
+        case web.HTTPNotFound():
+            return ApiError(404, "there is nothing at this path")
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return ApiError(405, f"this path takes only {allowed}", None, {"Allow": allowed})
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "the body is longer than this server takes (--max-body-size)")
+    return ApiError(error.status, error.reason or "")

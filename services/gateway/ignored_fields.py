@@ -1,0 +1,40 @@
+"""Fields that were ignored because this server does not know them: each response names them, and the log does once.
+
+Their names come from clients. So they are shortened and percent-encoded: only printable ASCII gets into a header or
+the log, and no comma that would make two names of one.
+"""
+
+import logging
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+HEADER = "X-Quire-Ignored-Fields"
+MAX_NAMES = 20  # in one header
+MAX_NAME_LENGTH = 64  # characters
+MAX_LOGGED = 1000  # names, in the life of the process
+
+_NAMES = web.RequestKey("ignored fields", list[str])
+_logged: set[str] = set()
+
+
+def report(request: web.Request, fields: Sequence[str]) -> None:
+    """Keep the names for the response's header, and log those that were not logged before."""
+    if not fields:
+        return
+    request[_NAMES] = names = [quote(field[:MAX_NAME_LENGTH], safe="[]") for field in fields[:MAX_NAMES]]
+    for name in names:
+        if name not in _logged and len(_logged) < MAX_LOGGED:
+            _logged.add(name)
+            logger.warning(
+                "a request has the field %s, which is ignored (logged once; --strict-fields refuses it)", name
+            )
+
+
+async def add_header(request: web.Request, response: web.StreamResponse) -> None:
+    """Write the names on the response, streams and errors included."""
+    if names := request.get(_NAMES):
+        response.headers[HEADER] = ", ".join(names)

@@ -1,0 +1,98 @@
+"""Middlewares around every handler: request ids, errors in one shape, API keys, counts and the log.
+
+Their order is that of `MIDDLEWARES`. The outermost one gives the request its id and turns every exception into a
+response, so refusals by the others and unknown paths pass through it too.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from aiohttp import HttpVersion11, web
+from aiohttp.typedefs import Handler
+
+from services.gateway import cors, errors
+from services.gateway.body import awaits_continue
+from services.gateway.gateway import GATEWAY, REQUEST_ID, ROUTE_PATHS
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
+"""Routes, as they are declared, that need no API key. Everything else needs one, unknown paths included."""
+
+PROBES = frozenset({"/health", "/ping", "/metrics"})
+"""Routes that machines ask every few seconds. They are not logged, lest they hide the requests of people."""
+
+MAX_ID_LENGTH = 128  # characters
+CLIENT_CLOSED = 499  # a status in the counts only: no client is left to send it to
+
+
+@web.middleware
+async def track_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give the request its id, turn exceptions into responses, and count and log the result."""
+    request[REQUEST_ID] = _request_id(request.headers.get("X-Request-Id", ""))
+    started = time.monotonic()
+    try:
+        response = await handler(request)
+    except asyncio.CancelledError:
+        request.app[GATEWAY].metrics.count_response(_route(request), CLIENT_CLOSED)
+        raise
+    except web.HTTPRedirection as redirect:
+        response = web.Response(status=redirect.status, headers={"Location": redirect.headers["Location"]})
+    except Exception as error:
+        response = errors.error_response(errors.to_api_error(error))
+    gateway = request.app[GATEWAY]
+    gateway.metrics.count_response(_route(request), response.status)
+    if gateway.lifecycle.draining or awaits_continue(request):
+        response.force_close()  # a client that awaits permission may now send its body, or its next request
+    if gateway.config.enable_log_requests and _route(request) not in PROBES:
+        seconds, path = time.monotonic() - started, request.rel_url.raw_path
+        logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, path, response.status, seconds)
+    return response
+
+
+@web.middleware
+async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Raise `Unauthorized` unless the request carries a valid key, or its route needs none."""
+    keys = request.app[GATEWAY].config.api_key
+    if keys and _route(request) not in OPEN_PATHS and not _has_key(request.headers.get("Authorization", ""), keys):
+        raise errors.Unauthorized
+    return await handler(request)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Write the id on every response, and close the connection where nothing else marks the response's end."""
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id("")
+    if request.version < HttpVersion11 and response.content_length is None:
+        response.force_close()  # HTTP/1.0 has no chunks: without a length, the response ends with the connection
+
+
+strip_slash = web.normalize_path_middleware(
+    append_slash=False, remove_slash=True, merge_slashes=False, redirect_class=web.HTTPTemporaryRedirect
+)
+"""Redirect from a path with a trailing slash, keeping the method and the body, as vLLM does."""
+
+MIDDLEWARES = (track_request, cors.preflight, authorize, strip_slash)
+
+
+def _request_id(requested: str) -> str:
+    usable = 0 < len(requested) <= MAX_ID_LENGTH and requested.isascii() and requested.isprintable()
+    return requested if usable else uuid.uuid4().hex
+
+
+def _route(request: web.Request) -> str:
+    """Return the declared path that the request resolved to, without --root-path, or 'none' if there is none."""
+    resource = request.match_info.route.resource
+    return "none" if resource is None else request.app[ROUTE_PATHS][resource.canonical]
+
+
+def _has_key(header: str, keys: Sequence[str]) -> bool:
+    scheme, _, token = header.partition(" ")
+    if scheme.lower() != "bearer":  # RFC 9110: the scheme's case does not matter
+        return False
+    token_bytes = token.strip().encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(token_bytes, key.encode()) for key in keys]  # all, so that timing reveals nothing
+    return any(matches)

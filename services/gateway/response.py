@@ -1,0 +1,88 @@
+"""Fields that the responses of both endpoints share: their head, and the usage.
+
+Each prompt counts once in the usage, whatever its number of samples.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from services.gateway.generation import Generation
+
+
+class ResponseHead(Struct, frozen=True):
+    """`id`, `object`, `created` and `model`, which are the same in each chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    @classmethod
+    def now(cls, id: str, object: str, model: str) -> "ResponseHead":
+        """Return a head that was created just now."""
+        return cls(id, object, int(time.time()), model)
+
+    @property
+    def chunk_prefix(self) -> bytes:
+        """The JSON of a chunk up to its choices. Make it once a stream."""
+        return msgspec.json.encode(self)[:-1] + b',"choices":['
+
+    def respond(self, choices: list[Any], **rest: Any) -> web.Response:
+        """Return the whole response."""
+        fields = msgspec.structs.asdict(self) | {"choices": choices} | rest
+        return web.Response(body=msgspec.json.encode(fields), content_type="application/json")
+
+
+def usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return the usage of all tokens generated so far, stop and end-of-sequence tokens included."""
+    return _usage(
+        sum(len(generation.prompt.tokens) for generation in generations),
+        sum(generation.text.num_output_tokens for generation in generations),
+        sum(generation.text.num_cached_tokens for generation in generations),
+    )
+
+
+class StreamedUsage:
+    """The usage of what a stream has sent so far. It keeps sums, since each of a thousand prompts may have chunks."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._prompt = sum(len(generation.prompt.tokens) for generation in generations)
+        self._output, self._cached = _RunningTotal(), _RunningTotal()
+
+    def set_output(self, choice: int, num_tokens: int) -> None:
+        """Set the number of tokens of a choice that have been sent."""
+        self._output.set(choice, num_tokens)
+
+    def set_cached(self, prompt: int, num_tokens: int) -> None:
+        """Set the number of tokens of a prompt that were found in the prefix cache."""
+        self._cached.set(prompt, num_tokens)
+
+    def now(self) -> dict[str, Any]:
+        """Return the usage so far."""
+        return _usage(self._prompt, self._output.total, self._cached.total)
+
+
+class _RunningTotal:
+    """The sum of the last values of all keys."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._values: dict[int, int] = {}
+
+    def set(self, key: int, value: int) -> None:
+        self.total += value - self._values.get(key, 0)
+        self._values[key] = value
+
+
+def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
