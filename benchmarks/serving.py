@@ -10,7 +10,7 @@ from pathlib import Path
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import EMBEDDED
 from tests.scripted import Script
-from tests.system.running import engine, gateway
+from tests.system.processes import engine, gateway
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 2048

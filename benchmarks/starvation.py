@@ -32,9 +32,9 @@ import psutil
 from benchmarks.serving import ROOT
 from quire import serve
 from quire.settings import Settings, read
-from tests.quire.serving import free_ports
+from tests.quire.quire_server import free_ports
 from tests.scripted import CHAIN, Misdeed, Script
-from tests.system.running import complete, serving, until
+from tests.system.processes import complete, serving, until
 
 DEATHS = re.compile(
     r"is given up: .*|has left: (?!its connection ended).*|is killed: .*|the engine was lost: .*|; starts again.*"

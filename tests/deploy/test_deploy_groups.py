@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.groups import ROOT, absent, declared, requirements
-from tests.quire.serving import free_ports
+from tests.quire.quire_server import free_ports
 from tests.text.vocabulary import write_model_folder
 
 HEAVY = {"torch", "triton", "transformers", "aiohttp"}

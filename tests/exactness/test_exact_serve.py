@@ -20,8 +20,8 @@ from shared.protocol import Sampling, TokenLogprobs
 from shared.text.tokenizer import Tokenizer
 from tests.exactness.equality import assert_alike
 from tests.exactness.margin import Run
-from tests.quire.serving import Server, health, serving
-from tests.system.running import until
+from tests.quire.quire_server import Server, health, serving
+from tests.system.processes import until
 
 NAME = "smol"
 PATIENCE = 90.0  # seconds; reached only by tests that fail

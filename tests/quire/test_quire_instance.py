@@ -43,7 +43,8 @@ def test_it_goes_when_the_start_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prc_04_kills_in_a_row_leave_no_more_than_the_last(tmp_path: Path) -> None:
+def test_kills_in_a_row_leave_no_more_than_the_last(tmp_path: Path) -> None:
+    """PRC-04."""
     for _ in range(3):
         process, folder = hold(tmp_path)
         (folder / "gateways.sock").touch()
@@ -53,7 +54,8 @@ def test_prc_04_kills_in_a_row_leave_no_more_than_the_last(tmp_path: Path) -> No
         assert list(tmp_path.iterdir()) == [own]
 
 
-def test_prc_04_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
+def test_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
+    """PRC-04."""
     process, theirs = hold(tmp_path)
     try:
         (theirs / "gateways.sock").touch()
@@ -64,7 +66,8 @@ def test_prc_04_a_living_servers_folder_is_not_touched(tmp_path: Path) -> None:
         end(process)
 
 
-def test_prc_04_only_folders_of_ours_are_removed(tmp_path: Path) -> None:
+def test_only_folders_of_ours_are_removed(tmp_path: Path) -> None:
+    """PRC-04."""
     (tmp_path / f"{PREFIX}.12.abc").mkdir()
     (tmp_path / f"{PREFIX}.notes").mkdir()
     (tmp_path / "other").mkdir()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.instance import remove_dead
-from tests.quire.serving import Server, free_ports, healthy, serving, short_folder
+from tests.quire.quire_server import Server, free_ports, healthy, serving, short_folder
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
 SOCKETS = {"gateways.sock", "workers.sock", "beats.sock"}
@@ -74,7 +74,8 @@ def kill_and_await_the_next(server: Server, name: str) -> None:
     wait_until(lambda: healthy(server.url) and server.children().get(name) not in (victim, None), server)
 
 
-def test_prc_01_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """PRC-01."""
     with serving(folder, tmp_path) as server:
         url = server.url
         assert server.files() >= SOCKETS
@@ -106,10 +107,13 @@ def test_what_is_stopped_is_replaced(folder: Path, tmp_path: Path, name: str) ->
         assert server.stop(signal.SIGTERM) == 0
 
 
-def test_prc_01_prc_04_what_is_killed_leaves_nothing_and_hurts_no_other(
+def test_what_is_killed_leaves_nothing_and_hurts_no_other(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers die one after the other while their model loads: the supervisor alone, or every process of theirs."""
+    """PRC-01, PRC-04.
+
+    Servers die one after the other while their model loads: the supervisor alone, or every process of theirs.
+    """
     temporary, shared = tmp_path / "temporary", Path("/dev/shm")
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -135,7 +139,8 @@ def test_prc_01_prc_04_what_is_killed_leaves_nothing_and_hurts_no_other(
 
 
 @pytest.mark.parametrize("seconds", [0.2, 1.0, 3.0, 6.0])
-def test_prc_05_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, tmp_path: Path, seconds: float) -> None:
+def test_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, tmp_path: Path, seconds: float) -> None:
+    """PRC-05."""
     with serving(folder, tmp_path) as server:
         time.sleep(seconds)
         announced = "ready in" in server.out.read_text()
@@ -144,7 +149,8 @@ def test_prc_05_ctrl_c_at_any_moment_of_the_start_leaves_nothing(folder: Path, t
     assert "Traceback" not in server.err.read_text()
 
 
-def test_prc_05_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
+def test_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -> None:
+    """PRC-05."""
     with serving(folder, tmp_path, "--ready-timeout=0.5") as server:
         assert server.process.wait(timeout=30) == 1
         assert list(server.place.iterdir()) == []
@@ -169,7 +175,8 @@ def test_a_broken_model_ends_the_start_with_the_reason(folder: Path, tmp_path: P
     assert "Traceback" not in shown
 
 
-def test_prc_08_two_servers_started_at_once_do_not_meet(folder: Path, tmp_path: Path) -> None:
+def test_two_servers_started_at_once_do_not_meet(folder: Path, tmp_path: Path) -> None:
+    """PRC-08."""
     flags = [f"--port={port}" for port in free_ports(2)]
     with (
         short_folder() as place,

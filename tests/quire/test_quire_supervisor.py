@@ -130,7 +130,8 @@ async def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
         assert await run == INTERRUPTED + signal.SIGINT
 
 
-async def test_prc_05_a_signal_before_readiness_ends_the_start(tmp_path: Path) -> None:
+async def test_a_signal_before_readiness_ends_the_start(tmp_path: Path) -> None:
+    """PRC-05."""
     fakes = Fakes(tmp_path, {"gateway": "serve", "worker": "serve"})
     supervisor = fakes.supervisor()
     supervisor.ready = never
@@ -146,7 +147,8 @@ async def never() -> bool:
     return False
 
 
-async def test_prc_05_the_start_fails_when_readiness_takes_too_long(tmp_path: Path) -> None:
+async def test_the_start_fails_when_readiness_takes_too_long(tmp_path: Path) -> None:
+    """PRC-05."""
     fakes = Fakes(tmp_path, {"gateway": "serve"})
     supervisor = fakes.supervisor(ready_timeout=0.3)
     supervisor.ready = never
@@ -219,7 +221,8 @@ async def test_the_log_labels_lines_and_keeps_progress_bars() -> None:
     )
 
 
-def test_prc_01_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    """PRC-01."""
     script = tmp_path / "supervise.py"
     script.write_text(
         "import asyncio, sys\n"

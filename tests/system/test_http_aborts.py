@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.scripted import CHAIN
-from tests.system.asking import (
+from tests.system.http_client import (
     BRIEF,
     ENDLESS,
     MODEL,
@@ -32,8 +32,8 @@ from tests.system.asking import (
     talk,
     wire,
 )
-from tests.system.running import Server, until
-from tests.system.running import server as serving
+from tests.system.processes import Server, until
+from tests.system.processes import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -60,7 +60,8 @@ async def go(exchange: Exchange, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["rst", "fin"])
-async def test_abt_01_streams_that_are_left_one_after_another(server: Server, how: str) -> None:
+async def test_streams_that_are_left_one_after_another(server: Server, how: str) -> None:
+    """ABT-01."""
     since = await settled(server)
     for _ in range(20):
         async with streaming(server, [ENDLESS], 2000, ignore_eos=True) as stream:
@@ -72,7 +73,8 @@ async def test_abt_01_streams_that_are_left_one_after_another(server: Server, ho
     assert grown["vllm:generation_tokens_total"] < 20 * 500
 
 
-async def test_abt_02_clients_that_do_not_wait_for_a_whole_answer(server: Server) -> None:
+async def test_clients_that_do_not_wait_for_a_whole_answer(server: Server) -> None:
+    """ABT-02."""
     since = await settled(server)
     async with client(server, timeout=0.5) as official:
         chats = [
@@ -87,7 +89,8 @@ async def test_abt_02_clients_that_do_not_wait_for_a_whole_answer(server: Server
     assert "Traceback" not in server.gateway.log + server.engine.scheduler.log
 
 
-async def test_abt_03_hundreds_of_streams_left_anywhere_leave_nothing() -> None:
+async def test_hundreds_of_streams_left_anywhere_leave_nothing() -> None:
+    """ABT-03."""
     async with serving(FAST, "--max-num-seqs=24", "--max-num-batched-tokens=64") as server:
         processes = [psutil.Process(child.pid) for child in (server.gateway, server.engine.scheduler)]
         first = await complete(server, [CHAIN], 8)
@@ -142,7 +145,8 @@ async def leave_somewhere(server: Server, at: int, chance: random.Random) -> Non
                 await go(stream, how)
 
 
-async def test_abt_04_what_leaves_the_queue_is_never_computed(narrow: Server) -> None:
+async def test_what_leaves_the_queue_is_never_computed(narrow: Server) -> None:
+    """ABT-04."""
     since = await settled(narrow)
     async with streaming(narrow, [ENDLESS], 12) as long:
         await long.event()
@@ -163,7 +167,8 @@ async def waiting(server: Server, count: int) -> bool:
     return (await figures(server))["vllm:num_requests_waiting"] == count
 
 
-async def test_abt_09_a_second_request_of_the_same_pool_is_not_hurt(server: Server) -> None:
+async def test_a_second_request_of_the_same_pool_is_not_hurt(server: Server) -> None:
+    """ABT-09."""
     since = await settled(server)
     async with client(server) as official:
         await asyncio.gather(*(break_off_the_first(official, 25) for _ in range(4)))

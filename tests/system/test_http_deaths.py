@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from tests.gateway.fakes import events, texts
 from tests.scripted import CHAIN, Misdeed
-from tests.system.asking import (
+from tests.system.http_client import (
     ENDLESS,
     SAMPLES,
     SEQUENCES,
@@ -27,8 +27,8 @@ from tests.system.asking import (
     streaming,
     talk,
 )
-from tests.system.running import Gateway, Server, gateway, until
-from tests.system.running import server as serving
+from tests.system.processes import Gateway, Server, gateway, until
+from tests.system.processes import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -57,7 +57,8 @@ async def plain_text(at: Listening, prompt: list[int], tokens: int = TOKENS) -> 
     return text
 
 
-async def test_prc_02_a_worker_killed_while_idle_makes_the_server_unhealthy_for_a_while(server: Server) -> None:
+async def test_a_worker_killed_while_idle_makes_the_server_unhealthy_for_a_while(server: Server) -> None:
+    """PRC-02."""
     before = await settled(server)
     server.engine.worker.signal(signal.SIGKILL)
     await until(server.gateway.unhealthy, 2.0)
@@ -68,7 +69,8 @@ async def test_prc_02_a_worker_killed_while_idle_makes_the_server_unhealthy_for_
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_prc_02_streams_and_queued_requests_outlive_their_worker(server: Server, number: signal.Signals) -> None:
+async def test_streams_and_queued_requests_outlive_their_worker(server: Server, number: signal.Signals) -> None:
+    """PRC-02."""
     before, prompts = await settled(server), [[CHAIN, 10 + at] for at in range(28)]
     async with AsyncExitStack() as stack:
         streams = [await stack.enter_async_context(streaming(server, prompt, TOKENS)) for prompt in prompts[:8]]
@@ -90,8 +92,11 @@ async def generated(server: Server, tokens: int) -> bool:
     return (await figures(server))["vllm:generation_tokens_total"] >= tokens
 
 
-async def test_prc_03_a_request_that_breaks_every_step_fails_alone(server: Server) -> None:
-    """A step that raises, one without memory, and a result that is no message; each with two innocent neighbours."""
+async def test_a_request_that_breaks_every_step_fails_alone(server: Server) -> None:
+    """PRC-03.
+
+    A step that raises, one without memory, and a result that is no message; each with two innocent neighbours.
+    """
     before, prompts = await settled(server), [[CHAIN, 10], [CHAIN, 11]]
     for kind, token in POISON.items():
         innocent = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts]

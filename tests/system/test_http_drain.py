@@ -9,9 +9,9 @@ import pytest
 
 from tests.gateway.fakes import events, texts
 from tests.scripted import CHAIN
-from tests.system.asking import ENDLESS, MODEL, Answer, chained, client, complete, figures, talk
-from tests.system.running import Child, Server, until
-from tests.system.running import server as serving
+from tests.system.http_client import ENDLESS, MODEL, Answer, chained, client, complete, figures, talk
+from tests.system.processes import Child, Server, until
+from tests.system.processes import server as serving
 
 STREAMS = PLAIN = 10
 TOKENS = 80
@@ -32,7 +32,8 @@ async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio
 
 
 @pytest.mark.parametrize("who", ["gateway", "scheduler"])
-async def test_prc_10_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
+async def test_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
+    """PRC-10."""
     async with serving(talk(delay=0.02), "--drain-timeout=30", front=["--drain-timeout=30"]) as server:
         running = await begin(server, [CHAIN], TOKENS)
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
@@ -60,7 +61,8 @@ def text_of(answer: Answer) -> str:
 
 
 @pytest.mark.parametrize("who", ["gateway", "scheduler"])
-async def test_prc_10_without_a_drain_every_client_is_told(who: str) -> None:
+async def test_without_a_drain_every_client_is_told(who: str) -> None:
+    """PRC-10."""
     async with serving(talk(delay=0.02), "--drain-timeout=0", front=["--drain-timeout=0"]) as server:
         running = await begin(server, [ENDLESS], 1500)
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from tests.gateway.fakes import ends, events, texts
 from tests.scripted import CHAIN
-from tests.system.asking import (
+from tests.system.http_client import (
     ENDLESS,
     MODEL,
     SEQUENCES,
@@ -27,8 +27,8 @@ from tests.system.asking import (
     streaming,
     talk,
 )
-from tests.system.running import UNSTEADY, Server, until
-from tests.system.running import server as serving
+from tests.system.processes import UNSTEADY, Server, until
+from tests.system.processes import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -61,14 +61,16 @@ async def burst(server: Server) -> list[int]:
     return [answer.status for answer in answers]
 
 
-async def test_sch_12_a_burst_at_a_cold_server_is_served(server: Server) -> None:
+async def test_a_burst_at_a_cold_server_is_served(server: Server) -> None:
+    """SCH-12."""
     assert Counter(await burst(server)) == {200: BURST}
     grown = await settled(server)
     assert ended(grown, SEQUENCES) == {"length": BURST}
     assert grown["vllm:num_preemptions_total"] == 0
 
 
-async def test_sch_12_beyond_a_limit_the_burst_is_turned_away_at_once() -> None:
+async def test_beyond_a_limit_the_burst_is_turned_away_at_once() -> None:
+    """SCH-12."""
     async with serving(talk(delay=0.01), "--max-num-seqs=4", "--max-num-queued-reqs=20") as server:
         result = Counter(await burst(server))
         assert set(result) == {200, 429}
@@ -101,14 +103,15 @@ async def shows(server: Server, figure: str, count: int) -> bool:
     return (await figures(server))[figure] == count
 
 
-async def test_prc_06_a_gateway_that_stands_still_loses_nothing(server: Server) -> None:
-    """The steps go on meanwhile; what it cannot take waits for it."""
+async def test_a_gateway_that_stands_still_loses_nothing(server: Server) -> None:
+    """PRC-06: The steps go on meanwhile; what it cannot take waits for it."""
     before = await settled(server)
     await stand_still(server, 300)
     assert (await settled(server, before, 300))["vllm:generation_tokens_total"] == 300 * 40
 
 
-async def test_prc_06_with_room_for_ten_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_room_for_ten_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRC-06."""
     monkeypatch.setenv("PYTHONPATH", UNSTEADY)
     monkeypatch.setenv("UNSTEADY_HIGH_WATER", "10")
     async with serving(talk(delay=0.005), "--max-num-seqs=16") as narrow:
@@ -134,7 +137,8 @@ async def stand_still(server: Server, count: int, **fields: Any) -> None:
     assert (server.gateway.lives, server.engine.scheduler.lives) == (1, 1)
 
 
-async def test_lim_13_without_a_limit_outputs_fill_the_context_exactly(server: Server) -> None:
+async def test_without_a_limit_outputs_fill_the_context_exactly(server: Server) -> None:
+    """LIM-13."""
     before = await settled(server)
     async with client(server) as official:
         create, endless = official.chat.completions.create, {"ignore_eos": True}

@@ -12,7 +12,7 @@ from quire.serve import free_port
 from services.gateway.config import GatewayConfig
 from tests.gateway.fakes import events, texts
 from tests.scripted import CHAIN, Misdeed
-from tests.system.asking import (
+from tests.system.http_client import (
     BRIEF,
     ENDLESS,
     MODEL,
@@ -34,8 +34,8 @@ from tests.system.asking import (
     talk,
     wire,
 )
-from tests.system.running import UNSTEADY, Server, until
-from tests.system.running import server as serving
+from tests.system.processes import UNSTEADY, Server, until
+from tests.system.processes import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +62,8 @@ async def leave_after_first_text(at: Listening, prompt: list[int]) -> None:
         await stream.reset()
 
 
-async def test_met_01_figures_are_back_at_idle_soon_after_all_have_left(server: Server) -> None:
+async def test_figures_are_back_at_idle_soon_after_all_have_left(server: Server) -> None:
+    """MET-01."""
     before = await settled(server)
     removed = asyncio.Event()
 
@@ -89,7 +90,8 @@ async def at_rest(server: Server) -> bool:
     return idle(await figures(server))
 
 
-async def test_met_02_ends_are_counted_by_reason_and_add_up_to_what_was_taken_in(server: Server) -> None:
+async def test_ends_are_counted_by_reason_and_add_up_to_what_was_taken_in(server: Server) -> None:
+    """MET-02."""
     before = await settled(server)
     mix = [
         *(complete(server, [BRIEF], 9) for _ in range(5)),
@@ -108,8 +110,11 @@ async def test_met_02_ends_are_counted_by_reason_and_add_up_to_what_was_taken_in
     assert {code: count for code, count in answered.items() if code != "200"} == {"400": 2, "499": 3, "500": 1}
 
 
-async def test_met_03_totals_and_sums_reconcile_with_streams_that_were_cut(server: Server) -> None:
-    """The rule: every figure includes them. Tokens that were made but that nobody waited for are in the totals only."""
+async def test_totals_and_sums_reconcile_with_streams_that_were_cut(server: Server) -> None:
+    """MET-03.
+
+    The rule: every figure includes them. Tokens that were made but that nobody waited for are in the totals only.
+    """
     before = await settled(server)
     for at in range(5):
         await leave_after_first_text(server, [ENDLESS, 10 + at, *[9] * 998])
@@ -176,10 +181,10 @@ class Port(Struct):
     port: int
 
 
-async def test_met_04_counters_never_fall_and_failing_metrics_fail_alone(
+async def test_counters_never_fall_and_failing_metrics_fail_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In processes whose wall clock steps back at every look."""
+    """MET-04: In processes whose wall clock steps back at every look."""
     broken, port = tmp_path / "broken", Port(free_port(GatewayConfig(host="127.0.0.1", port=0)))
     monkeypatch.setenv("PYTHONPATH", UNSTEADY)
     monkeypatch.setenv("UNSTEADY_METRICS", str(broken))

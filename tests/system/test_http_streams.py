@@ -12,9 +12,9 @@ from openai.types.chat import ChatCompletionChunk
 
 from tests.gateway.fakes import ends, events, texts
 from tests.scripted import CHAIN
-from tests.system.asking import MODEL, SAMPLES, chained, client, ended, says, settled, streaming, talk
-from tests.system.running import Server
-from tests.system.running import server as serving
+from tests.system.http_client import MODEL, SAMPLES, chained, client, ended, says, settled, streaming, talk
+from tests.system.processes import Server
+from tests.system.processes import server as serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,7 +28,8 @@ async def server() -> AsyncIterator[Server]:
         yield system
 
 
-async def test_str_12_a_prompt_in_many_chunks_is_silent_until_its_first_token(server: Server) -> None:
+async def test_a_prompt_in_many_chunks_is_silent_until_its_first_token(server: Server) -> None:
+    """STR-12."""
     before, prompt = await settled(server), [CHAIN, *[9] * 999]
     async with streaming(server, prompt, 10, stream_options=OPTIONS) as stream:
         first = await stream.event()
@@ -43,7 +44,9 @@ async def test_str_12_a_prompt_in_many_chunks_is_silent_until_its_first_token(se
     assert grown["quire:steps_total"] >= 1000 / BUDGET + 9
 
 
-async def test_str_12_with_the_official_client(server: Server) -> None:
+async def test_with_the_official_client(server: Server) -> None:
+    """STR-12."""
+
     def work() -> list[ChatCompletionChunk]:
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", timeout=60) as official:
             create = official.chat.completions.create
@@ -58,7 +61,8 @@ async def test_str_12_with_the_official_client(server: Server) -> None:
     assert usage.usage.completion_tokens == 10
 
 
-async def test_str_16_a_hundred_streams_have_one_finish_each(server: Server) -> None:
+async def test_a_hundred_streams_have_one_finish_each(server: Server) -> None:
+    """STR-16."""
     before = await settled(server)
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("port", {}),
@@ -83,7 +87,8 @@ async def chat(official: openai.AsyncOpenAI, content: str, fields: dict[str, Any
     return last, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-async def test_str_16_tools_are_refused_for_now(server: Server) -> None:
+async def test_tools_are_refused_for_now(server: Server) -> None:
+    """STR-16."""
     tool: Any = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
     async with client(server) as official:
         with pytest.raises(openai.BadRequestError, match="tools is not supported") as caught:

@@ -13,7 +13,7 @@ from shared.errors import EngineFailure
 from shared.protocol import FinishReason, Sampling
 from tests.scripted import CHAIN, Misdeed, Script
 from tests.scripted import expected_chain as expected
-from tests.system.running import Engine, Output, complete, rest, serving, snapshot, until
+from tests.system.processes import Engine, Output, complete, rest, serving, snapshot, until
 
 SLOW = Script(delay=0.01)
 TOKENS = 60

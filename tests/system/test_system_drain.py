@@ -10,7 +10,7 @@ import pytest
 from shared.errors import EngineFailure, Unavailable
 from shared.protocol import FinishReason, Sampling
 from tests.scripted import CHAIN, Script, expected_chain
-from tests.system.running import Output, complete, serving, snapshot, until
+from tests.system.processes import Output, complete, serving, snapshot, until
 
 SLOW = Script(delay=0.02)
 

@@ -12,10 +12,10 @@ from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from shared.errors import EngineFailure, QuireError
 from tests.scripted import CHAIN, Misdeed, Script
 from tests.scripted import expected_chain as expected
-from tests.system import asking
-from tests.system.asking import talk
-from tests.system.running import complete, gateway, rest, serving, until
-from tests.system.running import engine as running
+from tests.system import http_client as asking
+from tests.system.http_client import talk
+from tests.system.processes import complete, gateway, rest, serving, until
+from tests.system.processes import engine as running
 
 STUCK = 666
 SOON = 10.0  # seconds: far more than the two that are meant, and far less than the half minute of an excuse

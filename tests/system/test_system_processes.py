@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.backend import Backend
 from tests.scripted import CHAIN, Misdeed, Script, expected_chain
-from tests.system.running import ROOT, Child, complete, engine, until
+from tests.system.processes import ROOT, Child, complete, engine, until
 
 POISON = 666
 

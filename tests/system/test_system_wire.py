@@ -31,7 +31,7 @@ from shared.transport import connect
 from shared.unread import MAX_UNREAD
 from tests.scripted import CHAIN, Script, ScriptedRunner, expected_chain
 from tests.shared.test_transport import frame, raw_peer
-from tests.system.running import Child, Engine, complete, engine, rest, serving, until
+from tests.system.processes import Child, Engine, complete, engine, rest, serving, until
 
 
 @asynccontextmanager

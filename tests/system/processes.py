@@ -23,7 +23,7 @@ from quire.supervisor import is_healthy
 from services.gateway.backend import Backend
 from services.gateway.engine_request import EngineRequest
 from shared.protocol import FinishReason, Sampling, Snapshot
-from tests.quire.serving import free_ports
+from tests.quire.quire_server import free_ports
 from tests.scripted import Script
 from tests.text.vocabulary import write_model_folder
 

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.scripted import CHAIN, Reply, Script, expected_chain
-from tests.system.running import PATIENCE
+from tests.system.processes import PATIENCE
 from tests.text.vocabulary import make_tokenizer
 
 TOKENIZER = make_tokenizer()
