@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.load import Ops
-from kernels.reference.sample import Choices
+from kernels.ops import Ops
+from kernels.sampling_metadata import SamplingMetadata
 from services.worker.batch import Ints
 from services.worker.slots import Slots
 
@@ -63,10 +63,10 @@ class Sampler:
             tokens[self._tensor(~edited)] = chosen
         return tokens
 
-    def _choices(self, draws: Draws, outputs: Ints, rows: Ints) -> Choices:
+    def _choices(self, draws: Draws, outputs: Ints, rows: Ints) -> SamplingMetadata:
         """How `draws` are made, from `rows` of some logits; `outputs` are the positions in the output."""
         state, slots = self._state, draws.slots
-        return Choices(
+        return SamplingMetadata(
             rows=rows,
             temperature=state.temperature[slots],
             top_k=state.top_k[slots],

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.load import Ops, ops, reference
+from kernels.load import ops, reference
+from kernels.ops import Ops
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))

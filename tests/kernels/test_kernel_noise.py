@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.reference.philox import philox, token_noise
+from kernels.reference.gumbel import philox, token_noise
 
 ONES = 0xFFFFFFFF
 

@@ -103,7 +103,7 @@ def test_codes_stand_for_the_same_numbers(way: str, tmp_path: Path) -> None:
         codes = files.get_quantized(name)
         assert codes is not None
         assert codes.bits == WAYS[way].bits
-        step = codes._replace(codes=torch.ones_like(codes.codes), leasts=None, zero=0).dequantize()
+        step = codes._replace(quants=torch.ones_like(codes.quants), mins=None, zero_point=0).dequantize()
         error = ((codes.dequantize() - weight).abs() / step).max()
         assert error <= (0 if WAYS[way].symmetric else 2**codes.bits * 2.0**-11)
     assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")
@@ -123,8 +123,8 @@ def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
     files = weight_files(folder)
     codes = files.get_quantized(f"{Q}.weight")
     assert codes is not None
-    assert codes.leasts is not None
-    assert (codes.leasts[:, 0] == 0).all()
+    assert codes.mins is not None
+    assert (codes.mins[:, 0] == 0).all()
     assert torch.equal(files.get(f"{Q}.weight"), weight)
     assert torch.equal(codes.dequantize()[:, :32], weight[:, :32])
 

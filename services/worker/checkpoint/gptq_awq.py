@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantized import GROUP, QuantizedWeight
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight
 from services.worker.checkpoint.quantization_config import PackedFormat
 from shared.errors import ModelError
 
@@ -98,7 +98,7 @@ class PackedWeights:
         steps = scales.half()
         if not _whole(group) or not torch.equal(steps.float(), scales.float()):
             return None
-        places, shared, leasts = group[::GROUP], int(zeros.view(-1)[0]), None
+        places, shared, leasts = group[::QUANT_GROUP_SIZE], int(zeros.view(-1)[0]), None
         if not (zeros == shared).all():
             leasts, shared = (zeros.float() * -scales.float()).half()[:, places], 0
             if not leasts.isfinite().all():
@@ -129,7 +129,7 @@ class PackedWeights:
         groups = -(-inputs // size)
         _expect(f"{module}.scales", scales, (groups, outputs))
         _expect(f"{module}.qzeros", qzeros, (groups, outputs // packed))
-        if inputs % GROUP or outputs % packed:
+        if inputs % QUANT_GROUP_SIZE or outputs % packed:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
         return _Matrix(qweight, qzeros, scales, self._group(module, inputs, size, groups), (outputs, inputs))
 
@@ -158,7 +158,7 @@ class PackedWeights:
 
 def _whole(group: Tensor) -> bool:
     """Whether inputs 32 by 32 belong to one group each."""
-    blocks = group.view(-1, GROUP)
+    blocks = group.view(-1, QUANT_GROUP_SIZE)
     return bool((blocks == blocks[:, :1]).all())
 
 

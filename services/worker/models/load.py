@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.checkpoint.errors import naming
 from services.worker.checkpoint.quantization_config import disagreement, packed_format
 from services.worker.checkpoint.weight_files import WeightFiles

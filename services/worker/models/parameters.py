@@ -20,7 +20,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from kernels.quantized import GROUP, QuantizedWeight, quantize, stack
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, quantize, stack
 from services.worker.checkpoint.config_json import UnsupportedByFamily
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, refuse_codes
 from services.worker.models.decoder.layers import Weights
@@ -80,7 +80,7 @@ class CheckpointWeights:
             parts = [self._files.get_quantized(tensor) for tensor in tensors]
             found = stack([part for part in parts if part is not None]) if all(parts) else None
             if found is not None:
-                self._done(found.codes.numel() * self._precision.dtype.itemsize)
+                self._done(found.quants.numel() * self._precision.dtype.itemsize)
                 return found
             self.dequantised += [tensor for tensor in tensors if self._files.is_quantized(tensor)]
         return rounded(self.take(name), wanted)
@@ -135,7 +135,7 @@ def load_weights(
 
 def rounded(weight: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
     """`weight` (out, in) in 8 or 4 bits, where that is wanted and its inputs make whole groups."""
-    if quantization not in ("int8", "int4") or weight.shape[1] % GROUP:
+    if quantization not in ("int8", "int4") or weight.shape[1] % QUANT_GROUP_SIZE:
         return weight
     return quantize(weight, 8 if quantization == "int8" else 4)
 

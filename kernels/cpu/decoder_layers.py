@@ -1,0 +1,80 @@
+"""All layers of a decoder in one call: csrc/decoder_layers.cpp, which says what that is good for.
+
+The numbers are those of the single operations, to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention import AttentionPlan
+from kernels.cpu.linear import PackedQuantizedWeight, PackedWeight
+from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
+
+ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
+PANEL = 32  # outputs of the first GEMM of a feed-forward block that become one group of inputs of the second
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+Rotations = Sequence[tuple[Tensor, Tensor]]
+
+
+def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
+    """Return the layers as one operation, or None if they are not of a kind that it takes."""
+    if config.activation not in ACTIVATIONS or not all(_is_supported(layer) for layer in layers):
+        return None
+    fused = torch.classes.quire.DecoderLayers(
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.scale,
+        config.softcap,
+        config.eps,
+        config.activation.startswith("gelu"),
+        config.activation.endswith("_and_mul"),
+    )
+    for layer in layers:
+        fused.add(
+            layer.attention_norm,
+            _projection(layer.qkv),
+            layer.q_norm,
+            layer.k_norm,
+            _projection(layer.out),
+            layer.attention_post_norm,
+            layer.mlp_norm,
+            _projection(layer.up),
+            _projection(layer.down),
+            layer.mlp_post_norm,
+            *layer.kv_bias,
+            layer.window,
+            -1 if layer.rope is None else layer.rope,
+        )
+
+    def forward(
+        x: Tensor,
+        caches: Caches,
+        slot_mapping: Tensor,
+        plan: AttentionPlan,
+        rotations: Rotations,
+        angles: Sequence[Tensor] = (),
+    ) -> Tensor:
+        keys, values = zip(*caches, strict=True)
+        cosines, sines = [cos for cos, _ in rotations], [sin for _, sin in rotations]
+        hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, cosines, sines, list(angles))
+        return hidden
+
+    return forward
+
+
+def _is_supported(layer: DecoderLayer) -> bool:
+    weights = [projection.weight for projection in (layer.qkv, layer.out, layer.up, layer.down)]
+    supported = all(isinstance(weight, PackedWeight | PackedQuantizedWeight) for weight in weights)
+    return supported and layer.down.weight.inputs % PANEL == 0
+
+
+def _projection(projection: Projection) -> Any:
+    weight, bias = projection
+    if isinstance(weight, PackedQuantizedWeight):
+        return torch.classes.quire.Projection(weight.records, weight.outputs, *weight.format, bias)
+    return torch.classes.quire.Projection(weight.panels, weight.outputs, 0, False, 0, bias)
