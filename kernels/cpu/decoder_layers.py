@@ -24,32 +24,9 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
     """Return the layers as one operation, or None if they are not of a kind that it takes."""
     if config.activation not in ACTIVATIONS or not all(_is_supported(layer) for layer in layers):
         return None
-    fused = torch.classes.quire.DecoderLayers(
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.scale,
-        config.softcap,
-        config.eps,
-        config.activation.startswith("gelu"),
-        config.activation.endswith("_and_mul"),
-    )
+    fused = torch.classes.quire.DecoderLayers(config._asdict())
     for layer in layers:
-        fused.add(
-            layer.attention_norm,
-            _projection(layer.qkv),
-            layer.q_norm,
-            layer.k_norm,
-            _projection(layer.out),
-            layer.attention_post_norm,
-            layer.mlp_norm,
-            _projection(layer.up),
-            _projection(layer.down),
-            layer.mlp_post_norm,
-            *layer.kv_bias,
-            layer.window,
-            -1 if layer.rope is None else layer.rope,
-        )
+        fused.add({name: _to_native(value) for name, value in layer._asdict().items()})
 
     def forward(
         x: Tensor,
@@ -73,8 +50,11 @@ def _is_supported(layer: DecoderLayer) -> bool:
     return supported and layer.down.weight.inputs % PANEL == 0
 
 
-def _projection(projection: Projection) -> Any:
-    weight, bias = projection
+def _to_native(field: Any) -> Any:
+    """Return a layer's field as C++ takes it."""
+    if not isinstance(field, Projection):
+        return field
+    weight, bias = field
     if isinstance(weight, PackedQuantizedWeight):
         return torch.classes.quire.Projection(weight.records, weight.outputs, *weight.format, bias)
     return torch.classes.quire.Projection(weight.panels, weight.outputs, 0, False, 0, bias)
