@@ -32,7 +32,7 @@ class LayerConfig(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """One layer: its weights, as `pack_linear` and `pack_vector` returned them, and the numbers of its own."""
+    """A layer: its weights, as `pack_linear` and `pack_vector` returned them, and its own numbers."""
 
     attention_norm: Tensor  # (H,)
     qkv: Projection

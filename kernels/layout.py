@@ -1,4 +1,4 @@
-"""Where keys and values lie in memory. Only this file knows, and csrc/kv_cache.h for the kernels in C++.
+"""The layout of keys and values in memory. Only this file knows it, and csrc/kv_cache.h for the kernels in C++.
 
     storage: (layer, K or V, block, kv head, slot in the block, dim), one allocation for all layers
 
@@ -52,7 +52,7 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values, in all layers."""
+        """The size of a token's keys and values, in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self._width * self.dtype.itemsize
 
     @property

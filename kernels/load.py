@@ -1,4 +1,4 @@
-"""Which implementation of the operations a device gets. The only place that chooses."""
+"""Choosing a device's operations. A further set is a folder like `kernels/reference`, and its `ops.py` named here."""
 
 import torch
 

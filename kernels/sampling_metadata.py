@@ -12,7 +12,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How to choose N tokens. Arrays (N,) on the host, since they decide which operations run."""
+    """The sampling parameters of N tokens. Arrays (N,) are on the host, since they decide which operations run."""
 
     rows: Ints  # of the logits
     temperature: Floats

@@ -1,6 +1,6 @@
-"""All layers of a decoder in one call: csrc/decoder_layers.cpp, which says what that is good for.
+"""The layers of a decoder in one call: csrc/decoder_layers.cpp, which says why.
 
-The numbers are those of the single operations, to the bit.
+The results are those of the single operations, to the bit.
 """
 
 from collections.abc import Callable, Sequence

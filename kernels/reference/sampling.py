@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, the filters, the choice of a token, and log-probabilities.
+"""Sampling: penalties, the filters of logits, the choice of a token, and log-probabilities.
 
     logits ─▶ temperature ─▶ min_p ─▶ top_k ─▶ top_p ─▶ draw by noise (gumbel.py)
 

@@ -51,7 +51,7 @@ struct WorkItem {
     int64_t partial;  // index, in queries, of its results among those to be merged; unused if there is only one segment
 };
 
-// Whether elements are quants, to be multiplied by a scale for each key.
+// True if the elements are quants, which are multiplied by a scale for each key.
 template <class T>
 constexpr bool is_quantized = std::is_same_v<T, int8_t>;
 
@@ -306,7 +306,7 @@ template <class T, bool SCALED, class Prefetch, class CacheT>
 void attend_tile(const Problem& p, const WorkItem& item, int queries, const Tile<T, SCALED>& tile,
                  const Prefetch& prefetch, Scratch<CacheT>& scratch) {
     int dim = p.cache.padded_dim, shared = p.heads / p.cache.kv_heads;
-    // How many of the tile's keys a query sees; other queries of the item may see more.
+    // The number of the tile's keys that a query sees; other queries of the item may see more.
     auto visible = [&](int query) { return std::min(tile.keys, item.start + query / shared + 1 - tile.first); };
     for_each_six(queries, [&](auto n, int query) {
         int keys = visible(query + n - 1);

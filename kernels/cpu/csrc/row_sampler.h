@@ -180,11 +180,10 @@ class RowSampler {
         });
     }
 
-    // How many tokens have at least some z, and their mass.
     struct Threshold {
         float z;
-        int64_t count;
-        double mass;  // with float32 exponentials
+        int64_t count;  // of tokens from z upwards
+        double mass;    // their Σ e^z, with float32 exponentials
     };
 
     // Makes candidates of the `count` likeliest tokens, or if that is 0 of those with the mass `min_mass`, and not many

@@ -1,4 +1,4 @@
-// From rows of logits to tokens, and to log-probabilities; kernels/reference/sampling.py has the rules under the same
+// Penalties, sampling and log-probabilities of rows of logits; kernels/reference/sampling.py has the rules under the same
 // names. One thread works on a row from beginning to end, so that the result depends neither on its neighbours nor on
 // the number of threads.
 #include <ATen/Parallel.h>
@@ -30,7 +30,7 @@ void check_logits(const at::Tensor& logits) {
     TORCH_CHECK(logits.size(1) < TAIL, "a vocabulary beyond 2^31");
 }
 
-// ids[i] = the token drawn from logits[rows[i]]; a temperature below `greedy_below` takes the largest.
+// ids[i] = the token drawn from logits[rows[i]]; a temperature below `greedy_below` takes the maximum.
 void sample(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& temperature, const at::Tensor& top_k,
             const at::Tensor& top_p, const at::Tensor& min_p, const at::Tensor& seeds, const at::Tensor& samples,
             const at::Tensor& positions, double greedy_below, at::Tensor& ids) {
@@ -61,7 +61,7 @@ void penalise(float* x, const int32_t* tokens, int64_t prompt_len, int64_t lengt
     for (int64_t i = 0; i < length; i++) counts[tokens[i]] = std::max(counts[tokens[i]], 1) + (i >= prompt_len);
     for (int64_t i = 0; i < length; i++) {
         int32_t &entry = counts[tokens[i]], count = entry - 1;
-        if (entry == 0) continue;  // an earlier one of the same token did it
+        if (entry == 0) continue;  // the same token came earlier
         float& logit = x[tokens[i]];
         logit = logit > 0 ? logit / repetition : logit * repetition;
         logit = logit - frequency * float(count) - presence * float(count > 0);
