@@ -1,4 +1,4 @@
-"""Compare narrower types with float32, on fixed texts: Kullback-Leibler divergence and agreement of the likeliest token.
+"""Compare narrower types with float32, on fixed texts: Kullback-Leibler divergence, agreement of the likeliest token.
 
 Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, it compares the
 model's distribution over the next token in float32 with that in each other precision. The embedded model's weights are
