@@ -1,6 +1,6 @@
-// Penalties, sampling and log-probabilities of rows of logits; kernels/reference/sampling.py has the rules under the same
-// names. One thread works on a row from beginning to end, so that the result depends neither on its neighbours nor on
-// the number of threads.
+// Penalties, sampling and log-probabilities of rows of logits; kernels/reference/sampling.py has the rules under the
+// same names. One thread works on a row from beginning to end, so that the result depends neither on its neighbours nor
+// on the number of threads.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
