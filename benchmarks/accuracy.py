@@ -1,9 +1,9 @@
-"""How far narrower types are from float32, on fixed texts: Kullback-Leibler divergence and agreement of the likeliest.
+"""Compare narrower types with float32, on fixed texts: Kullback-Leibler divergence, agreement of the likeliest token.
 
-Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, the model's
-distribution over the next token in float32 is held against that of each other precision. The embedded model's weights
-are those of a GGUF file (4 bits and a head of 8), so a row `auto` differs from float32 by its activations and cache
-alone, and one that rounds weights rounds them a second time.
+Run with `python benchmarks/accuracy.py`; it prints a table in Markdown. For each position of the texts, it compares the
+model's distribution over the next token in float32 with that in each other precision. The embedded model's weights are
+those of a GGUF file (4 bits and a head of 8), so a row `auto` differs from float32 by its activations and cache alone,
+and one that rounds weights rounds them a second time.
 
 With `--key-biases` it counts instead in how many positions tiny random Qwen2 models whose keys have large biases keep
 the likeliest token in caches of narrower types.
@@ -57,28 +57,28 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder or file; the embedded model if left out")
-    parser.add_argument("--key-biases", action="store_true", help="of tiny models whose keys have large biases")
-    asked = parser.parse_args()
-    key_biases() if asked.key_biases else precisions(asked.model)
+    parser.add_argument("--key-biases", action="store_true", help="measure tiny models whose keys have large biases")
+    options = parser.parse_args()
+    key_biases() if options.key_biases else precisions(options.model)
 
 
 def precisions(model: str) -> None:
-    """Print how far each precision of `model` is from float32."""
+    """Print the distance of each precision of `model` from float32."""
     tokenizer = Tokenizer.load(locate(model))
     texts = [tokenizer.encode(text) for text in TEXTS]
     exact = distributions(model, texts, {"dtype": "float32"})
     print(f"{len(exact)} positions\n\n| precision | KL, mean | KL, largest | the same likeliest token |")
     print("|---|---|---|---|")
     for settings in PRECISIONS:
-        found = distributions(model, texts, settings)
-        divergence = (exact.exp() * (exact - found)).sum(-1)
-        agree = (found.argmax(-1) == exact.argmax(-1)).float().mean()
+        narrow = distributions(model, texts, settings)
+        divergence = (exact.exp() * (exact - narrow)).sum(-1)
+        agree = (narrow.argmax(-1) == exact.argmax(-1)).float().mean()
         name = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())
         print(f"| `{name}` | {divergence.mean():.1e} | {divergence.max():.1e} | {agree:.1%} |", flush=True)
 
 
 def key_biases() -> None:
-    """Print in how many positions the likeliest token is kept, a row for each size of biases."""
+    """Print the number of positions whose likeliest token is kept, a row for each size of biases."""
     caches = ("bfloat16", "int8")
     print(f"| biases of keys | {' | '.join(caches)} |\n|---|---|---|")
     for size in KEY_BIASES:
@@ -96,7 +96,7 @@ def key_biases() -> None:
 
 
 def save_biased(folder: Path, size: float, seed: int) -> Sequence[int]:
-    """Save a tiny Qwen2 whose keys have biases of about `size`, of both signs; return tokens to ask it."""
+    """Save a tiny Qwen2 whose keys have biases of about `size`, of both signs; return tokens of a text for it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
@@ -113,7 +113,7 @@ def save_biased(folder: Path, size: float, seed: int) -> Sequence[int]:
 
 @torch.inference_mode()
 def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str, str]) -> Tensor:
-    """(positions of all texts, V) log-probabilities."""
+    """Return log-probabilities (positions of all texts, V)."""
     device = torch.device("cpu")
     kernels = ops(device)
     loaded = load_model(locate(model), WorkerConfig(model=model, device="cpu", **settings), device, kernels)
@@ -122,7 +122,7 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
     layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, loaded.precision.kv_dtype)
     storage = layout.allocate(blocks, device)
     epoch = Epoch(boot_id="accuracy", count=1)
-    found = []
+    logprobs = []
     for text in texts:
         sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
         state = SequenceStates(sizes, shape.vocab_size, device)
@@ -131,8 +131,8 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
         state.apply(StepPlan(epoch, 0, [], new_sequences=[sequence]))
         batch = build_batch([Row(0, 0, len(text), 0)], state, layout, kernels)
         hidden = loaded.decoder.forward(batch.inputs, layout.views(storage))
-        found.append(loaded.decoder.logits(hidden).log_softmax(-1))
-    return torch.cat(found)
+        logprobs.append(loaded.decoder.logits(hidden).log_softmax(-1))
+    return torch.cat(logprobs)
 
 
 if __name__ == "__main__":

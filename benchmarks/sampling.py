@@ -1,9 +1,9 @@
-"""What choosing a token costs: the plain and the compiled operations on rows of logits of ordinary text.
+"""Measure the cost of choosing a token: the plain and the compiled operations on rows of logits of ordinary text.
 
     python -m benchmarks.sampling [--rows 1,32,64] [--threads 1] [--repeats 20]
 
-The logits are the embedded model's, over this repository's README. Shown is the CPU time of the best
-of the repeats, in ms for all rows: what else runs on the machine matters less to it than to wall time.
+The logits are the embedded model's, over this repository's README. The table shows the CPU time of the best
+of the repeats, in ms for all rows: other load on the machine disturbs it less than wall time.
 """
 
 import argparse
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.serving import ROOT
-from kernels.load import Ops, ops, reference
-from kernels.reference.sample import Choices
+from kernels.load import ops, reference
+from kernels.ops import Ops
+from kernels.sampling_metadata import SamplingMetadata
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import Inputs
 from services.worker.start import start_runner
 from shared.hub.checkpoint import locate
 from shared.text.tokenizer import Tokenizer
 
-KINDS = {  # temperature, top_k, top_p, min_p
+PARAMETERS = {  # temperature, top_k, top_p, min_p
     "greedy": (0.0, 0, 1.0, 0.0),
     "temperature 0.8": (0.8, 0, 1.0, 0.0),
     "temperature 1": (1.0, 0, 1.0, 0.0),
@@ -32,7 +33,7 @@ KINDS = {  # temperature, top_k, top_p, min_p
     "top_p 0.95": (1.0, 0, 0.95, 0.0),
     "temperature 0.2, top_p 0.9": (0.2, 0, 0.9, 0.0),
 }
-EVERY = 4  # tokens of the text a row of logits
+TOKENS_PER_ROW = 4  # of the text, for each row of logits
 
 
 def main() -> None:
@@ -46,9 +47,9 @@ def main() -> None:
     logits = text_logits(max(sizes))
     kernels = (reference(), ops(torch.device("cpu")))
     print(f"| ms, plain → compiled | {' | '.join(f'{size} rows' for size in sizes)} |\n|{'---|' * (len(sizes) + 1)}")
-    for name, kind in KINDS.items():
+    for name, parameters in PARAMETERS.items():
         cells = [
-            " → ".join(f"{sampling(one, logits[-size:], kind, options.repeats):.2f}" for one in kernels)
+            " → ".join(f"{sampling(one, logits[-size:], parameters, options.repeats):.2f}" for one in kernels)
             for size in sizes
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
@@ -60,9 +61,9 @@ def main() -> None:
 
 @torch.inference_mode()
 def text_logits(rows: int) -> Tensor:
-    """(rows, V): the model's after every fourth token of the text."""
+    """Return the model's logits (rows, V) after every fourth token of the text."""
     runner = start_runner(WorkerConfig())
-    ids = Tokenizer.load(locate("")).encode((ROOT / "README.md").read_text())[: rows * EVERY]
+    ids = Tokenizer.load(locate("")).encode((ROOT / "README.md").read_text())[: rows * TOKENS_PER_ROW]
     count, blocks = len(ids), -(-len(ids) // 16)
     layout, decoder = runner._layout(16), runner._decoder
     decoder.prepare_positions(count)
@@ -73,16 +74,16 @@ def text_logits(rows: int) -> Tensor:
         block_size=16,
         num_kv_heads=layout.num_kv_heads,
     )
-    places = torch.arange(count)
+    positions = torch.arange(count)
     caches = layout.views(layout.allocate(blocks, runner.device))
-    hidden = decoder.forward(Inputs(torch.tensor(ids), places, places, plan), caches)
-    return decoder.logits(hidden[EVERY - 1 :: EVERY]).clone()
+    hidden = decoder.forward(Inputs(torch.tensor(ids), positions, positions, plan), caches)
+    return decoder.logits(hidden[TOKENS_PER_ROW - 1 :: TOKENS_PER_ROW]).clone()
 
 
-def sampling(kernels: Ops, logits: Tensor, kind: tuple[float, int, float, float], repeats: int) -> float:
+def sampling(kernels: Ops, logits: Tensor, parameters: tuple[float, int, float, float], repeats: int) -> float:
     rows = np.arange(len(logits))
-    temperature, top_k, top_p, min_p = kind
-    wanted = Choices(
+    temperature, top_k, top_p, min_p = parameters
+    metadata = SamplingMetadata(
         rows=rows,
         temperature=np.full(len(rows), temperature, np.float32),
         top_k=np.full(len(rows), top_k),
@@ -92,7 +93,7 @@ def sampling(kernels: Ops, logits: Tensor, kind: tuple[float, int, float, float]
         samples=rows * 0,
         positions=rows,
     )
-    return best(lambda: kernels.sample(logits, wanted), repeats)
+    return best(lambda: kernels.sample(logits, metadata), repeats)
 
 
 def penalising(kernels: Ops, logits: Tensor, repeats: int) -> float:
@@ -100,8 +101,8 @@ def penalising(kernels: Ops, logits: Tensor, repeats: int) -> float:
     tokens = (torch.arange(rows * 256, dtype=torch.int32) * 7919 % 30000).view(rows, 256)
     lengths = torch.full((rows,), 256)
     scales = (torch.full((rows,), value) for value in (1.2, 0.5, 0.5))
-    wanted = (tokens, lengths // 2, lengths, *scales)
-    return best(lambda: kernels.penalties(logits, *wanted), repeats)
+    arguments = (tokens, lengths // 2, lengths, *scales)
+    return best(lambda: kernels.penalties(logits, *arguments), repeats)
 
 
 def scoring(kernels: Ops, logits: Tensor, repeats: int) -> float:
@@ -110,7 +111,7 @@ def scoring(kernels: Ops, logits: Tensor, repeats: int) -> float:
 
 
 def best(call: Callable[[], object], repeats: int) -> float:
-    """Milliseconds of CPU, of the fastest of so many calls."""
+    """Return the CPU time of the fastest of `repeats` calls, in milliseconds."""
     seconds = []
     for _ in range(repeats):
         began = time.process_time()

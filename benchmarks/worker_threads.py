@@ -1,9 +1,9 @@
-"""Tokens a second of the worker alone, for several numbers of threads: decoding at some batch sizes, and prefill.
+"""Measure the worker alone for several numbers of threads: decoding at some batch sizes, and prefill.
 
     python -m benchmarks.worker_threads [MODEL FOLDER] [--threads 1,2] [--batches 1,8,32] [--context 256]
 
-Each number of threads gets a process of its own. Steps are run as a scheduler would plan them, without one; the best
-and the median of the steps are shown. Without a folder, the embedded model is measured.
+Each number of threads has a process of its own. Steps run as a scheduler would plan them, without one; the table shows
+tokens a second, and the best and the median of the steps. Without a folder, it measures the embedded model.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for one number of threads")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, for one number of threads")
     options = parser.parse_args()
     if options.json:
         print(json.dumps(measure(options)))
@@ -45,13 +45,13 @@ def main() -> None:
     print(f"| threads | what | rows | ms/step median (best) | tok/s |\n|{'---|' * 5}")
     for threads in options.threads.split(","):
         command = [sys.executable, "-m", "benchmarks.worker_threads", *sys.argv[1:], "--json", "--threads", threads]
-        found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        for what, rows, tokens, median, best in json.loads(found):
-            print(f"| {threads} | {what} | {rows} | {median:.1f} ({best:.1f}) | {tokens / median * 1e3:.0f} |")
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for name, rows, tokens, median, best in json.loads(output):
+            print(f"| {threads} | {name} | {rows} | {median:.1f} ({best:.1f}) | {tokens / median * 1e3:.0f} |")
 
 
 def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, float]]:
-    """(what, rows, tokens a step, median and best ms) of each case, on one number of threads."""
+    """Return (name, rows, tokens a step, median ms, best ms) of each case, with one number of threads."""
     runner = start_runner(WorkerConfig(model=options.model, num_threads=int(options.threads), dtype=options.dtype))
     batches = [int(size) for size in options.batches.split(",")]
     results = []
@@ -64,17 +64,17 @@ def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, flo
     return results
 
 
-def decode(runner: ModelRunner, size: int, context: int, steps: int, sampling: Sampling) -> list[float]:
-    """Seconds of each of `steps` steps, `size` sequences that have `context` tokens at the first of them."""
-    begin(runner, size, context + steps)
-    execute(runner, [], [sequence(slot, size, context, context + steps, sampling) for slot in range(size)])
+def decode(runner: ModelRunner, size: int, context: int, num_steps: int, sampling: Sampling) -> list[float]:
+    """Return the seconds of each step, with `size` sequences that have `context` tokens at the first of them."""
+    begin(runner, size, context + num_steps)
+    execute(runner, [], [sequence(slot, size, context, context + num_steps, sampling) for slot in range(size)])
     for slot in range(size):
         execute(runner, [Row(slot, 0, context - 1, 0)])
-    return [execute(runner, [Row(slot, context - 1 + step, 1, 1) for slot in range(size)]) for step in range(steps)]
+    return [execute(runner, [Row(slot, context - 1 + step, 1, 1) for slot in range(size)]) for step in range(num_steps)]
 
 
 def prefill(runner: ModelRunner, length: int, repeats: int) -> list[float]:
-    """Seconds for the whole of a prompt in one step."""
+    """Return the seconds of each step that takes a whole prompt."""
     begin(runner, 1, length)
     execute(runner, [], [sequence(0, 1, length, length, MODES["greedy"])])
     return [execute(runner, [Row(0, 0, length, 1)]) for _ in range(repeats)]
@@ -95,7 +95,7 @@ def begin(runner: ModelRunner, size: int, length: int) -> None:
 
 
 def sequence(slot: int, size: int, tokens: int, length: int, sampling: Sampling) -> NewSequence:
-    """Its blocks are dealt out in turn with the others', so that none has neighbouring ones."""
+    """Return a new sequence. Its blocks alternate with the others', so that none has neighbouring blocks."""
     blocks = -(-(length + 1) // BLOCK)
     return NewSequence(
         slot=slot,
@@ -116,7 +116,7 @@ _steps = itertools.count()
 
 
 def summary(seconds: list[float]) -> tuple[float, float]:
-    """Median and best in milliseconds; the first step, which may be cold, is left out."""
+    """Return median and best in milliseconds, without the first step, which may be cold."""
     times = [second * 1e3 for second in seconds[1:]]
     return statistics.median(times), min(times)
 

@@ -1,6 +1,6 @@
 """Tensor operations of the forward pass and of sampling: tensors in, tensors out, nothing known of requests.
 
-`load.py` chooses the implementations; `reference/` has one in plain torch for every operation. This file stays
-without code and without a version: another distribution of the same name exists, and libraries that probe for it
-would otherwise take this package for theirs.
+`ops.py` says which there are; `load.py` chooses a device's; `reference/` has all of them in plain torch. This file
+stays without code and without a version: another distribution of the same name exists, and libraries that probe for
+it would otherwise take this package for theirs.
 """

@@ -1,7 +1,8 @@
-"""What a decoder's layers are made of, for kernels that compute them all in one call.
+"""A decoder's layers as values, for kernels that compute all of them in one call.
 
 A layer is x + f(norm(x)) twice, with attention and a feed-forward block for f, root-mean-square norms without bias, and
-one more norm behind f where there are post norms.
+one more norm after f where there are post norms. Implementations read the fields by their names: a field is added
+here and in the struct of csrc/decoder_layers.cpp.
 """
 
 from typing import Any, NamedTuple
@@ -10,11 +11,16 @@ from torch import Tensor
 
 from kernels.kv_bias import KVBias
 
-Projection = tuple[Any, Tensor | None]  # what `pack_linear` gave, and the bias
+
+class Projection(NamedTuple):
+    """A weight as `pack_linear` returned it, and the bias (out,)."""
+
+    weight: Any
+    bias: Tensor | None
 
 
-class Sizes(NamedTuple):
-    """What all layers share."""
+class LayerConfig(NamedTuple):
+    """The numbers that all layers of a decoder share."""
 
     heads: int
     kv_heads: int
@@ -25,20 +31,19 @@ class Sizes(NamedTuple):
     activation: str  # the operation's name
 
 
-class LayerParts(NamedTuple):
-    """One layer's weights, packed, and what else is its own."""
+class DecoderLayer(NamedTuple):
+    """A layer: its weights, as `pack_linear` and `pack_vector` returned them, and its own numbers."""
 
-    attention_norm: Tensor
+    attention_norm: Tensor  # (H,)
     qkv: Projection
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Tensor | None  # (head_dim,)
+    k_norm: Tensor | None  # (head_dim,)
     out: Projection
-    attention_post_norm: Tensor | None
-    mlp_norm: Tensor
+    attention_post_norm: Tensor | None  # (H,)
+    mlp_norm: Tensor  # (H,)
     up: Projection  # gate and up, where the activation is gated
     down: Projection
-    mlp_post_norm: Tensor | None
-    inner: int  # inputs of `down`
-    window: int  # 0: none
-    rope: int | None  # which of the model's ropes
+    mlp_post_norm: Tensor | None  # (H,)
+    window: int  # positions that a query sees; 0: all
+    rope: int | None  # index of the layer's rope among the model's
     kv_bias: KVBias = KVBias()

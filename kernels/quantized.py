@@ -1,9 +1,9 @@
-"""Weights of few bits, as values: what checkpoints hold, what rounding makes, and what products are packed from.
+"""Quantised weights as values: what checkpoints hold, what `quantize` makes, and what `pack_linear` takes.
 
-    weight[n, k] = step[n, g] * code[n, k] + least[n, g]          g = k // 32
+    weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // 32
 
-Without leasts the codes lie around a zero that all of a weight share: least = -zero * step. These are GGUF's blocks
-Q4_0, Q4_1 and Q8_0 as they are, and what `quantize` makes of a float weight.
+Without mins all quants of a weight have one zero point: min = -zero_point * scale. These are GGUF's blocks Q4_0, Q4_1
+and Q8_0 as they are.
 """
 
 from collections.abc import Sequence
@@ -12,96 +12,100 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 32  # inputs that share a step
-_ZERO = 128  # of 8 bits around zero
+QUANT_GROUP_SIZE = 32
+"""Inputs that share a scale."""
+
+_ZERO_POINT = 128  # of the 8 bits that `quantize` makes
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight (out, in) of 4 or 8 bits; `in` is a multiple of the group.
+    """A weight (out, in) of 4 or 8 bits; `in` is a multiple of the group size.
 
     With an `order`, groups are of inputs that do not lie side by side: column i is that of input order[i].
     """
 
     bits: int
-    codes: Tensor  # (out, in) uint8, below 2 ** bits
-    steps: Tensor  # (out, in / 32) float16
-    leasts: Tensor | None  # (out, in / 32) float16
-    zero: int = 0  # where there are no leasts
+    quants: Tensor  # (out, in) uint8, below 2 ** bits
+    scales: Tensor  # (out, in / 32) float16
+    mins: Tensor | None  # (out, in / 32) float16
+    zero_point: int = 0  # where there are no mins
     order: Tensor | None = None  # (in,) int64
 
     def dequantize(self) -> Tensor:
-        """The numbers it stands for, float32, inputs in their own order."""
-        codes = self.codes.view(*self.steps.shape, GROUP).float()
-        if self.leasts is None:
-            wide = (codes - self.zero) * self.steps.float()[..., None]
+        """Return the weight (out, in) in float32, inputs in their own order."""
+        quants = self.quants.view(*self.scales.shape, QUANT_GROUP_SIZE).float()
+        if self.mins is None:
+            weight = (quants - self.zero_point) * self.scales.float()[..., None]
         else:
-            wide = torch.addcmul(self.leasts.float()[..., None], codes, self.steps.float()[..., None])
-        return in_own_order(wide.view(self.codes.shape), self.order)
+            weight = torch.addcmul(self.mins.float()[..., None], quants, self.scales.float()[..., None])
+        return in_own_order(weight.view(self.quants.shape), self.order)
 
     def rows(self, order: Tensor) -> "QuantizedWeight":
-        """Its outputs in another order, or some of them."""
-        leasts = None if self.leasts is None else self.leasts[order]
-        return self._replace(codes=self.codes[order], steps=self.steps[order], leasts=leasts)
+        """Return its outputs in another order, or some of them."""
+        mins = None if self.mins is None else self.mins[order]
+        return self._replace(quants=self.quants[order], scales=self.scales[order], mins=mins)
 
 
 def in_own_order(columns: Tensor, order: Tensor | None) -> Tensor:
-    """`columns` (rows, in), of which the one at i belongs to input order[i], in the order of the inputs."""
+    """Return `columns` (rows, in), of which the one at i belongs to input order[i], in the order of the inputs."""
     if order is None:
         return columns
-    own = torch.empty_like(columns)
-    own[:, order] = columns
-    return own
+    result = torch.empty_like(columns)
+    result[:, order] = columns
+    return result
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One weight of the outputs of all `parts`; None if their inputs are in different orders.
+    """Return one weight with the outputs of all `parts`; None if their inputs are in different orders.
 
-    Those of different kinds get the more general one: 8 bits, and leasts. Four bits among eight are exact. So are
-    leasts, if a zero is a power of two; others are rounded to float16.
+    Parts of different formats get the more general one: 8 bits, and mins. Four bits among eight are exact. So are
+    mins, if a zero point is a power of two; others are rounded to float16.
     """
-    if not all(_same(part.order, parts[0].order) for part in parts):
+    if not all(_equal(part.order, parts[0].order) for part in parts):
         return None
     if len({part.bits for part in parts}) > 1:
         parts = [_with_eight_bits(part) for part in parts]
-    if len({(part.zero, part.leasts is None) for part in parts}) > 1:
-        parts = [_with_leasts(part) for part in parts]
-    leasts = [part.leasts for part in parts if part.leasts is not None]
+    if len({(part.zero_point, part.mins is None) for part in parts}) > 1:
+        parts = [_with_mins(part) for part in parts]
+    mins = [part.mins for part in parts if part.mins is not None]
     return parts[0]._replace(
-        codes=torch.cat([part.codes for part in parts]),
-        steps=torch.cat([part.steps for part in parts]),
-        leasts=torch.cat(leasts) if leasts else None,
+        quants=torch.cat([part.quants for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        mins=torch.cat(mins) if mins else None,
     )
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def _with_eight_bits(weight: QuantizedWeight) -> QuantizedWeight:
-    if weight.bits == 8 or weight.leasts is not None:
+    if weight.bits == 8 or weight.mins is not None:
         return weight._replace(bits=8)
-    return weight._replace(bits=8, codes=weight.codes + (_ZERO - weight.zero), zero=_ZERO)
+    quants = weight.quants + (_ZERO_POINT - weight.zero_point)
+    return weight._replace(bits=8, quants=quants, zero_point=_ZERO_POINT)
 
 
-def _with_leasts(weight: QuantizedWeight) -> QuantizedWeight:
-    if weight.leasts is not None:
+def _with_mins(weight: QuantizedWeight) -> QuantizedWeight:
+    if weight.mins is not None:
         return weight
-    return weight._replace(leasts=weight.steps * -weight.zero, zero=0)
+    return weight._replace(mins=weight.scales * -weight.zero_point, zero_point=0)
 
 
 def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
-    """`weight` (out, in) rounded to the nearest: 8 bits around zero, 4 bits from each group's least to its greatest."""
-    groups = weight.float().view(len(weight), -1, GROUP)
+    """Round `weight` (out, in) to the nearest quants: 8 bits symmetrically, 4 bits from each group's min to its max."""
+    groups = weight.float().view(len(weight), -1, QUANT_GROUP_SIZE)
     if bits == 8:
-        steps = (groups.abs().amax(-1) / 127).half()
-        codes = _codes(groups, steps, 0.0).clamp_(-127, 127) + _ZERO
-        return QuantizedWeight(8, codes.to(torch.uint8).view(weight.shape), steps, None, _ZERO)
-    leasts = groups.amin(-1).half()
-    steps = ((groups.amax(-1) - leasts.float()) / 15).half()
-    codes = _codes(groups, steps, leasts.float()[..., None]).clamp_(0, 15)
-    return QuantizedWeight(4, codes.to(torch.uint8).view(weight.shape), steps, leasts)
+        scales = (groups.abs().amax(-1) / 127).half()
+        quants = _round(groups, scales, 0.0).clamp_(-127, 127) + _ZERO_POINT
+        return QuantizedWeight(8, quants.to(torch.uint8).view(weight.shape), scales, None, _ZERO_POINT)
+    mins = groups.amin(-1).half()
+    scales = ((groups.amax(-1) - mins.float()) / 15).half()
+    quants = _round(groups, scales, mins.float()[..., None]).clamp_(0, 15)
+    return QuantizedWeight(4, quants.to(torch.uint8).view(weight.shape), scales, mins)
 
 
-def _codes(groups: Tensor, steps: Tensor, least: Tensor | float) -> Tensor:
-    wide = steps.float()[..., None]
-    return torch.where(wide > 0, (groups - least) / wide, 0.0).round_()
+def _round(groups: Tensor, scales: Tensor, mins: Tensor | float) -> Tensor:
+    """Return (groups - mins) / scales, rounded; 0 where a scale is 0."""
+    scale = scales.float()[..., None]
+    return torch.where(scale > 0, (groups - mins) / scale, 0.0).round_()

@@ -1,7 +1,7 @@
 """`python -m kernels.cpu.build [--all]`: compile the kernels, for this processor or for all that are supported.
 
-Needs a C++ compiler (`CXX` names one); without it that is said, and nothing done. Nothing is done twice: a library that
-is there and up to date stays. Libraries of earlier sources are removed.
+It needs a C++ compiler (`CXX` names one); without one it says so and builds nothing. A library that is up to date
+stays; libraries of earlier sources are removed.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from kernels.cpu.extension import FLAGS, LIBRARIES, SOURCES, instruction_set, li
 
 COMPILER = os.environ.get("CXX", "c++")
 
-# Products are fused by name only (simd.h). The warning is wrong about the intrinsics of GCC 12.
+# Multiplications are fused with additions by name only (simd.h). The warning is wrong about the intrinsics of GCC 12.
 COMMON = ("-O3", "-fPIC", "-std=c++20", "-ffp-contract=off", "-fopenmp", "-Wall", "-Wno-maybe-uninitialized")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build; the exit status."""
+    """Build, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description="Compile the CPU's kernels.")
     parser.add_argument("--all", action="store_true", help="for every supported instruction set, as an image needs it")
     best = instruction_set()
@@ -42,23 +42,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build(name: str) -> Path:
-    """Compile for one instruction set. Raises RuntimeError, with the compiler's words, if that fails.
+    """Compile for one instruction set, and return the library's path. Raise RuntimeError with the compiler's output.
 
-    What is made is not loaded: it may be for another processor than this one.
+    The library is not loaded: it may be for another processor than this one.
     """
     target, torch_folder = library(name), Path(torch.__file__).parent
     includes = [f"-I{torch_folder / folder}" for folder in ("include", "include/torch/csrc/api/include")]
     LIBRARIES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def compiled(source: Path) -> str:
-            made = str(Path(folder) / f"{source.stem}.o")
-            _run(COMPILER, "-c", str(source), "-o", made, *COMMON, *FLAGS[name], *includes)
-            return made
+        def compile_source(source: Path) -> str:
+            object_file = str(Path(folder) / f"{source.stem}.o")
+            _run(COMPILER, "-c", str(source), "-o", object_file, *COMMON, *FLAGS[name], *includes)
+            return object_file
 
-        objects = list(pool.map(compiled, sorted(SOURCES.glob("*.cpp"))))
+        objects = list(pool.map(compile_source, sorted(SOURCES.glob("*.cpp"))))
         partial = target.with_suffix(".partial")
-        # OpenMP is not linked: its symbols are found in the copy that torch has loaded, and there must be no second.
+        # OpenMP is not linked: torch has loaded a copy with its symbols, and there must be no second.
         _run(COMPILER, "-shared", *objects, "-o", str(partial), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10")
     for old in LIBRARIES.glob(f"quire_{name}_*.so"):
         old.unlink()

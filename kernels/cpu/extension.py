@@ -1,8 +1,8 @@
-"""The compiled kernels of a CPU: which library suits this processor, where it lies, and loading it.
+"""The compiled kernels of a CPU: the library for this processor, its path, and loading it.
 
-The sources in `csrc` are compiled ahead, once for each instruction set (`build.py`); a start never compiles. A
-library's name holds a digest of what it was made from, so one that is out of date is not found rather than loaded. Its
-operations are registered with torch as `torch.ops.quire`.
+`build.py` compiles the sources in `csrc` ahead, once for each instruction set; a start never compiles. A library's name
+holds a digest of its sources, so one that is out of date is missing rather than loaded. Its operations are registered
+with torch as `torch.ops.quire`.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 
-FLAGS = {  # the best first; each with what the compiler is told
+FLAGS = {  # the best first; each with the compiler's flags
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-NEEDED = {  # by the kernel's names for what a processor can do
+NEEDED = {  # the Linux kernel's names for a processor's features
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c"},
     "avx2": {"avx2", "fma", "f16c"},
 }
@@ -29,9 +29,9 @@ NEEDED = {  # by the kernel's names for what a processor can do
 
 @cache
 def load() -> str | None:
-    """Load the library for this processor, once; the name of its instruction set.
+    """Load the library for this processor, once. Return the name of its instruction set.
 
-    None if the processor has none of those that are supported, or the library was not built: said in one line.
+    Return None, and log a warning, if the processor has no supported one, or the library was not built.
     """
     best = instruction_set()
     if best is None:
@@ -50,13 +50,13 @@ def load() -> str | None:
 
 
 def instruction_set() -> str | None:
-    """The best of the supported ones that this processor has."""
-    found = _processor_flags()
-    return next((name for name, needed in NEEDED.items() if needed <= found), None)
+    """Return the best supported instruction set that this processor has, or None."""
+    flags = _processor_flags()
+    return next((name for name, needed in NEEDED.items() if needed <= flags), None)
 
 
 def library(name: str) -> Path:
-    """Where the library for an instruction set is, if it is built."""
+    """Return the path at which the library for an instruction set is, if it is built."""
     digest = hashlib.sha256(f"{torch.__version__} {' '.join(FLAGS[name])}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())

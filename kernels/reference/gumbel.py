@@ -1,28 +1,70 @@
-"""Draw from softmax(z) as argmax(z + Gumbel noise), with noise only for the likely tokens.
+"""Drawing a token by noise: Philox bits, Gumbel noise made of them, and the draw from softmax(z).
 
-The maximum of many noised tokens is distributed like one noised token whose weight is the sum of theirs. So all that
-lies more than `REACH` below the likeliest token takes part as one, "the tail"; only if it wins, which is as seldom as
-it is light, is one of it drawn in the same way. The draw is exact, and a few hundred tokens of a vocabulary get noise
-instead of all: random bits are what a draw costs.
+The noise of a token is a pure function of (seed, sample, position, token). There is no state: it is the same whenever,
+and beside whatever other rows, it is computed.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.reference.philox import token_noise
+REACH = 8.0
+"""How far below the likeliest token, in nats, tokens have noise of their own."""
 
-REACH = 8.0  # nats
 TAIL = 2**31
-"""The tail of level l has the noise of token TAIL + l, which no vocabulary has."""
+"""The token id whose noise the tail of level 0 has; that of level l has the noise of TAIL + l. No vocabulary has it."""
 
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
 _NO_TOKEN = torch.iinfo(torch.int64).max
 
 
-def gumbel(z: Tensor, ids: Tensor | None, seeds: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """The drawn ids (S,) int64; of equal scores the lowest id wins. A row without any finite z gives no valid id.
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four random words of Philox4x32-10, int64 tensors of values in [0, 2³²).
 
-    `z` (S, C) scaled logits, each row's maximum at 0, -inf where a token is excluded; `ids` (S, C) their token ids, or
-    None if they are the columns' numbers; `seeds`, `samples`, `positions` (S,) int64: see `token_noise`.
+    The six words of counter and key are int64 tensors of such values, broadcast together. Salmon, Moraes, Dror, Shaw,
+    "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+
+    The product of two words wraps around int64, and both of its halves are still right: wrapping keeps the low 64
+    bits, and the mask undoes the sign of the arithmetic shift.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        even, odd = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = _high(odd) ^ c1 ^ k0, odd & _MASK, _high(even) ^ c3 ^ k1, even & _MASK
+        k0, k1 = (k0 + _KEY_INCREMENTS[0]) & _MASK, (k1 + _KEY_INCREMENTS[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def _high(product: Tensor) -> Tensor:
+    return (product >> 32) & _MASK
+
+
+def token_noise(seeds: Tensor, samples: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return Gumbel noise of tokens, -log(-log(u)) in float64, with u uniform on (0, 1).
+
+    All arguments are int64, broadcast together; a seed is any 64 bits. The key is the seed's two words, the counter is
+    (token, output position, sample, 0). `u` is (k + 1/2) / 2²³ with k of 23 bits, so the noise lies within ±16.64.
+    Float64 makes the rounding of a logarithm, which may differ from one vector width to another, irrelevant.
+    """
+    key = (seeds & _MASK, (seeds >> 32) & _MASK)
+    word = philox((tokens, positions, samples, torch.zeros_like(samples)), key)[0]
+    uniform = ((word >> 9).double() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def gumbel(z: Tensor, ids: Tensor | None, seeds: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token of each row from softmax(z); return ids (S,) int64. A row without any finite z gives no valid id.
+
+    `z` (S, C) are scaled logits, each row's maximum at 0, -inf where a token is excluded; `ids` (S, C) their token ids,
+    or None if they are the columns' numbers; `seeds`, `samples`, `positions` (S,) int64: see `token_noise`.
+
+    The draw is argmax(z + noise), of equal scores the lowest id, with noise only for the likely tokens: random bits
+    are most of its cost. The maximum of many noised tokens is distributed like one noised token whose weight is the
+    sum of theirs. So all that lies more than `REACH` below the likeliest takes part as one, the tail; only if the tail
+    wins, which is as rare as it is light, is one of its tokens drawn in the same way. The draw stays exact.
     """
     return _draw(z, ids, (seeds, samples, positions), 0)
 
@@ -40,10 +82,10 @@ def _draw(z: Tensor, ids: Tensor | None, key: tuple[Tensor, Tensor, Tensor], lev
 
     weight = z.exp().masked_fill_(likely, 0.0).sum(-1, dtype=torch.float64)
     tail = weight.log() + token_noise(seeds, samples, positions, torch.full_like(seeds, TAIL + level))
-    won = (tail > best).nonzero()[:, 0]
-    if len(won):
-        rest = z[won].masked_fill_(likely[won], -torch.inf)
+    tail_wins = (tail > best).nonzero()[:, 0]
+    if len(tail_wins):
+        rest = z[tail_wins].masked_fill_(likely[tail_wins], -torch.inf)
         rest -= rest.amax(-1, keepdim=True)
-        part = (seeds[won], samples[won], positions[won])
-        winner[won] = _draw(rest, None if ids is None else ids[won], part, level + 1)
+        rest_key = (seeds[tail_wins], samples[tail_wins], positions[tail_wins])
+        winner[tail_wins] = _draw(rest, None if ids is None else ids[tail_wins], rest_key, level + 1)
     return winner

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b."""
+"""Matrix products with weights, and the rows of weights."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,15 +7,15 @@ from kernels.quantized import QuantizedWeight
 
 
 def pack_linear(weight: Tensor | QuantizedWeight) -> Tensor:
-    """The form in which `linear` wants a weight (out, in): here, as it is; one of few bits in float32."""
+    """Return the weight as it is, a quantised one in float32."""
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x` (T, in), `weight` (out, in) as checkpoints store it, `bias` (out,); gives (T, out) of `x`'s dtype."""
+    """y = x Wᵀ + b."""
     return F.linear(x, weight, bias)
 
 
-def pack_vector(vector: Tensor) -> Tensor:
-    """The form in which norms and sums want a weight or a bias (H,): here, as it is."""
-    return vector
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """y[t] = table[ids[t]]."""
+    return table.index_select(0, ids)

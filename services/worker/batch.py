@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.layout import KVLayout, flat_slots
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs
 from services.worker.sequence_states import SequenceStates
 from shared.protocol import Row

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.batch import Batch
 from services.worker.models.causal_lm import CausalLM
 from services.worker.sampler import SamplingBatch

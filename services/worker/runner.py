@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.layout import KVLayout
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.batch import Batch, build_batch
 from services.worker.config import WorkerConfig
 from services.worker.interface import WorkerInfo

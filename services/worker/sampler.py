@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.load import Ops
-from kernels.reference.sample import Choices
+from kernels.ops import Ops
+from kernels.sampling_metadata import SamplingMetadata
 from services.worker.batch import Batch, Ints
 from services.worker.sequence_states import SequenceStates
 from shared.protocol import Fork
@@ -69,22 +69,22 @@ class Sampler:
         below_min_tokens = output_positions < states.min_tokens[slots]
         edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
         if not edited.any():
-            return self._ops.sample(logits, self._choices(batch, output_positions, batch.rows))
+            return self._ops.sample(logits, self._metadata(batch, output_positions, batch.rows))
         tokens = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
         part = batch.subset(edited)
         x = self._edit(logits[self._tensor(part.rows)], part, below_min_tokens[edited])
-        parameters = self._choices(part, output_positions[edited], np.arange(len(part)))
+        parameters = self._metadata(part, output_positions[edited], np.arange(len(part)))
         tokens[self._tensor(edited)] = self._ops.sample(x, parameters)
         if not edited.all():
             part = batch.subset(~edited)
-            parameters = self._choices(part, output_positions[~edited], part.rows)
+            parameters = self._metadata(part, output_positions[~edited], part.rows)
             tokens[self._tensor(~edited)] = self._ops.sample(logits, parameters)
         return tokens
 
-    def _choices(self, batch: SamplingBatch, output_positions: Ints, rows: Ints) -> Choices:
+    def _metadata(self, batch: SamplingBatch, output_positions: Ints, rows: Ints) -> SamplingMetadata:
         """Return the parameters of `batch` as the kernels take them. `rows` are those of the logits to sample from."""
         states, slots = self._states, batch.slots
-        return Choices(
+        return SamplingMetadata(
             rows=rows,
             temperature=states.temperature[slots],
             top_k=states.top_k[slots],

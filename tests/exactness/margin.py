@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.reference.gumbel import REACH, TAIL
-from kernels.reference.philox import token_noise
+from kernels.reference.gumbel import REACH, TAIL, token_noise
 from shared.protocol import Sampling, TokenLogprobs
 
 TOLERANCE = 1e-3

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.gumbel import REACH
-from kernels.reference.logprobs import logprobs
-from kernels.reference.philox import token_noise
+from kernels.reference.gumbel import REACH, token_noise
+from kernels.reference.sampling import logprobs
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
 from tests.exactness.margin import TOLERANCE, Comparison, Kept, Run, compare, kept_of, sure_token

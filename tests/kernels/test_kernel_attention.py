@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout, flat_slots, scales
-from kernels.load import Ops, ops, reference
+from kernels.load import ops, reference
+from kernels.ops import Ops
 from tests.kernels.tolerance import assert_near
 
 CPU = ops(torch.device("cpu"))
@@ -19,8 +20,8 @@ CPU = ops(torch.device("cpu"))
 
 @pytest.fixture(params=[CPU, reference()], ids=["cpu", "reference"])
 def kernels(request: pytest.FixtureRequest) -> Ops:
-    found: Ops = request.param
-    return found
+    kernels: Ops = request.param
+    return kernels
 
 
 @dataclass
@@ -55,23 +56,23 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Case:
-    """`rows` are (start, count). What no row may see is NaN."""
+    """Return a case with `rows` of (start, count). What no row may see is NaN."""
     torch.manual_seed(seed)
     width = max(-(-(start + count) // block_size) for start, count in rows) + 1
     pool = torch.randperm(len(rows) * width).view(len(rows), width)
     layout = ops.kv_layout(1, kv_heads, dim, block_size, dtype)
     keys, values = layout.views(layout.allocate(pool.numel(), torch.device("cpu")))[0]
-    kind = torch.float32 if dtype == torch.int8 else dtype
+    float_dtype = torch.float32 if dtype == torch.int8 else dtype
     for cache in (keys, values):
         (scales(cache) if dtype == torch.int8 else cache).fill_(math.nan)
     for row, (start, count) in enumerate(rows):
-        new = torch.randn(start + count, 2, kv_heads, dim).to(kind)
-        places = flat_slots(pool, torch.full((start + count,), row), torch.arange(start + count), block_size)
-        ops.write_kv(new[:, 0], new[:, 1], keys, values, places)
+        new = torch.randn(start + count, 2, kv_heads, dim).to(float_dtype)
+        slots = flat_slots(pool, torch.full((start + count,), row), torch.arange(start + count), block_size)
+        ops.write_kv(new[:, 0], new[:, 1], keys, values, slots)
     counts = torch.tensor([count for _, count in rows])
     return Case(
         ops,
-        torch.randn(int(counts.sum()), heads, dim).to(kind),
+        torch.randn(int(counts.sum()), heads, dim).to(float_dtype),
         keys,
         values,
         torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
@@ -176,7 +177,7 @@ def test_eight_bits_of_a_vector_depend_on_it_alone(kernels: Ops) -> None:
 
 
 def rotated(vector: Tensor, position: int, frequencies: Tensor) -> Tensor:
-    """`vector` (D,) with its first dimensions rotated, pair by pair, in float64."""
+    """Return `vector` (D,) with its first dimensions rotated, pair by pair, in float64."""
     out, half = vector.double().clone(), len(frequencies)
     for i, frequency in enumerate(frequencies.double().tolist()):
         a, b = float(vector[i]), float(vector[half + i])
@@ -199,8 +200,8 @@ def test_biases_that_the_cache_lacks(
     assert bias.keys is not None
     assert bias.values is not None
     frequencies = torch.rand(pairs)
-    turns = torch.outer(torch.arange(310.0), torch.cat((frequencies, frequencies)))
-    angles = kernels.pack_angles(turns.cos(), turns.sin()) if pairs else None
+    table = torch.outer(torch.arange(310.0), torch.cat((frequencies, frequencies)))
+    angles = kernels.pack_angles(table.cos(), table.sin()) if pairs else None
     out = case.run(bias=bias, angles=angles, **options)
     for row, (start, count) in enumerate(rows):
         for position in range(start + count):

@@ -1,4 +1,4 @@
-"""The compiled kernels: that they are in use where they can be, and what happens where they cannot."""
+"""The compiled kernels are in use where they can be; elsewhere the reference is."""
 
 import logging
 import shutil

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.load import Ops, ops, reference
+from kernels.decoder_layers import LayerConfig
+from kernels.load import ops, reference
+from kernels.ops import Ops
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -140,6 +142,16 @@ def test_linear(implementation: Ops, dtype: torch.dtype, count: int) -> None:
 def test_a_type_without_kernels_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no kernel"):
         OPS.linear(rows(3, 7), OPS.pack_linear(rows(4, 7).double()), None)
+
+
+@pytest.mark.skipif(not OPS.mixes_types, reason="the kernels are not compiled here")
+def test_a_field_that_only_one_side_knows_is_an_error() -> None:
+    config = LayerConfig(1, 1, 16, 1.0, 0.0, 1e-5, "silu_and_mul")._asdict()
+    torch.classes.quire.DecoderLayers(config)
+    with pytest.raises(RuntimeError, match="the field other is not known here"):
+        torch.classes.quire.DecoderLayers({**config, "other": 1})
+    with pytest.raises(RuntimeError, match="the field eps is missing"):
+        torch.classes.quire.DecoderLayers({name: value for name, value in config.items() if name != "eps"})
 
 
 @pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.reference.philox import philox, token_noise
+from kernels.reference.gumbel import philox, token_noise
 
 ONES = 0xFFFFFFFF
 
@@ -52,5 +52,5 @@ def test_every_part_of_the_key_matters() -> None:
 
 def test_seeds_are_any_64_bits() -> None:
     seeds = [0, -1, -(2**63), 2**63 - 1]
-    drawn = {tuple(noise(seed, 0, 0, torch.arange(4)).tolist()) for seed in seeds}
-    assert len(drawn) == len(seeds)
+    noises = {tuple(noise(seed, 0, 0, torch.arange(4)).tolist()) for seed in seeds}
+    assert len(noises) == len(seeds)

@@ -1,4 +1,4 @@
-"""How far two implementations of an operation may be apart: by dtype, growing with the length that is summed over."""
+"""The tolerance between two implementations of an operation: by dtype, growing with the length that is summed over."""
 
 import math
 

@@ -102,7 +102,7 @@ def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
         quantized = files.get_quantized(name)
         assert quantized is not None
         assert quantized.bits == SCHEMES[scheme].bits
-        scale = quantized._replace(codes=torch.ones_like(quantized.codes), leasts=None, zero=0).dequantize()
+        scale = quantized._replace(quants=torch.ones_like(quantized.quants), mins=None, zero_point=0).dequantize()
         error = ((quantized.dequantize() - weight).abs() / scale).max()
         assert error <= (0 if SCHEMES[scheme].symmetric else 2**quantized.bits * 2.0**-11)
     assert files.is_quantized("model.layers.0.self_attn.q_proj.weight")
@@ -122,8 +122,8 @@ def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
     files = weight_files(folder)
     quantized = files.get_quantized(f"{Q}.weight")
     assert quantized is not None
-    assert quantized.leasts is not None
-    assert (quantized.leasts[:, 0] == 0).all()
+    assert quantized.mins is not None
+    assert (quantized.mins[:, 0] == 0).all()
     assert torch.equal(files.get(f"{Q}.weight"), weight)
     assert torch.equal(quantized.dequantize()[:, :32], weight[:, :32])
 
@@ -262,7 +262,7 @@ def test_what_asks_for_nothing_is_taken(folder: Path, fields: dict[str, Any]) ->
     [
         ("scales", None, "is missing"),
         ("qzeros", None, "is missing"),
-        ("scales", torch.ones(3, 64), r"has shape \[3, 64\], and its codes ask for \[2, 64\]"),
+        ("scales", torch.ones(3, 64), r"has shape \[3, 64\], and its quants need \[2, 64\]"),
         ("scales", torch.ones(2, 64, dtype=torch.int8), "must be a matrix of floats"),
         ("qzeros", torch.zeros(2, 4, dtype=torch.int32), r"has shape \[2, 4\]"),
         ("qweight", torch.zeros(8, 64), "must be a matrix of int32"),
@@ -283,5 +283,5 @@ def test_what_does_not_fit_is_named(folder: Path, kind: str, tensor: Tensor | No
 
 def test_a_checkpoint_of_floats_that_says_gptq_is_refused(tmp_path: Path) -> None:
     folder = save_packed(llama(**WIDE), tmp_path, Scheme(), plain=lambda name: True)
-    with pytest.raises(ModelError, match=r"config\.json says gptq, but the weight files have no tensor with codes"):
+    with pytest.raises(ModelError, match=r"config\.json says gptq, but the weight files have no tensor with quants"):
         load_model(folder, WorkerConfig(device="cpu"), CPU, ops(CPU))

@@ -13,7 +13,7 @@ from services.worker.logprobs import sampled_logprobs
 from services.worker.sampler import Sampler, SamplingBatch
 from services.worker.sequence_states import SequenceStates
 from shared.protocol import Configure, Epoch, NewSequence, Sampling, StepPlan, pack_tokens
-from tests.kernels.drawing import by_levels
+from tests.kernels.naive_gumbel import draw_by_levels
 
 EPOCH = Epoch(boot_id="test", count=1)
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def by_definition(logits: Tensor, sampling: Sampling, prompt: list[int], output:
     before = p.cumsum(-1) - p
     kept = [token for token, mass in zip(kept, before.tolist(), strict=True) if mass < np.float32(sampling.top_p)]
     z[[token for token in range(len(z)) if token not in set(kept)]] = -torch.inf
-    return by_levels(z, sampling.seed - 2**64 * (sampling.seed >= 2**63), sample, len(output))
+    return draw_by_levels(z, sampling.seed - 2**64 * (sampling.seed >= 2**63), sample, len(output))
 
 
 KINDS: list[dict[str, Any]] = [

@@ -1,16 +1,19 @@
-// A decoder's layers in one call: norm, attention, norm, feed-forward, each added to what came in.
+// A decoder's layers in one call: norm, attention, norm, feed-forward, each of the two added to its input.
 //
-// Tokens go through a layer in blocks, so that what one step of it makes is still in a core's cache when the next step
-// wants it: the activated output of the first product is quantised for the second one before it is ever written. Blocks
-// are taken in order, and a token's context lies before it, so its keys and values are there when it asks for them.
+// Tokens go through a layer in blocks, so that the result of one operation is still in a core's cache when the next one
+// reads it: the activated output of the first GEMM is quantised for the second one before it is ever written. Blocks
+// are taken in order, and a token's context lies before it, so its keys and values are in the cache when it is
+// attended.
 //
-// The numbers are those of the single operations, to the bit: they are made by the same functions.
+// The results are those of the single operations, to the bit: the same functions compute them.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -26,30 +29,99 @@ using MaybeTensor = std::optional<Tensor>;
 
 const float* data(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr<float>() : nullptr; }
 
+using FieldValues = c10::Dict<std::string, c10::IValue>;
+
+// The fields of a named tuple in Python, which a struct reads in the initialisers of its members.
+class Fields {
+  public:
+    explicit Fields(const FieldValues& values) : values_(values.copy()) {}
+
+    template <class T>
+    T read(const char* name) {
+        TORCH_CHECK(values_.contains(name), "the field ", name, " is missing");
+        c10::IValue value = values_.at(name);
+        (void)values_.erase(name);
+        if constexpr (std::is_same_v<T, double>) return value.toScalar().toDouble();  // Python may have an integer
+        else return value.to<T>();
+    }
+
+    void check_all_read() const {
+        for (const auto& entry : values_) TORCH_CHECK(false, "the field ", entry.key(), " is not known here");
+    }
+
+  private:
+    FieldValues values_;
+};
+
 // A packed matrix and its bias, which it keeps alive.
 struct Projection : torch::CustomClassHolder {
     Tensor packed;
     MaybeTensor bias;
     Matrix matrix;
 
-    // `bits` is 0 for a matrix of floats; `least` and `zero` then mean nothing.
-    Projection(Tensor packed, int64_t outputs, int64_t bits, bool least, int64_t zero, MaybeTensor bias)
+    // `bits` is 0 for a matrix of floats; `has_mins` and `zero_point` then mean nothing.
+    Projection(Tensor packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point, MaybeTensor bias)
         : packed(packed), bias(bias),
-          matrix(bits ? quantized_matrix(packed, outputs, bits, least, zero) : float_matrix(packed, outputs)) {
+          matrix(bits ? quantized_matrix(packed, outputs, bits, has_mins, zero_point) : float_matrix(packed, outputs)) {
         TORCH_CHECK(!bias || (bias->numel() == outputs && bias->is_contiguous() && bias->scalar_type() == at::kFloat),
                     "a bias is float32, one number for each output");
     }
 };
 using ProjectionPtr = c10::intrusive_ptr<Projection>;
 
-struct Layer {
-    Tensor attention_norm, mlp_norm;
-    ProjectionPtr qkv, out, up, down;
-    MaybeTensor q_norm, k_norm, attention_post_norm, mlp_post_norm, key_bias, value_bias;
-    int64_t window, rope;  // 0: none; which of the model's ropes, or -1
+// `LayerConfig` of kernels/decoder_layers.py.
+struct LayerConfig {
+    Fields fields;
+
+    int64_t heads = fields.read<int64_t>("heads");
+    int64_t kv_heads = fields.read<int64_t>("kv_heads");
+    int64_t head_dim = fields.read<int64_t>("head_dim");
+    double scale = fields.read<double>("scale");
+    double softcap = fields.read<double>("softcap");
+    double eps = fields.read<double>("eps");
+    std::string activation = fields.read<std::string>("activation");
+
+    bool gelu = activation == "gelu_tanh" || activation == "gelu_tanh_and_mul";
+    bool gated = activation == "silu_and_mul" || activation == "gelu_tanh_and_mul";
+
+    explicit LayerConfig(const FieldValues& values) : fields(values) {
+        fields.check_all_read();
+        TORCH_CHECK(gelu || gated, "no kernel for the activation ", activation);
+    }
 };
 
-// Some of the batch's tokens, in order: `first` is the first one's place; offsets, starts and tables are of their rows.
+// `DecoderLayer` of kernels/decoder_layers.py.
+struct DecoderLayer {
+    Fields fields;
+
+    Tensor attention_norm = fields.read<Tensor>("attention_norm");
+    ProjectionPtr qkv = fields.read<ProjectionPtr>("qkv");
+    MaybeTensor q_norm = fields.read<MaybeTensor>("q_norm");
+    MaybeTensor k_norm = fields.read<MaybeTensor>("k_norm");
+    ProjectionPtr out = fields.read<ProjectionPtr>("out");
+    MaybeTensor attention_post_norm = fields.read<MaybeTensor>("attention_post_norm");
+    Tensor mlp_norm = fields.read<Tensor>("mlp_norm");
+    ProjectionPtr up = fields.read<ProjectionPtr>("up");
+    ProjectionPtr down = fields.read<ProjectionPtr>("down");
+    MaybeTensor mlp_post_norm = fields.read<MaybeTensor>("mlp_post_norm");
+    int64_t window = fields.read<int64_t>("window");
+    std::optional<int64_t> rope = fields.read<std::optional<int64_t>>("rope");
+    std::tuple<MaybeTensor, MaybeTensor> kv_bias = fields.read<std::tuple<MaybeTensor, MaybeTensor>>("kv_bias");
+
+    explicit DecoderLayer(const FieldValues& values) : fields(values) { fields.check_all_read(); }
+
+    void check_sizes(const LayerConfig& config) const {
+        int64_t hidden = attention_norm.numel(), inner = down->matrix.inputs, heads = config.heads * config.head_dim;
+        TORCH_CHECK(qkv->matrix.inputs == hidden && out->matrix.inputs == heads && out->matrix.outputs == hidden &&
+                        qkv->matrix.outputs == heads + 2 * config.kv_heads * config.head_dim,
+                    "the attention's matrices are of other sizes");
+        TORCH_CHECK(up->matrix.inputs == hidden && up->matrix.outputs == (config.gated ? 2 : 1) * inner &&
+                        down->matrix.outputs == hidden && inner % PANEL == 0,
+                    "the feed-forward block's matrices are of other sizes");
+    }
+};
+
+// Consecutive tokens of the batch: the index of the first one, of its row, and offsets and starts of their rows.
 struct Block {
     int64_t first, count, row;
     std::vector<int64_t> offsets, starts;
@@ -58,7 +130,7 @@ struct Block {
 std::vector<Block> blocks_of(int64_t tokens, const int64_t* offsets, const int64_t* starts) {
     std::vector<Block> blocks;
     int64_t row = 0;
-    over_blocks(tokens, BLOCK, [&](int64_t first, int64_t count) {
+    for_even_blocks(tokens, MAX_BLOCK_ROWS, [&](int64_t first, int64_t count) {
         while (offsets[row + 1] <= first) row++;
         Block block{first, count, row, {0}, {}};
         for (int64_t r = row; offsets[r] < first + count; r++) {
@@ -71,152 +143,167 @@ std::vector<Block> blocks_of(int64_t tokens, const int64_t* offsets, const int64
     return blocks;
 }
 
-struct DecoderLayers : torch::CustomClassHolder {
-    DecoderLayers(int64_t heads, int64_t kv_heads, int64_t head_dim, double scale, double softcap, double eps, bool gelu,
-                  bool gated)
-        : heads(heads), kv_heads(kv_heads), head_dim(head_dim), scale(scale), softcap(softcap), eps(eps), gelu(gelu),
-          gated(gated) {}
+// Cosines and sines of a block's tokens, (tokens, width); nullptr if the layer has no rope.
+struct Rotation {
+    const float *cos = nullptr, *sin = nullptr;
+    int64_t width = 0;
+};
 
-    void add(Tensor attention_norm, ProjectionPtr qkv, MaybeTensor q_norm, MaybeTensor k_norm, ProjectionPtr out,
-             MaybeTensor attention_post_norm, Tensor mlp_norm, ProjectionPtr up, ProjectionPtr down,
-             MaybeTensor mlp_post_norm, MaybeTensor key_bias, MaybeTensor value_bias, int64_t window, int64_t rope) {
-        int64_t hidden = attention_norm.numel(), inner = down->matrix.inputs;
-        TORCH_CHECK(qkv->matrix.inputs == hidden && qkv->matrix.outputs == (heads + 2 * kv_heads) * head_dim &&
-                        out->matrix.inputs == heads * head_dim && out->matrix.outputs == hidden,
-                    "the attention's matrices are of other sizes");
-        TORCH_CHECK(up->matrix.inputs == hidden && up->matrix.outputs == (gated ? 2 : 1) * inner &&
-                        down->matrix.outputs == hidden && inner % PANEL == 0,
-                    "the feed-forward block's matrices are of other sizes");
-        normed.resize(BLOCK * hidden);
-        qkv_rows.resize(BLOCK * qkv->matrix.outputs);
-        rotated_qk.resize(BLOCK * (heads + kv_heads) * head_dim);
-        attended.resize(BLOCK * heads * head_dim);
-        inner_rows.resize(std::max<size_t>(inner_rows.size(), BLOCK * inner));
-        layers.push_back({attention_norm, mlp_norm, qkv, out, up, down, q_norm, k_norm, attention_post_norm, mlp_post_norm,
-                          key_bias, value_bias, window, rope});
+Rotation rotation_of(const Tensor& cos, const Tensor& sin, int64_t first) {
+    int64_t width = cos.size(1);
+    return {cos.const_data_ptr<float>() + first * width, sin.const_data_ptr<float>() + first * width, width};
+}
+
+struct DecoderLayers : torch::CustomClassHolder {
+    explicit DecoderLayers(const FieldValues& config) : config(config) {}
+
+    void add(const FieldValues& values) {
+        DecoderLayer layer(values);
+        layer.check_sizes(config);
+        normed.resize(MAX_BLOCK_ROWS * layer.attention_norm.numel());
+        qkv_rows.resize(MAX_BLOCK_ROWS * layer.qkv->matrix.outputs);
+        rotated_qk.resize(MAX_BLOCK_ROWS * (config.heads + config.kv_heads) * config.head_dim);
+        attended.resize(MAX_BLOCK_ROWS * config.heads * config.head_dim);
+        inner_rows.resize(std::max<size_t>(inner_rows.size(), MAX_BLOCK_ROWS * layer.down->matrix.inputs));
+        layers.push_back(std::move(layer));
     }
 
-    // Hidden states (T, H) of embeddings `x` (T, H); keys and values go to the caches, a pair for each layer. `angles` has
-    // a table for each rope, or nothing if no keys lack a bias.
-    Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slots, Tensor offsets,
-                   Tensor starts, Tensor tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
+    // Returns hidden states (T, H) of embeddings `x` (T, H); keys and values go to the caches, a pair for each layer.
+    // `cos` and `sin` have a tensor (T, R) for each rope, and so has `angles` (tiles, R, 64), or none if no keys lack a
+    // bias.
+    Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slot_mapping, Tensor offsets,
+                   Tensor starts, Tensor block_tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
                    std::vector<Tensor> angles) {
         TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "x must be float32 and contiguous");
         TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(), "a cache for each layer");
-        TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous() && slots.numel() == x.size(0), "slots");
-        TORCH_CHECK(tables.scalar_type() == at::kInt && tables.is_contiguous(), "tables must be int32 and contiguous");
+        TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous() &&
+                        slot_mapping.numel() == x.size(0),
+                    "a slot for each token, int64 and contiguous");
+        TORCH_CHECK(block_tables.scalar_type() == at::kInt && block_tables.is_contiguous(),
+                    "block tables must be int32 and contiguous");
         const int64_t *row_offsets = offsets.const_data_ptr<int64_t>(), *row_starts = starts.const_data_ptr<int64_t>();
+        const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
         std::vector<Block> blocks = blocks_of(x.size(0), row_offsets, row_starts);
         Tensor stream = x.clone(), part = at::empty_like(x);
         for (size_t l = 0; l < layers.size(); l++) {
-            const Layer& layer = layers[l];
+            const DecoderLayer& layer = layers[l];
             KVCache cache = kv_cache(keys[l], values[l]);
             for (const Block& block : blocks) {
-                float* s = stream.mutable_data_ptr<float>() + block.first * x.size(1);
-                float* p = part.mutable_data_ptr<float>() + block.first * x.size(1);
-                norm(l ? p : nullptr, s, layer.attention_norm, layer.qkv->matrix, block.count);
+                float* block_stream = stream.mutable_data_ptr<float>() + block.first * x.size(1);
+                float* block_part = part.mutable_data_ptr<float>() + block.first * x.size(1);
+                norm(l ? block_part : nullptr, block_stream, layer.attention_norm, layer.qkv->matrix, block.count);
                 project(*layer.qkv, normed.data(), block.count, qkv_rows.data());
-                const float *c = nullptr, *n = nullptr;
-                int64_t rotated = 0;
-                if (layer.rope >= 0) {
-                    rotated = cos[layer.rope].size(1);
-                    c = cos[layer.rope].const_data_ptr<float>() + block.first * rotated;
-                    n = sin[layer.rope].const_data_ptr<float>() + block.first * rotated;
-                }
-                MaybeTensor turns;
-                if (layer.rope >= 0 && layer.key_bias) turns = angles.at(layer.rope);
-                attend(layer, cache, block, c, n, rotated, slots.const_data_ptr<int64_t>() + block.first, tables, turns);
-                quantize_for(layer.out->matrix, attended.data(), heads * head_dim, block.count, rows);
-                project(*layer.out, attended.data(), block.count, p);
-                post_norm(layer.attention_post_norm, p, block.count, x.size(1));
-                norm(p, s, layer.mlp_norm, layer.up->matrix, block.count);
-                feed_forward(layer, block.count, p);
-                post_norm(layer.mlp_post_norm, p, block.count, x.size(1));
+                Rotation rotation;
+                if (layer.rope) rotation = rotation_of(cos[*layer.rope], sin[*layer.rope], block.first);
+                MaybeTensor key_angles;
+                if (layer.rope && std::get<0>(layer.kv_bias)) key_angles = angles.at(*layer.rope);
+                attend(layer, cache, block, rotation, slots + block.first, block_tables, key_angles);
+                quantize_rows_for(layer.out->matrix, attended.data(), layer.out->matrix.inputs, block.count, rows);
+                project(*layer.out, attended.data(), block.count, block_part);
+                post_norm(layer.attention_post_norm, block_part, block.count, x.size(1));
+                norm(block_part, block_stream, layer.mlp_norm, layer.up->matrix, block.count);
+                feed_forward(layer, block.count, block_part);
+                post_norm(layer.mlp_post_norm, block_part, block.count, x.size(1));
             }
         }
         return stream.add_(part);
     }
 
-private:
-    int64_t heads, kv_heads, head_dim;
-    double scale, softcap, eps;
-    bool gelu, gated;
-    std::vector<Layer> layers;
-    // Of one block.
+  private:
+    LayerConfig config;
+    std::vector<DecoderLayer> layers;
+    // Intermediate results of one block.
     QuantizedRows rows, activated_rows;
     std::vector<float> normed, qkv_rows, rotated_qk, attended, inner_rows;
 
-    // stream += part, and the sum's norm to `normed` and, if `next` wants that, to `rows`.
+    // stream += part, and the sum's norm to `normed` and, if `next` is quantised, to `rows`.
     void norm(const float* part, float* stream, const Tensor& weight, const Matrix& next, int64_t count) {
         int64_t width = weight.numel();
         if (next.quantized()) rows.reset(count, width);
-        at::parallel_for(0, count, FEW, [&](int64_t from, int64_t to) {
+        at::parallel_for(0, count, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
             for (int64_t row = from; row < to; row++) {
-                float *own = stream + row * width, *y = &normed[row * width];
-                add_rms_norm(part ? part + row * width : own, part ? own : nullptr, weight.const_data_ptr<float>(), eps,
-                             1, width, y, own);
+                float *row_stream = stream + row * width, *y = &normed[row * width];
+                add_rms_norm(part ? part + row * width : row_stream, part ? row_stream : nullptr,
+                             weight.const_data_ptr<float>(), config.eps, 1, width, y, row_stream);
                 if (next.quantized()) rows.set(row, y, width);
             }
         });
     }
 
     void post_norm(const MaybeTensor& weight, float* x, int64_t count, int64_t width) {
-        if (weight) add_rms_norm(x, nullptr, data(weight), eps, count, width, x, nullptr);
+        if (weight) add_rms_norm(x, nullptr, data(weight), config.eps, count, width, x, nullptr);
     }
 
-    void project(const Projection& p, const float* x, int64_t count, float* y) {
-        multiply(p.matrix, {x, p.matrix.inputs, count, &rows}, data(p.bias), y);
+    void project(const Projection& projection, const float* x, int64_t count, float* y) {
+        const Matrix& matrix = projection.matrix;
+        matmul(matrix, {x, matrix.inputs, count, &rows}, data(projection.bias), y);
     }
 
     // From `qkv_rows` to `attended`.
-    void attend(const Layer& layer, const KVCache& cache, const Block& block, const float* cos, const float* sin,
-                int64_t rotated, const int64_t* slots, const Tensor& tables, const MaybeTensor& angles) {
-        int64_t token = (heads + 2 * kv_heads) * head_dim;
+    void attend(const DecoderLayer& layer, const KVCache& cache, const Block& block, const Rotation& rotation,
+                const int64_t* slots, const Tensor& block_tables, const MaybeTensor& key_angles) {
+        int64_t heads = config.heads, kv_heads = config.kv_heads, head_dim = config.head_dim;
+        int64_t token_stride = (heads + 2 * kv_heads) * head_dim;
         if (layer.q_norm)
-            at::parallel_for(0, block.count, FEW, [&](int64_t from, int64_t to) {
+            at::parallel_for(0, block.count, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
                 for (int64_t t = from; t < to; t++) {
-                    float *q = &qkv_rows[t * token], *k = q + heads * head_dim;
-                    add_rms_norm(q, nullptr, data(layer.q_norm), eps, heads, head_dim, q, nullptr);
-                    add_rms_norm(k, nullptr, data(layer.k_norm), eps, kv_heads, head_dim, k, nullptr);
+                    float *q = &qkv_rows[t * token_stride], *k = q + heads * head_dim;
+                    add_rms_norm(q, nullptr, data(layer.q_norm), config.eps, heads, head_dim, q, nullptr);
+                    add_rms_norm(k, nullptr, data(layer.k_norm), config.eps, kv_heads, head_dim, k, nullptr);
                 }
             });
-        Heads qk{qkv_rows.data(), token, head_dim}, v{qkv_rows.data() + (heads + kv_heads) * head_dim, token, head_dim};
-        if (cos) {
-            rotary(qk, cos, sin, block.count, heads + kv_heads, head_dim, rotated, rotated_qk.data());
+        HeadVectors qk{qkv_rows.data(), token_stride, head_dim};
+        HeadVectors v{qkv_rows.data() + (heads + kv_heads) * head_dim, token_stride, head_dim};
+        if (rotation.cos) {
+            rotary(qk, rotation.cos, rotation.sin, block.count, heads + kv_heads, head_dim, rotation.width,
+                   rotated_qk.data());
             qk = {rotated_qk.data(), (heads + kv_heads) * head_dim, head_dim};
         }
-        Heads k{qk.data + heads * head_dim, qk.token, head_dim};
+        HeadVectors k{qk.data + heads * head_dim, qk.token_stride, head_dim};
         write_kv(k, v, block.count, head_dim, cache, slots);
-        AttentionProblem problem{
-            qk.data, qk.token, qk.head, attended.data(), cache, block.offsets.data(), block.starts.data(),
-            int64_t(block.starts.size()), tables.const_data_ptr<int32_t>() + block.row * tables.size(1),
-            tables.size(1), int(heads), int(head_dim), float(scale), float(softcap), int(layer.window)};
-        lack(problem, layer.key_bias, layer.value_bias, angles);
+        AttentionProblem problem{};
+        problem.q = qk.data;
+        problem.q_token_stride = qk.token_stride;
+        problem.q_head_stride = qk.head_stride;
+        problem.out = attended.data();
+        problem.cache = cache;
+        problem.offsets = block.offsets.data();
+        problem.starts = block.starts.data();
+        problem.rows = block.starts.size();
+        problem.block_tables = block_tables.const_data_ptr<int32_t>() + block.row * block_tables.size(1);
+        problem.table_width = block_tables.size(1);
+        problem.heads = heads;
+        problem.head_dim = head_dim;
+        problem.scale = config.scale;
+        problem.softcap = config.softcap;
+        problem.window = layer.window;
+        const auto& [key_bias, value_bias] = layer.kv_bias;
+        set_kv_bias(problem, key_bias, value_bias, key_angles);
         paged_attention(problem);
     }
 
-    // From `normed` and `rows` to y.
-    void feed_forward(const Layer& layer, int64_t count, float* y) {
+    // From `normed`, or `rows`, to y.
+    void feed_forward(const DecoderLayer& layer, int64_t count, float* y) {
         const Matrix &up = layer.up->matrix, &down = layer.down->matrix;
         int64_t width = down.inputs, panels = width / PANEL;
         const float* bias = data(layer.up->bias);
         if (down.quantized()) activated_rows.reset(count, width);
-        Input in{normed.data(), up.inputs, count, &rows};
-        over_panels(panels, [&](int64_t panel) {
-            alignas(64) float gate_sums[BLOCK * PANEL], up_sums[BLOCK * PANEL];
-            panel_sums(up, in, panel, gate_sums);
-            if (gated) panel_sums(up, in, panels + panel, up_sums);
+        InputRows input{normed.data(), up.inputs, count, &rows};
+        parallel_for_panels(panels, [&](int64_t panel) {
+            alignas(64) float gate_sums[MAX_BLOCK_ROWS * PANEL], up_sums[MAX_BLOCK_ROWS * PANEL];
+            panel_matmul(up, input, panel, gate_sums);
+            if (config.gated) panel_matmul(up, input, panels + panel, up_sums);
             for (int64_t row = 0; row < count; row++) {
                 F32x16 half[2];
                 for (int h = 0; h < 2; h++) {
-                    int64_t at = row * PANEL + h * 16, place = panel * PANEL + h * 16;
-                    half[h] = F32x16::load(gate_sums + at);
-                    if (bias) half[h] = half[h] + F32x16::load(bias + place);
-                    half[h] = activated(half[h], gelu);
-                    if (!gated) continue;
-                    F32x16 other = F32x16::load(up_sums + at);
-                    if (bias) other = other + F32x16::load(bias + width + place);
-                    half[h] = half[h] * other;
+                    int64_t sum = row * PANEL + h * 16, output = panel * PANEL + h * 16;
+                    half[h] = F32x16::load(gate_sums + sum);
+                    if (bias) half[h] = half[h] + F32x16::load(bias + output);
+                    half[h] = activate(half[h], config.gelu);
+                    if (!config.gated) continue;
+                    F32x16 up_half = F32x16::load(up_sums + sum);
+                    if (bias) up_half = up_half + F32x16::load(bias + width + output);
+                    half[h] = half[h] * up_half;
                 }
                 if (down.quantized()) {
                     activated_rows.set(row, panel, half[0], half[1]);
@@ -226,7 +313,7 @@ private:
                 }
             }
         });
-        multiply(down, {inner_rows.data(), width, count, &activated_rows}, data(layer.down->bias), y);
+        matmul(down, {inner_rows.data(), width, count, &activated_rows}, data(layer.down->bias), y);
     }
 };
 
@@ -236,7 +323,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.class_<Projection>("Projection")
         .def(torch::init<Tensor, int64_t, int64_t, bool, int64_t, MaybeTensor>());
     m.class_<DecoderLayers>("DecoderLayers")
-        .def(torch::init<int64_t, int64_t, int64_t, double, double, double, bool, bool>())
+        .def(torch::init<FieldValues>())
         .def("add", &DecoderLayers::add)
         .def("forward", &DecoderLayers::forward);
 }

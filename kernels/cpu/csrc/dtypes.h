@@ -1,4 +1,4 @@
-// From a tensor's dtype to a type of C++.
+// The C++ type of a tensor's dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Dot products of bytes: sixteen int32 lanes, each adding four products of an unsigned and a signed byte.
+// Dot products of bytes: each of sixteen int32 lanes adds four products of an unsigned and a signed byte.
 //
 // Integer sums are exact, so their order is free.
 #pragma once
@@ -25,11 +25,11 @@ struct U8x64 {
 struct I32x16 {
     __m512i v;
     static I32x16 set(int32_t x) { return {_mm512_set1_epi32(x)}; }
-    // Lane i adds codes[4i..4i+3] times the four signed bytes at `quad`.
-    void add_dot(U8x64 codes, const int8_t* quad) {
+    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
+    void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;
         std::memcpy(&four, quad, 4);
-        v = _mm512_dpbusd_epi32(v, codes.v, _mm512_set1_epi32(four));
+        v = _mm512_dpbusd_epi32(v, quants.v, _mm512_set1_epi32(four));
     }
     F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
@@ -56,8 +56,8 @@ struct U8x64 {
 struct I32x16 {
     __m256i lo, hi;
     static I32x16 set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-    // By 16-bit products of even and odd bytes: the instruction for bytes saturates.
-    void add_dot(U8x64 codes, const int8_t* quad) {
+    // Multiplies even and odd bytes as 16-bit numbers, since the instruction for bytes saturates.
+    void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;
         std::memcpy(&four, quad, 4);
         __m256i a = _mm256_set1_epi32(four);
@@ -66,8 +66,8 @@ struct I32x16 {
             __m256i left = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0xff)), even);
             return _mm256_add_epi32(left, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), odd));
         };
-        lo = _mm256_add_epi32(lo, dot(codes.lo));
-        hi = _mm256_add_epi32(hi, dot(codes.hi));
+        lo = _mm256_add_epi32(lo, dot(quants.lo));
+        hi = _mm256_add_epi32(hi, dot(quants.hi));
     }
     F32x16 to_float() const { return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)}; }
 };

@@ -1,10 +1,10 @@
-// From the tensors of a layer's cache to where they lie.
+// A layer's cache from its tensors.
 #include "kv_cache.h"
 
 namespace quire {
 namespace {
 
-CacheType type_of(const at::Tensor& cache) {
+CacheType cache_type(const at::Tensor& cache) {
     switch (cache.scalar_type()) {
         case at::kFloat: return CacheType::float32;
         case at::kBFloat16: return CacheType::bfloat16;
@@ -17,18 +17,20 @@ CacheType type_of(const at::Tensor& cache) {
 }  // namespace
 
 KVCache kv_cache(const at::Tensor& keys, const at::Tensor& values) {
-    int64_t heads = keys.size(1), block = keys.size(2), dim = values.stride(2);
-    KVCache found{keys.data_ptr(), values.data_ptr(), type_of(keys), int(heads), int(block), int(dim)};
-    int64_t piece = found.piece();
-    auto lies = [&](const at::Tensor& cache, int64_t slot, int64_t dimension) {
-        return cache.stride(2) == slot && cache.stride(3) == dimension && cache.size(2) == block &&
-               (heads == 1 || cache.stride(1) == piece) && (cache.size(0) == 1 || cache.stride(0) == heads * piece);
+    int64_t heads = keys.size(1), block_size = keys.size(2), padded_dim = values.stride(2);
+    KVCache cache{keys.data_ptr(), values.data_ptr(), cache_type(keys), int(heads), int(block_size), int(padded_dim)};
+    int64_t head_stride = cache.head_stride();
+    auto has_strides = [&](const at::Tensor& tensor, int64_t slot, int64_t dimension) {
+        return tensor.stride(2) == slot && tensor.stride(3) == dimension && tensor.size(2) == block_size &&
+               (heads == 1 || tensor.stride(1) == head_stride) &&
+               (tensor.size(0) == 1 || tensor.stride(0) == heads * head_stride);
     };
-    TORCH_CHECK(lies(keys, 1, block), "keys must lie (block, kv head, dim, slot)");
-    TORCH_CHECK(lies(values, dim, 1) && values.scalar_type() == keys.scalar_type(),
+    TORCH_CHECK(has_strides(keys, 1, block_size), "keys must lie (block, kv head, dim, slot)");
+    TORCH_CHECK(has_strides(values, padded_dim, 1) && values.scalar_type() == keys.scalar_type(),
                 "values must lie (block, kv head, slot, dim), in the type of the keys");
-    TORCH_CHECK(dim % 16 == 0 && dim >= values.size(3), "the cache's dimensions must be rounded up to sixteens");
-    return found;
+    TORCH_CHECK(padded_dim % 16 == 0 && padded_dim >= values.size(3),
+                "the cache's dimensions must be rounded up to sixteens");
+    return cache;
 }
 
 }  // namespace quire

@@ -1,6 +1,6 @@
 // y = x Wᵀ + b for weights in float32, bfloat16 or float16, and x, b, y in float32.
 //
-// Weights are packed into panels of 32 outputs, (panel, in, 32), zero-filled at the end. An output is one chain of fused
+// Weights are packed into panels of 32 outputs, (panel, in, 32), filled up with zeros. An output is one chain of fused
 // multiply-adds over the inputs in order, whatever the number of rows: threads and tiles divide outputs and rows only.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -16,16 +16,16 @@
 namespace quire {
 namespace {
 
-constexpr int FETCHED = 4;     // rows up to which reading weights takes longer than multiplying
-constexpr int64_t DEEP = 128;  // inputs of a panel that stay in the first cache while the rows pass by
+constexpr int PREFETCH_ROWS = 4;     // up to which reading weights takes longer than multiplying
+constexpr int64_t INPUT_TILE = 128;  // inputs of a panel that stay in the first cache for all rows
 
 #if defined(__AVX512F__)
-constexpr int ROWS = 12;  // 24 accumulators of 32 registers
+constexpr int ROW_TILE = 12;  // 24 accumulators of 32 registers
 #else
-constexpr int ROWS = 2;
+constexpr int ROW_TILE = 2;
 #endif
 
-// sums (N, 32) += x (N, inputs) times some inputs of a panel.
+// sums (N, 32) += x (N, inputs) times a tile of a panel.
 template <int N, class W>
 void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t inputs, float* sums) {
     F32x16 left[N], right[N];
@@ -35,13 +35,13 @@ void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t input
         right[n] = F32x16::load(sums + n * PANEL + 16);
     }
     for (int64_t k = 0; k < inputs; k++) {
-        if (N <= FETCHED) fetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
-        F32x16 l = F32x16::load(panel + k * PANEL), r = F32x16::load(panel + k * PANEL + 16);
+        if (N <= PREFETCH_ROWS) prefetch_ahead(panel + k * PANEL, PANEL * sizeof(W));
+        F32x16 left_weights = F32x16::load(panel + k * PANEL), right_weights = F32x16::load(panel + k * PANEL + 16);
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
             F32x16 value = F32x16::set(x[n * stride + k]);
-            left[n] = fma(value, l, left[n]);
-            right[n] = fma(value, r, right[n]);
+            left[n] = fma(value, left_weights, left[n]);
+            right[n] = fma(value, right_weights, right[n]);
         }
     }
 #pragma GCC unroll 16
@@ -52,24 +52,24 @@ void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t input
 }
 
 template <class W>
-void sums_of(const W* panel, int64_t inputs, const float* x, int64_t stride, int64_t rows, float* sums) {
+void panel_sums(const W* panel, int64_t inputs, const float* x, int64_t stride, int64_t rows, float* sums) {
     std::fill_n(sums, rows * PANEL, 0.0f);
-    for (int64_t first = 0; first < inputs; first += DEEP) {
-        int64_t deep = std::min(DEEP, inputs - first);
+    for (int64_t first = 0; first < inputs; first += INPUT_TILE) {
+        int64_t depth = std::min(INPUT_TILE, inputs - first);
         const W* part = panel + first * PANEL;
-        auto go = [&](const auto* weights) {
-            in_even_groups<ROWS>(rows, [&](auto n, int64_t at) {
-                multiply_tile<n>(x + at * stride + first, stride, weights, deep, sums + at * PANEL);
+        auto multiply_rows = [&](const auto* weights) {
+            for_even_tiles<ROW_TILE>(rows, [&](auto n, int64_t row) {
+                multiply_tile<n>(x + row * stride + first, stride, weights, depth, sums + row * PANEL);
             });
         };
-        if (std::is_same_v<W, float> || rows <= ROWS) {
-            go(part);
+        if (std::is_same_v<W, float> || rows <= ROW_TILE) {
+            multiply_rows(part);
             continue;
         }
-        alignas(64) float wide[DEEP * PANEL];  // made once for all rows
-        fetch_ahead(part, deep * PANEL * sizeof(W));
-        for (int64_t i = 0; i < deep * PANEL; i += 16) F32x16::load(part + i).store(wide + i);
-        go(static_cast<const float*>(wide));
+        alignas(64) float wide[INPUT_TILE * PANEL];  // widened once for all rows
+        prefetch_ahead(part, depth * PANEL * sizeof(W));
+        for (int64_t i = 0; i < depth * PANEL; i += 16) F32x16::load(part + i).store(wide + i);
+        multiply_rows(static_cast<const float*>(wide));
     }
 }
 
@@ -84,21 +84,21 @@ at::Tensor pack_linear(const at::Tensor& weight) {
 }
 
 void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, at::Tensor& y) {
-    multiply(float_matrix(packed, y.size(1)), x, bias, y);
+    matmul(float_matrix(packed, y.size(1)), x, bias, y);
 }
 
-// y[t] = the weight's row ids[t], so that a token table that is also the output layer need not be there twice.
+// y[t] = the weight's row ids[t], so that a token table that is also the output layer is in memory once.
 void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y) {
     TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && y.is_contiguous(), "ids int64, contiguous");
     int64_t inputs = packed.size(1);
-    const int64_t* id = ids.const_data_ptr<int64_t>();
-    float* to = y.mutable_data_ptr<float>();
+    const int64_t* id_data = ids.const_data_ptr<int64_t>();
+    float* y_data = y.mutable_data_ptr<float>();
     for_dtype(packed.scalar_type(), [&](auto one) {
         const auto* weights = static_cast<const decltype(one)*>(packed.const_data_ptr());
-        at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t last) {
-            for (int64_t t = from; t < last; t++)
-                for (int64_t k = 0; k < inputs; k++)
-                    to[t * inputs + k] = widen(weights[(id[t] / PANEL * inputs + k) * PANEL + id[t] % PANEL]);
+        at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t to) {
+            for (int64_t t = from; t < to; t++)
+                for (int64_t id = id_data[t], k = 0; k < inputs; k++)
+                    y_data[t * inputs + k] = widen(weights[(id / PANEL * inputs + k) * PANEL + id % PANEL]);
         });
     });
 }
@@ -111,10 +111,10 @@ Matrix float_matrix(const at::Tensor& packed, int64_t outputs) {
     return {packed.const_data_ptr(), outputs, packed.size(1), packed.scalar_type(), 0, false, 0};
 }
 
-void float_panel_sums(const Matrix& w, const float* x, int64_t stride, int64_t rows, int64_t panel, float* sums) {
+void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t rows, int64_t panel, float* sums) {
     for_dtype(w.dtype, [&](auto one) {
         const auto* weights = static_cast<const decltype(one)*>(w.data) + panel * w.inputs * PANEL;
-        sums_of(weights, w.inputs, x, stride, rows, sums);
+        panel_sums(weights, w.inputs, x, stride, rows, sums);
     });
 }
 

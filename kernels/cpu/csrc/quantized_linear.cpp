@@ -1,16 +1,16 @@
 // y = x Wᵀ + b for weights of 8 or 4 bits in groups of 32 inputs, and x quantised to 8 bits on the way in.
 //
-//     w[n, k] = step[n, g] * code[n, k] + least[n, g]      code unsigned; g = k / 32
-//     x[m, k] ≈ scale[m, g] * q[m, k]                      or the sum of two such terms: quantized_rows.h
-//     y[m, n] = Σ_g scale * (step * Σ_k code q  +  least * Σ_k q)
+//     w[n, k] = scale[n, g] * quant[n, k] + min[n, g]      quants are unsigned; g = k / 32
+//     x[m, k] ≈ x_scale[m, g] * q[m, k]                    or the sum of two such terms: quantized_rows.h
+//     y[m, n] = Σ_g x_scale * (scale * Σ_k quant q  +  min * Σ_k q)
 //
-// Where `least` is a whole multiple of `step` for the entire weight, `least = -zero * step`, its term is a start value of
-// the integer sum and costs nothing: the symmetric kinds. Scales belong to a row and a group, never to a batch, groups
-// are added in order, and integer sums are exact: a row's result does not depend on the other rows.
+// Where the entire weight has one zero point, `min = -zero_point * scale`, the second sum is a start value of the
+// integer sum and costs nothing: the formats without mins. Activations have a scale for each row and group, never for a
+// batch, groups are added in order, and integer sums are exact: a row's result does not depend on the other rows.
 //
-// A packed weight is a stream of records, (panel of 32 outputs, group): the codes in the order in which they are used,
-// then 32 steps and, if there are any, 32 leasts, in float16. Of 4-bit codes, byte i of quad s holds that of input
-// 4 s + i % 4 in its low half and of input 16 + 4 s + i % 4 in its high one.
+// A packed weight is a stream of records, (panel of 32 outputs, group): the quants in the order in which they are used,
+// then 32 scales and, if there are any, 32 mins, in float16. With 4 bits, byte i of quad s holds the quant of input
+// 4 s + i % 4 in its low half and that of input 16 + 4 s + i % 4 in its high one.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -25,63 +25,67 @@
 namespace quire {
 namespace {
 
+constexpr int GROUP = QUANT_GROUP_SIZE;
+
 #if defined(__AVX512VNNI__)
-constexpr int TILE = 12;  // terms that are multiplied together: 24 sums of int32
+constexpr int TERM_TILE = 12;  // terms that are multiplied together: 24 sums of int32
 #else
-constexpr int TILE = 2;
+constexpr int TERM_TILE = 2;
 #endif
 
-template <int BITS, bool LEAST>
-struct Kind {
-    static constexpr int codes = PANEL * GROUP * BITS / 8;
-    static constexpr int record = codes + PANEL * 2 * (LEAST ? 2 : 1);
+// The layout of a record.
+template <int BITS, bool MINS>
+struct Record {
+    static constexpr int quant_bytes = PANEL * GROUP * BITS / 8;
+    static constexpr int bytes = quant_bytes + PANEL * 2 * (MINS ? 2 : 1);
 };
 
-// Calls f(left, right, k) for each quad of inputs k..k+3, with the codes of the panel's halves. Unrolled by name, since
-// sums that f keeps in an array are only kept in registers when the compiler sees each of their uses.
+// Calls f(left, right, k) for each quad of inputs k..k+3, with the quants of the panel's halves. The loops are unrolled
+// explicitly: an array of sums in f stays in registers only if the compiler sees each of its uses.
 template <int BITS, class F>
-[[gnu::always_inline]] inline void over_quads(const uint8_t* codes, F&& f) {
+[[gnu::always_inline]] inline void for_each_quad(const uint8_t* quants, F&& f) {
     if constexpr (BITS == 8) {
 #pragma GCC unroll 8
-        for (int s = 0; s < 8; s++) f(U8x64::load(codes + s * 128), U8x64::load(codes + s * 128 + 64), 4 * s);
+        for (int s = 0; s < 8; s++) f(U8x64::load(quants + s * 128), U8x64::load(quants + s * 128 + 64), 4 * s);
     } else {
 #pragma GCC unroll 4
         for (int s = 0; s < 4; s++) {
-            U8x64 left = U8x64::load(codes + s * 128), right = U8x64::load(codes + s * 128 + 64);
+            U8x64 left = U8x64::load(quants + s * 128), right = U8x64::load(quants + s * 128 + 64);
             f(left.low_nibbles(), right.low_nibbles(), 4 * s);
             f(left.high_nibbles(), right.high_nibbles(), 16 + 4 * s);
         }
     }
 }
 
-void widen_codes(const uint8_t* codes, uint8_t* wide) {
-    over_quads<4>(codes, [&](U8x64 left, U8x64 right, int k) {
+void widen_quants(const uint8_t* quants, uint8_t* wide) {
+    for_each_quad<4>(quants, [&](U8x64 left, U8x64 right, int k) {
         left.store(wide + k * 32);
         right.store(wide + k * 32 + 64);
     });
 }
 
-// sums[row] (32 outputs) += N terms times the codes of one group.
-template <int N, int BITS, bool LEAST>
-void multiply_tile(const uint8_t* codes, const fp16* steps, int zero, const int8_t* q, const Term* term, float* sums) {
+// sums[row] (32 outputs) += N terms times the quants of one group. The mins lie behind the 32 scales.
+template <int N, int BITS, bool MINS>
+void multiply_tile(const uint8_t* quants, const fp16* scales, int zero_point, const int8_t* q, const Term* term,
+                   float* sums) {
     I32x16 left[N], right[N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(LEAST ? 0 : -zero * term[n].total);
-    over_quads<BITS>(codes, [&](U8x64 l, U8x64 r, int k) __attribute__((always_inline)) {
+    for (int n = 0; n < N; n++) left[n] = right[n] = I32x16::set(MINS ? 0 : -zero_point * term[n].total);
+    for_each_quad<BITS>(quants, [&](U8x64 left_quants, U8x64 right_quants, int k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
-            left[n].add_dot(l, q + n * GROUP + k);
-            right[n].add_dot(r, q + n * GROUP + k);
+            left[n].add_dot(left_quants, q + n * GROUP + k);
+            right[n].add_dot(right_quants, q + n * GROUP + k);
         }
     });
-    F32x16 step[2] = {F32x16::load(steps), F32x16::load(steps + 16)}, least[2];
-    if (LEAST)
-        for (int half = 0; half < 2; half++) least[half] = F32x16::load(steps + PANEL + half * 16);
-    auto add = [&](const I32x16& dot, const Term& t, int half) __attribute__((always_inline)) {
-        float* to = sums + t.row * PANEL + half * 16;
-        F32x16 sum = fma(dot.to_float(), step[half] * F32x16::set(t.scale), F32x16::load(to));
-        if (LEAST) sum = fma(least[half], F32x16::set(t.shift), sum);
-        sum.store(to);
+    F32x16 scale[2] = {F32x16::load(scales), F32x16::load(scales + 16)}, min[2];
+    if (MINS)
+        for (int half = 0; half < 2; half++) min[half] = F32x16::load(scales + PANEL + half * 16);
+    auto add = [&](const I32x16& dot, const Term& term, int half) __attribute__((always_inline)) {
+        float* row_sums = sums + term.row * PANEL + half * 16;
+        F32x16 sum = fma(dot.to_float(), scale[half] * F32x16::set(term.scale), F32x16::load(row_sums));
+        if (MINS) sum = fma(min[half], F32x16::set(term.shift), sum);
+        sum.store(row_sums);
     };
 #pragma GCC unroll 16
     for (int n = 0; n < N; n++) {
@@ -90,104 +94,106 @@ void multiply_tile(const uint8_t* codes, const fp16* steps, int zero, const int8
     }
 }
 
-template <int BITS, bool LEAST>
-void multiply_group(const uint8_t* record, int zero, const Terms& terms, float* sums) {
-    const fp16* steps = reinterpret_cast<const fp16*>(record + Kind<BITS, LEAST>::codes);
-    auto go = [&](auto bits, const uint8_t* codes) {
-        in_even_groups<TILE>(terms.count, [&](auto n, int64_t at) {
-            multiply_tile<n, bits, LEAST>(codes, steps, zero, terms.q + at * GROUP, terms.term + at, sums);
+template <int BITS, bool MINS>
+void multiply_group(const uint8_t* record, int zero_point, const Terms& terms, float* sums) {
+    const fp16* scales = reinterpret_cast<const fp16*>(record + Record<BITS, MINS>::quant_bytes);
+    auto multiply_terms = [&](auto bits, const uint8_t* quants) {
+        for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
+            multiply_tile<n, bits, MINS>(quants, scales, zero_point, terms.q + first * GROUP, terms.term + first, sums);
         });
     };
-    fetch_ahead(record, Kind<BITS, LEAST>::record);
-    if (BITS == 8 || terms.count <= TILE) return go(std::integral_constant<int, BITS>{}, record);
-    alignas(64) uint8_t wide[PANEL * GROUP];  // made once for all terms
-    widen_codes(record, wide);
-    go(std::integral_constant<int, 8>{}, wide);
+    prefetch_ahead(record, Record<BITS, MINS>::bytes);
+    if (BITS == 8 || terms.count <= TERM_TILE) return multiply_terms(std::integral_constant<int, BITS>{}, record);
+    alignas(64) uint8_t wide[PANEL * GROUP];  // widened once for all terms
+    widen_quants(record, wide);
+    multiply_terms(std::integral_constant<int, 8>{}, wide);
 }
 
-template <int BITS, bool LEAST>
-void sums_of(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* sums) {
-    constexpr int record = Kind<BITS, LEAST>::record;
+template <int BITS, bool MINS>
+void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* sums) {
+    constexpr int bytes = Record<BITS, MINS>::bytes;
     int64_t groups = w.inputs / GROUP;
-    const uint8_t* records = static_cast<const uint8_t*>(w.data) + panel * groups * record;
+    const uint8_t* records = static_cast<const uint8_t*>(w.data) + panel * groups * bytes;
     for (int64_t g = 0; g < groups; g++)
-        multiply_group<BITS, LEAST>(records + g * record, w.zero, rows.terms(g), sums);
+        multiply_group<BITS, MINS>(records + g * bytes, w.zero_point, rows.terms(g), sums);
 }
 
-// The byte of a record that has an output's code for input k of the group, and by how many bits it is shifted.
-struct Place {
+// The byte of a record that has an output's quant for input k of the group, and by how many bits it is shifted.
+struct QuantPosition {
     int byte, shift;
 };
 
 template <int BITS>
-Place place_of(int lane, int k) {
+QuantPosition quant_position(int lane, int k) {
     int column = lane / 16 * 64 + lane % 16 * 4 + k % 4;
-    return BITS == 8 ? Place{k / 4 * 128 + column, 0} : Place{k % 16 / 4 * 128 + column, k / 16 * 4};
+    if (BITS == 8) return {k / 4 * 128 + column, 0};
+    return {k % 16 / 4 * 128 + column, k / 16 * 4};
 }
 
-template <int BITS, bool LEAST>
-at::Tensor pack(const at::Tensor& codes, const at::Tensor& steps, const at::Tensor* least) {
-    int64_t outputs = codes.size(0), inputs = codes.size(1), groups = inputs / GROUP;
+template <int BITS, bool MINS>
+at::Tensor pack(const at::Tensor& quants, const at::Tensor& scales, const at::Tensor* mins) {
+    int64_t outputs = quants.size(0), inputs = quants.size(1), groups = inputs / GROUP;
     int64_t panels = (outputs + PANEL - 1) / PANEL;
-    using K = Kind<BITS, LEAST>;
-    at::Tensor packed = at::zeros({panels, groups, K::record}, at::kByte);
+    using R = Record<BITS, MINS>;
+    at::Tensor packed = at::zeros({panels, groups, R::bytes}, at::kByte);
     uint8_t* records = packed.mutable_data_ptr<uint8_t>();
-    const uint8_t* code = codes.const_data_ptr<uint8_t>();
-    const fp16* step = static_cast<const fp16*>(steps.const_data_ptr());
-    const fp16* low = LEAST ? static_cast<const fp16*>(least->const_data_ptr()) : nullptr;
+    const uint8_t* quant = quants.const_data_ptr<uint8_t>();
+    const fp16* scale = static_cast<const fp16*>(scales.const_data_ptr());
+    const fp16* min = MINS ? static_cast<const fp16*>(mins->const_data_ptr()) : nullptr;
     at::parallel_for(0, outputs, 16, [&](int64_t from, int64_t to) {
         for (int64_t n = from; n < to; n++)
             for (int64_t g = 0; g < groups; g++) {
-                uint8_t* record = records + ((n / PANEL) * groups + g) * K::record;
+                uint8_t* record = records + ((n / PANEL) * groups + g) * R::bytes;
                 int lane = n % PANEL;
                 for (int k = 0; k < GROUP; k++) {
-                    auto [byte, shift] = place_of<BITS>(lane, k);
-                    record[byte] |= code[n * inputs + g * GROUP + k] << shift;
+                    auto [byte, shift] = quant_position<BITS>(lane, k);
+                    record[byte] |= quant[n * inputs + g * GROUP + k] << shift;
                 }
-                fp16* tail = reinterpret_cast<fp16*>(record + K::codes);
-                tail[lane] = step[n * groups + g];
-                if (LEAST) tail[PANEL + lane] = low[n * groups + g];
+                fp16* tail = reinterpret_cast<fp16*>(record + R::quant_bytes);
+                tail[lane] = scale[n * groups + g];
+                if (MINS) tail[PANEL + lane] = min[n * groups + g];
             }
     });
     return packed;
 }
 
-at::Tensor pack_quantized(const at::Tensor& codes, const at::Tensor& steps, const std::optional<at::Tensor>& least,
+at::Tensor pack_quantized(const at::Tensor& quants, const at::Tensor& scales, const std::optional<at::Tensor>& mins,
                           int64_t bits) {
-    TORCH_CHECK(codes.scalar_type() == at::kByte && codes.is_contiguous(), "codes must be uint8 and contiguous");
-    TORCH_CHECK(codes.size(1) % GROUP == 0, "inputs must be a multiple of ", GROUP);
-    TORCH_CHECK(steps.scalar_type() == at::kHalf && steps.is_contiguous(), "steps must be float16 and contiguous");
-    TORCH_CHECK(steps.size(0) == codes.size(0) && steps.size(1) * GROUP == codes.size(1), "a step for each group");
-    TORCH_CHECK(!least || (least->scalar_type() == at::kHalf && least->is_contiguous() && least->sizes() == steps.sizes()),
-                "leasts must be like the steps");
-    if (bits == 8) return least ? pack<8, true>(codes, steps, &*least) : pack<8, false>(codes, steps, nullptr);
+    TORCH_CHECK(quants.scalar_type() == at::kByte && quants.is_contiguous(), "quants must be uint8 and contiguous");
+    TORCH_CHECK(quants.size(1) % GROUP == 0, "inputs must be a multiple of ", GROUP);
+    TORCH_CHECK(scales.scalar_type() == at::kHalf && scales.is_contiguous(), "scales must be float16 and contiguous");
+    TORCH_CHECK(scales.size(0) == quants.size(0) && scales.size(1) * GROUP == quants.size(1), "a scale for each group");
+    TORCH_CHECK(!mins || (mins->scalar_type() == at::kHalf && mins->is_contiguous() && mins->sizes() == scales.sizes()),
+                "mins must be like the scales");
+    if (bits == 8) return mins ? pack<8, true>(quants, scales, &*mins) : pack<8, false>(quants, scales, nullptr);
     TORCH_CHECK(bits == 4, "8 or 4 bits");
-    return least ? pack<4, true>(codes, steps, &*least) : pack<4, false>(codes, steps, nullptr);
+    return mins ? pack<4, true>(quants, scales, &*mins) : pack<4, false>(quants, scales, nullptr);
 }
 
-void quantized_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, bool least, int64_t zero,
+void quantized_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, bool has_mins, int64_t zero_point,
                       const std::optional<at::Tensor>& bias, at::Tensor& y) {
-    multiply(quantized_matrix(packed, y.size(1), bits, least, zero), x, bias, y);
+    matmul(quantized_matrix(packed, y.size(1), bits, has_mins, zero_point), x, bias, y);
 }
 
-template <int BITS, bool LEAST>
-void rows(const at::Tensor& packed, int zero, const at::Tensor& ids, at::Tensor& y) {
-    using K = Kind<BITS, LEAST>;
+template <int BITS, bool MINS>
+void rows(const at::Tensor& packed, int zero_point, const at::Tensor& ids, at::Tensor& y) {
+    using R = Record<BITS, MINS>;
     int64_t groups = packed.size(1);
     const uint8_t* records = packed.const_data_ptr<uint8_t>();
-    const int64_t* id = ids.const_data_ptr<int64_t>();
-    float* to = y.mutable_data_ptr<float>();
-    at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t last) {
-        for (int64_t t = from; t < last; t++) {
-            int lane = id[t] % PANEL;
+    const int64_t* id_data = ids.const_data_ptr<int64_t>();
+    float* y_data = y.mutable_data_ptr<float>();
+    at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++) {
+            int64_t id = id_data[t], lane = id % PANEL;
             for (int64_t g = 0; g < groups; g++) {
-                const uint8_t* record = records + (id[t] / PANEL * groups + g) * K::record;
-                const fp16* tail = reinterpret_cast<const fp16*>(record + K::codes);
-                float step = widen(tail[lane]), least = LEAST ? widen(tail[PANEL + lane]) : 0;
+                const uint8_t* record = records + (id / PANEL * groups + g) * R::bytes;
+                const fp16* tail = reinterpret_cast<const fp16*>(record + R::quant_bytes);
+                float scale = widen(tail[lane]), min = MINS ? widen(tail[PANEL + lane]) : 0;
+                float* group = y_data + (t * groups + g) * GROUP;
                 for (int k = 0; k < GROUP; k++) {
-                    auto [byte, shift] = place_of<BITS>(lane, k);
-                    int code = record[byte] >> shift & ((1 << BITS) - 1);
-                    to[(t * groups + g) * GROUP + k] = LEAST ? std::fma(float(code), step, least) : (code - zero) * step;
+                    auto [byte, shift] = quant_position<BITS>(lane, k);
+                    int quant = record[byte] >> shift & ((1 << BITS) - 1);
+                    group[k] = MINS ? std::fma(float(quant), scale, min) : (quant - zero_point) * scale;
                 }
             }
         }
@@ -195,34 +201,35 @@ void rows(const at::Tensor& packed, int zero, const at::Tensor& ids, at::Tensor&
 }
 
 // y[t] = the weight's row ids[t], dequantised.
-void quantized_rows(const at::Tensor& packed, int64_t bits, bool least, int64_t zero, const at::Tensor& ids,
+void quantized_rows(const at::Tensor& packed, int64_t bits, bool has_mins, int64_t zero_point, const at::Tensor& ids,
                     at::Tensor& y) {
     TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && y.is_contiguous(), "ids int64, contiguous");
-    if (bits == 8) return least ? rows<8, true>(packed, zero, ids, y) : rows<8, false>(packed, zero, ids, y);
-    return least ? rows<4, true>(packed, zero, ids, y) : rows<4, false>(packed, zero, ids, y);
+    if (bits == 8) return (has_mins ? rows<8, true> : rows<8, false>)(packed, zero_point, ids, y);
+    return (has_mins ? rows<4, true> : rows<4, false>)(packed, zero_point, ids, y);
 }
 
 }  // namespace
 
-Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool least, int64_t zero) {
+Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.scalar_type() == at::kByte, "bytes, contiguous");
     TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
-    TORCH_CHECK(packed.size(2) == PANEL * (GROUP * bits / 8 + (least ? 4 : 2)), "the weight is of another kind");
+    TORCH_CHECK(packed.size(2) == PANEL * (GROUP * bits / 8 + (has_mins ? 4 : 2)), "the weight has another format");
     TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has other outputs");
-    return {packed.const_data_ptr(), outputs, packed.size(1) * GROUP, at::kByte, int(bits), least, int(zero)};
+    return {packed.const_data_ptr(), outputs, packed.size(1) * GROUP, at::kByte, int(bits), has_mins, int(zero_point)};
 }
 
-void quantized_panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums) {
+void quantized_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums) {
     std::fill_n(sums, count * PANEL, 0.0f);
-    if (w.bits == 8) return (w.least ? sums_of<8, true> : sums_of<8, false>)(w, rows, panel, sums);
-    return (w.least ? sums_of<4, true> : sums_of<4, false>)(w, rows, panel, sums);
+    if (w.bits == 8) return (w.has_mins ? panel_sums<8, true> : panel_sums<8, false>)(w, rows, panel, sums);
+    return (w.has_mins ? panel_sums<4, true> : panel_sums<4, false>)(w, rows, panel, sums);
 }
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-    m.def("pack_quantized(Tensor codes, Tensor steps, Tensor? least, int bits) -> Tensor");
-    m.def("quantized_rows(Tensor packed, int bits, bool least, int zero, Tensor ids, Tensor(a!) y) -> ()");
+    m.def("pack_quantized(Tensor quants, Tensor scales, Tensor? mins, int bits) -> Tensor");
+    m.def("quantized_rows(Tensor packed, int bits, bool has_mins, int zero_point, Tensor ids, Tensor(a!) y) -> ()");
     m.def(
-        "quantized_linear(Tensor x, Tensor packed, int bits, bool least, int zero, Tensor? bias, Tensor(a!) y) -> ()");
+        "quantized_linear(Tensor x, Tensor packed, int bits, bool has_mins, int zero_point, Tensor? bias, "
+        "Tensor(a!) y) -> ()");
 }
 TORCH_LIBRARY_IMPL(quire, CPU, m) {
     m.impl("pack_quantized", pack_quantized);

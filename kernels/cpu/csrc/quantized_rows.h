@@ -1,9 +1,9 @@
-// Rows of activations in eight bits, as products with weights of few bits want them.
+// Rows of activations quantised to eight bits, for GEMMs with quantised weights.
 //
 //     x[m, k] ≈ scale[m, g] * q[m, k]          q in -127..127, scale = max |x[m, group]| / 127, g = k / 32
 //
-// Where one number of a group is far larger than the others, eight bits say little of these: such a group has a second
-// term, what the first leaves over in steps that are 128 times finer.
+// Where one number of a group is far larger than the others, eight bits say little of these. Such a group has a second
+// term: the remainder of the first, with a scale that is 128 times smaller.
 #pragma once
 
 #include <atomic>
@@ -14,70 +14,70 @@
 
 namespace quire {
 
-constexpr int GROUP = 32;
-constexpr float OUTLIER = 5.0;  // a group's largest number over its root mean square, from which it has a second term
+constexpr int QUANT_GROUP_SIZE = 32;  // inputs that share a scale
+constexpr float OUTLIER_RATIO = 5.0;  // of a group's largest number to its root mean square: above, a second term
 
-// A group of one row. The product needs Σ q times the scale, or times minus the weight's zero.
+// A group of one row. A GEMM needs Σ q times the scale, or times minus the weight's zero point.
 struct Term {
     float scale, shift;  // shift = scale * total
     int32_t total, row;  // total = Σ q
 };
 
-// Those of one group: first of all rows in order, then second ones in no order. They lie together.
+// The terms of one group, lying together: the first ones of all rows in order, then second ones in any order.
 struct Terms {
-    const int8_t* q;  // 32 a term
+    const int8_t* q;  // 32 for each term
     const Term* term;
     int count;
 };
 
 class QuantizedRows {
 public:
-    // Forget what is there, and be ready for (rows, inputs).
+    // Drops all terms, and makes room for (rows, inputs).
     void reset(int64_t rows, int64_t inputs) {
-        places_ = 2 * rows + 2;  // no power of two: groups shall not share the same lines of a cache
-        int64_t groups = inputs / GROUP;
-        if (q_.size() < size_t(groups * places_ * GROUP)) q_.resize(groups * places_ * GROUP);
-        if (terms_.size() < size_t(groups * places_)) terms_.resize(groups * places_);
+        capacity_ = 2 * rows + 2;  // no power of two, so that groups don't map to the same lines of a cache
+        int64_t groups = inputs / QUANT_GROUP_SIZE;
+        if (q_.size() < size_t(groups * capacity_ * QUANT_GROUP_SIZE)) q_.resize(groups * capacity_ * QUANT_GROUP_SIZE);
+        if (terms_.size() < size_t(groups * capacity_)) terms_.resize(groups * capacity_);
         counts_.assign(groups, int32_t(rows));
     }
 
-    // 32 numbers. Each (row, group) once; threads may do different ones at the same time.
+    // Sets the 32 numbers of a group. Each (row, group) is set once; threads may set different ones at the same time.
     void set(int64_t row, int64_t group, F32x16 left, F32x16 right) {
-        int8_t* q = &q_[group * places_ * GROUP];
-        Term* term = &terms_[group * places_];
-        float most = largest(max(left.abs(), right.abs())), squares = sum(fma(left, left, right * right));
-        term[row] = round(left, right, most / 127, q + row * GROUP, row);
-        if (!(most * most * GROUP > OUTLIER * OUTLIER * squares)) return;
-        int at = std::atomic_ref<int32_t>(counts_[group]).fetch_add(1, std::memory_order_relaxed);
+        int8_t* q = &q_[group * capacity_ * QUANT_GROUP_SIZE];
+        Term* term = &terms_[group * capacity_];
+        float max_abs = reduce_max(max(left.abs(), right.abs())), squares = reduce_sum(fma(left, left, right * right));
+        term[row] = round(left, right, max_abs / 127, q + row * QUANT_GROUP_SIZE, row);
+        if (!(max_abs * max_abs * QUANT_GROUP_SIZE > OUTLIER_RATIO * OUTLIER_RATIO * squares)) return;
+        int second = std::atomic_ref<int32_t>(counts_[group]).fetch_add(1, std::memory_order_relaxed);
         F32x16 scale = F32x16::set(-term[row].scale);
-        left = fma(F32x16::load(q + row * GROUP), scale, left);
-        right = fma(F32x16::load(q + row * GROUP + 16), scale, right);
-        term[at] = round(left, right, term[row].scale / 128, q + at * GROUP, row);
+        left = fma(F32x16::load(q + row * QUANT_GROUP_SIZE), scale, left);
+        right = fma(F32x16::load(q + row * QUANT_GROUP_SIZE + 16), scale, right);
+        term[second] = round(left, right, term[row].scale / 128, q + second * QUANT_GROUP_SIZE, row);
     }
 
     void set(int64_t row, const float* x, int64_t inputs) {
-        for (int64_t g = 0; g < inputs / GROUP; g++)
-            set(row, g, F32x16::load(x + g * GROUP), F32x16::load(x + g * GROUP + 16));
+        for (int64_t g = 0; g < inputs / QUANT_GROUP_SIZE; g++)
+            set(row, g, F32x16::load(x + g * QUANT_GROUP_SIZE), F32x16::load(x + g * QUANT_GROUP_SIZE + 16));
     }
 
-    // To be asked for when all threads are done.
+    // Complete when all threads are done.
     Terms terms(int64_t group) const {
-        return {&q_[group * places_ * GROUP], &terms_[group * places_], counts_[group]};
+        return {&q_[group * capacity_ * QUANT_GROUP_SIZE], &terms_[group * capacity_], counts_[group]};
     }
 
 private:
-    int64_t places_ = 0;  // terms of a group that there is room for
+    int64_t capacity_ = 0;  // terms for each group
     std::vector<int8_t> q_;
     std::vector<Term> terms_;
     std::vector<int32_t> counts_;
 
-    static Term round(F32x16 left, F32x16 right, float scale, int8_t* to, int64_t row) {
+    static Term round(F32x16 left, F32x16 right, float scale, int8_t* out, int64_t row) {
         F32x16 factor = F32x16::set(scale > 0 ? 1 / scale : 0);
         left = (left * factor).round();
         right = (right * factor).round();
-        left.store(to);
-        right.store(to + 16);
-        float total = sum(left + right);  // of whole numbers: exact
+        left.store(out);
+        right.store(out + 16);
+        float total = reduce_sum(left + right);  // of whole numbers, so exact
         return {scale, total * scale, int32_t(total), int32_t(row)};
     }
 };

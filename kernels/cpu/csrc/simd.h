@@ -1,8 +1,8 @@
 // Sixteen float32 lanes, whatever the instruction set: one AVX-512 register, or two of AVX2.
 //
-// Kernels are written once against this type, and data is laid out in sixteens for both. Nothing here may let the
-// compiler choose: products that are summed are fused by name (`fma`), and sums over lanes are one fixed tree, so
-// that the same numbers give the same bits in every kernel that uses them.
+// Kernels are written once against this type, and data is laid out in sixteens for both. The compiler must not choose
+// the order of operations: multiplications are fused with additions by name only (`fma`), and sums over lanes are one
+// fixed tree, so that the same numbers give the same bits in every kernel that uses them.
 #pragma once
 
 #include <immintrin.h>
@@ -28,7 +28,7 @@ inline float widen(bf16 x) {
     return y;
 }
 
-// To nearest, ties to even. NaN stays NaN.
+// Round to nearest, ties to even. NaN stays NaN.
 inline void narrow(float x, float& y) { y = x; }
 inline void narrow(float x, fp16& y) { y.bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 inline void narrow(float x, bf16& y) {
@@ -73,15 +73,15 @@ struct F32x16 {
     F32x16 zero_where_below(F32x16 x, float bound) const {
         return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(bound), _CMP_NLT_UQ), v)};
     }
-    // Lanes outside of [from, to) become `value`.
-    F32x16 keep(int from, int to, float value) const {
+    // Sets the lanes outside of [from, to) to `value`.
+    F32x16 keep_lanes(int from, int to, float value) const {
         uint32_t upto = to >= 16 ? 0xffff : to <= 0 ? 0 : (1u << to) - 1;
         uint32_t before = from <= 0 ? 0 : from >= 16 ? 0xffff : (1u << from) - 1;
         return {_mm512_mask_mov_ps(_mm512_set1_ps(value), __mmask16(upto & ~before), v)};
     }
-    // v * 2^n for whole n.
-    F32x16 scaled(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
-    // A bit for each lane, the first lane's lowest.
+    // v * 2^n, for whole n.
+    F32x16 ldexp(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
+    // A bit for each lane, the lowest for the first.
     uint32_t lanes_at_least(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_GE_OQ); }
     uint32_t lanes_equal(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_EQ_OQ); }
     uint32_t nan_lanes() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
@@ -146,14 +146,14 @@ struct F32x16 {
         return {_mm256_and_ps(lo, _mm256_cmp_ps(x.lo, b, _CMP_NLT_UQ)),
                 _mm256_and_ps(hi, _mm256_cmp_ps(x.hi, b, _CMP_NLT_UQ))};
     }
-    F32x16 keep(int from, int to, float value) const {
+    F32x16 keep_lanes(int from, int to, float value) const {
         float lanes[16];
         store(lanes);
         for (int i = 0; i < 16; i++)
             if (i < from || i >= to) lanes[i] = value;
         return load(lanes);
     }
-    F32x16 scaled(F32x16 n) const {
+    F32x16 ldexp(F32x16 n) const {
         auto power = [](__m256 x) {
             __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127));
             return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
@@ -180,30 +180,31 @@ inline __m256 fold(F32x16 x, __m256 (*join)(__m256, __m256)) { return join(x.lo,
 
 #endif
 
-// Over all lanes: halves are joined, then quarters, and so on.
+// Reduces all lanes to one: joins halves, then quarters, and so on.
 inline float reduce(F32x16 x, __m256 (*join)(__m256, __m256)) {
     __m256 eight = fold(x, join);
     __m256 four = join(eight, _mm256_permute2f128_ps(eight, eight, 1));
     __m256 two = join(four, _mm256_permute_ps(four, 0b01001110));
     return _mm256_cvtss_f32(join(two, _mm256_permute_ps(two, 0b10110001)));
 }
-inline float sum(F32x16 x) {
+inline float reduce_sum(F32x16 x) {
     return reduce(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
 }
-inline float largest(F32x16 x) {
+inline float reduce_max(F32x16 x) {
     return reduce(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
 }
 
-// e^x for x <= 88. Below -87 it is exactly 0, also for -inf; e^0 is exactly 1. Off by about one unit in the last place:
-// 2^n times a polynomial on [-ln2/2, ln2/2] (Taylor's to the sixth power).
+// e^x for x <= 88, off by about one unit in the last place. Below -87 it is exactly 0, also for -inf; e^0 is exactly 1.
+// It is 2^n times a polynomial on [-ln2/2, ln2/2], Taylor's to the sixth power.
 inline F32x16 exp(F32x16 x) {
-    F32x16 bounded = max(F32x16::set(-87.0f), x);  // in this order NaN stays
+    F32x16 bounded = max(F32x16::set(-87.0f), x);  // in this order of arguments NaN stays
     F32x16 n = (bounded * F32x16::set(1.44269504088896341f)).round();
     F32x16 r = fma(n, F32x16::set(-0.693145751953125f), bounded);
     r = fma(n, F32x16::set(-1.42860682030941723e-6f), r);
     F32x16 y = F32x16::set(1.0f / 720);
-    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, F32x16::set(c));
-    return y.scaled(n).zero_where_below(x, -87.0f);
+    for (float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        y = fma(y, r, F32x16::set(coefficient));
+    return y.ldexp(n).zero_where_below(x, -87.0f);
 }
 
 }  // namespace quire

@@ -1,4 +1,4 @@
-// Where the threads run that at::parallel_for spreads work over.
+// Pinning the threads of at::parallel_for to processors.
 #include <ATen/Parallel.h>
 #include <sched.h>
 #include <torch/library.h>
@@ -6,7 +6,7 @@
 namespace quire {
 namespace {
 
-// The calling thread goes to the first of `cpus`, and each other one of the pool to its own.
+// Pins the calling thread to the first of `cpus`, and each other one of the pool to one of its own.
 void pin_threads(at::IntArrayRef cpus) {
     TORCH_CHECK(int64_t(cpus.size()) == at::get_num_threads(), "a processor for each thread");
     at::parallel_for(0, cpus.size(), 1, [&](int64_t from, int64_t to) {
@@ -14,7 +14,8 @@ void pin_threads(at::IntArrayRef cpus) {
             cpu_set_t set;
             CPU_ZERO(&set);
             CPU_SET(cpus[i], &set);
-            TORCH_CHECK(sched_setaffinity(0, sizeof set, &set) == 0, "a thread cannot be pinned to processor ", cpus[i]);
+            TORCH_CHECK(sched_setaffinity(0, sizeof set, &set) == 0, "a thread cannot be pinned to processor ",
+                        cpus[i]);
         }
     });
 }

@@ -1,5 +1,5 @@
-// How matrix products are divided: rows into blocks, panels of outputs over threads, rows of a panel into tiles of a
-// compile-time size. None of it makes a difference to the numbers.
+// How a GEMM is divided: rows into blocks, panels of outputs over threads, rows of a panel into tiles of a compile-time
+// size. The results do not depend on it.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,31 +12,31 @@
 
 namespace quire {
 
-// Calls f(first, count) for consecutive blocks of at most `most`, as even as they can be.
+// Calls f(first, count) for consecutive blocks of at most `max_rows`, as even as they can be.
 template <class F>
-void over_blocks(int64_t rows, int64_t most, F&& f) {
-    int64_t blocks = (rows + most - 1) / most;
+void for_even_blocks(int64_t rows, int64_t max_rows, F&& f) {
+    int64_t blocks = (rows + max_rows - 1) / max_rows;
     for (int64_t block = 0; block < blocks; block++) {
         int64_t first = rows * block / blocks;
         f(first, rows * (block + 1) / blocks - first);
     }
 }
 
-// Calls f(panel) for all panels. Each thread has its own share, which is the same each time and so may be in its cache;
-// one that is done helps the others, whose processor may be wanted by somebody else.
+// Calls f(panel) for all panels. Each thread has its own share, the same each time, so that it may still be in its
+// cache. A thread that is done helps the others, whose processors may have other work.
 template <class F>
-void over_panels(int64_t panels, F&& f) {
-    constexpr int64_t MOST = 256;
+void parallel_for_panels(int64_t panels, F&& f) {
+    constexpr int64_t MAX_THREADS = 256;
     struct alignas(64) Share {
         std::atomic<int64_t> next;
         int64_t end;
     };
-    int64_t threads = std::min({int64_t(at::get_num_threads()), panels, MOST});
+    int64_t threads = std::min({int64_t(at::get_num_threads()), panels, MAX_THREADS});
     if (threads <= 1 || at::in_parallel_region()) {
         for (int64_t panel = 0; panel < panels; panel++) f(panel);
         return;
     }
-    Share shares[MOST];
+    Share shares[MAX_THREADS];
     for (int64_t t = 0; t < threads; t++) {
         shares[t].next = panels * t / threads;
         shares[t].end = panels * (t + 1) / threads;
@@ -51,30 +51,31 @@ void over_panels(int64_t panels, F&& f) {
 }
 
 template <int N, class F>
-void call_with(int n, int64_t at, F& f) {
-    if (n == N) return f(std::integral_constant<int, N>{}, at);
-    if constexpr (N > 1) call_with<N - 1>(n, at, f);
+void call_with_size(int size, int64_t first, F& f) {
+    if (size == N) return f(std::integral_constant<int, N>{}, first);
+    if constexpr (N > 1) call_with_size<N - 1>(size, first, f);
 }
 
-// Calls f(size, first) for consecutive groups of at most MOST, as even as they can be; the size is a constant.
-template <int MOST, class F>
-void in_even_groups(int64_t total, F&& f) {
-    int64_t groups = (total + MOST - 1) / MOST;
-    for (int64_t group = 0; group < groups; group++) {
-        int64_t first = total * group / groups, last = total * (group + 1) / groups;
-        call_with<MOST>(int(last - first), first, f);
+// Calls f(size, first) for consecutive tiles of at most MAX_SIZE, as even as they can be; the size is a constant.
+template <int MAX_SIZE, class F>
+void for_even_tiles(int64_t total, F&& f) {
+    int64_t tiles = (total + MAX_SIZE - 1) / MAX_SIZE;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        int64_t first = total * tile / tiles, end = total * (tile + 1) / tiles;
+        call_with_size<MAX_SIZE>(int(end - first), first, f);
     }
 }
 
-// With few rows, reading the weights is all that takes time, and what a processor fetches of its own accord is too little.
-// Panels lie one behind the other, so what is ahead is what comes next.
-constexpr int AHEAD = 4096;  // bytes
+// With few rows, the time goes into reading the weights, and the processor's own prefetching is not enough. Panels lie
+// one behind the other, so the bytes ahead are those that are read next.
+constexpr int PREFETCH_DISTANCE = 4096;  // bytes
 
-inline void fetch_ahead(const void* p, int bytes) {
-    for (int at = 0; at < bytes; at += 64) _mm_prefetch(static_cast<const char*>(p) + AHEAD + at, _MM_HINT_T0);
+inline void prefetch_ahead(const void* p, int bytes) {
+    const char* ahead = static_cast<const char*>(p) + PREFETCH_DISTANCE;
+    for (int offset = 0; offset < bytes; offset += 64) _mm_prefetch(ahead + offset, _MM_HINT_T0);
 }
 
-// 32 sums plus the bias, of which `width` are written.
+// Writes the first `width` of 32 sums plus the bias.
 inline void write_outputs(const float* sums, float* y, const float* bias, int width) {
     if (width == 32) {
         F32x16 left = F32x16::load(sums), right = F32x16::load(sums + 16);

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.quantized import GROUP, QuantizedWeight
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight
 from services.worker.checkpoint.quantization_config import QuantizationConfig
 from shared.errors import ModelError
 
@@ -61,7 +61,7 @@ class PackedWeights:
         modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
         if not modules:
             raise ModelError(
-                f"config.json says {config.method}, but the weight files have no tensor with codes (qweight)"
+                f"config.json says {config.method}, but the weight files have no tensor with quants (qweight)"
             )
         self._matrices = {f"{module}.weight": self._matrix(module) for module in modules}
         self.packed_names = {module + suffix for module in modules for suffix in _SUFFIXES}
@@ -103,7 +103,7 @@ class PackedWeights:
         half_scales = scales.half()
         if not _in_whole_groups(g_idx) or not torch.equal(half_scales.float(), scales.float()):
             return None
-        groups, zero_point, mins = g_idx[::GROUP], int(zero_points.view(-1)[0]), None
+        groups, zero_point, mins = g_idx[::QUANT_GROUP_SIZE], int(zero_points.view(-1)[0]), None
         if not (zero_points == zero_point).all():
             mins, zero_point = (zero_points.float() * -scales.float()).half()[:, groups], 0
             if not mins.isfinite().all():
@@ -137,7 +137,7 @@ class PackedWeights:
         groups = -(-inputs // group_size)
         _check_shape(f"{module}.scales", scales, (groups, outputs))
         _check_shape(f"{module}.qzeros", qzeros, (groups, outputs // pack_factor))
-        if inputs % GROUP or outputs % pack_factor:
+        if inputs % QUANT_GROUP_SIZE or outputs % pack_factor:
             raise ModelError(f"tensor {module}.qweight is of {inputs} inputs and {outputs} outputs: not whole groups")
         return _PackedMatrix(
             qweight, qzeros, scales, self._g_idx(module, inputs, group_size, groups), (outputs, inputs)
@@ -168,7 +168,7 @@ class PackedWeights:
 
 def _in_whole_groups(g_idx: Tensor) -> bool:
     """Tell if each 32 inputs side by side belong to one group."""
-    blocks = g_idx.view(-1, GROUP)
+    blocks = g_idx.view(-1, QUANT_GROUP_SIZE)
     return bool((blocks == blocks[:, :1]).all())
 
 
@@ -189,7 +189,7 @@ def _unpack_awq(packed: Tensor) -> Tensor:
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and its codes ask for {list(shape)}")
+        raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, and its quants need {list(shape)}")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -54,7 +54,7 @@ class WeightFiles:
     def _hide_packed_tensors(self, packed: PackedWeights) -> None:
         """Show matrices in the place of the tensors that they are made of."""
         if twice := [name for name in packed.keys() if name in self._shards]:  # noqa: SIM118  (it is no mapping)
-            raise ModelError(f"tensor {twice[0]} is there twice: also as codes (qweight)")
+            raise ModelError(f"tensor {twice[0]} is there twice: also as quants (qweight)")
         self._shards = {name: shard for name, shard in self._shards.items() if name not in packed.packed_names}
         self._shards |= dict.fromkeys(packed.keys(), packed)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily
 from services.worker.checkpoint.errors import name_folder_in_errors
 from services.worker.checkpoint.quantization_config import find_conflict

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kernels.quantized import GROUP, QuantizedWeight, quantize, stack
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, quantize, stack
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
 from services.worker.models.decoder.layers import Weights
@@ -128,7 +128,7 @@ def load_weights(
 
 def round_matrix(matrix: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
     """Return `matrix` (out, in) in 8 or 4 bits, if `quantization` says so and its inputs make whole groups."""
-    if quantization not in ("int8", "int4") or matrix.shape[1] % GROUP:
+    if quantization not in ("int8", "int4") or matrix.shape[1] % QUANT_GROUP_SIZE:
         return matrix
     return quantize(matrix, 8 if quantization == "int8" else 4)
 

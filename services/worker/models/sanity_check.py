@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.models.causal_lm import CausalLM, Inputs
 from shared.errors import ModelError
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv_bias import KVBias
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.models.decoder.layers import ForwardContext, Linear, Norm, Weights
 from services.worker.models.spec import DecoderSpec, LayerSpec, Rope
 

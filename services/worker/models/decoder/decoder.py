@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.decoder_layers import LayerParts, Sizes
-from kernels.load import Ops
+from kernels.decoder_layers import DecoderLayer, LayerConfig
+from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.models.decoder.attention import Attention, RotaryTables
 from services.worker.models.decoder.feed_forward import FeedForward, MixtureOfExperts
@@ -124,7 +124,7 @@ class Decoder:
             if isinstance(mlp, MixtureOfExperts):
                 return None
             parts.append(
-                LayerParts(
+                DecoderLayer(
                     attention_norm=layer.attention_norm.weight,
                     qkv=attention.qkv.projection,
                     q_norm=_weight(attention.q_norm),
@@ -135,13 +135,12 @@ class Decoder:
                     up=mlp.up.projection,
                     down=mlp.down.projection,
                     mlp_post_norm=_weight(layer.mlp_post_norm),
-                    inner=spec.intermediate_size,
                     window=attention.layer.window,
                     rope=ropes.index(attention.layer.rope) if attention.layer.rope else None,
                     kv_bias=attention.kv_bias,
                 )
             )
-        sizes = Sizes(
+        config = LayerConfig(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -150,7 +149,7 @@ class Decoder:
             eps=spec.norm_eps,
             activation=spec.activation,
         )
-        return self._ops.join_layers(sizes, parts)
+        return self._ops.fuse_layers(config, parts)
 
 
 def _weight(norm: Norm | None) -> Tensor | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.models.decoder.layers import Linear, Weights
 from services.worker.models.spec import Activation, DecoderSpec, Experts
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.decoder_layers import Projection
-from kernels.load import Ops
+from kernels.ops import Ops
 from kernels.quantized import QuantizedWeight
 from services.worker.models.causal_lm import Inputs
 from services.worker.models.spec import DecoderSpec, Rope
@@ -46,7 +46,7 @@ class Linear:
 
     @property
     def projection(self) -> Projection:
-        return self.weight, self.bias
+        return Projection(self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight, self.bias)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs
 from shared.errors import ModelError
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.load import Ops
+from kernels.ops import Ops
 
 
 class PackedLinear(nn.Module):

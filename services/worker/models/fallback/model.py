@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.load import Ops
+from kernels.ops import Ops
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.models.fallback.attention import AttentionCall, PagedAttention, Recorder, register, registered

@@ -6,10 +6,10 @@ for the query at absolute position p, K and V being those of its row's sequence 
 a window, j starts at 0; cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32. Where the
 cache leaves biases out, K[j] is the cache's vector + the bias rotated to position j, and V[j] the cache's + the bias.
 
-A row is any number of queries at consecutive positions; nothing tells a long one from one of a single query. What
-hangs on the shape of the batch alone is worked out once a step by `plan_attention` and used by every layer: rows of
-the same count and of similar length form a group, whose blocks are gathered by one index and attended as one batch.
-Queries that share a kv head are laid side by side, so that its keys and values are read once for all of them.
+A row is any number of queries at consecutive positions; nothing tells a long one from one of a single query.
+`plan_attention` works out once a step what depends on the shape of the batch alone, for all layers: rows of the same
+count and of similar length form a group, whose blocks are gathered by one index and attended as one batch. Queries that
+share a kv head are laid side by side, so that its keys and values are read once for all of them.
 """
 
 from collections.abc import Iterator
@@ -22,31 +22,30 @@ from torch import Tensor
 
 from kernels.kv_bias import KVBias
 from kernels.layout import scales
-from kernels.reference.rotary import rotary
+from kernels.reference.elementwise import rotary
 
-_LONGEST = 256
+_MAX_QUERIES = 256
 """Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
-
 
 Angles = tuple[Tensor, Tensor]
 
 
 def pack_angles(cos: Tensor, sin: Tensor) -> Angles:
-    """Return a rope's cosines and sines (P, R) float32 at all positions as `paged_attention` wants them."""
+    """Return the tables as they are."""
     return cos, sin
 
 
 class Piece(NamedTuple):
-    """Consecutive queries of a row, all of it unless it is long. Sorts by place in the batch."""
+    """Consecutive queries of a row, all of it unless it is long. Pieces sort by row and place in the batch."""
 
     row: int
-    first: int  # query's place in the batch
+    first: int  # index of the first query in the batch
     start: int  # its position
     size: int  # queries
 
     @property
     def end(self) -> int:
-        """The position behind the last."""
+        """The position after the last query's."""
         return self.start + self.size
 
 
@@ -54,40 +53,37 @@ class Piece(NamedTuple):
 class Group:
     """N pieces of one size C, padded to the blocks of the longest: L positions."""
 
-    queries: Tensor | None  # (N C,) int64: their places in the batch; None if the group is the whole batch in order
+    queries: Tensor | None  # (N C,) int64: their indices in the batch; None if the group is the whole batch in order
     size: int  # C
     length: int  # L
     blocks: Tensor  # (N Hkv L/block_size,) int64: which (block, head) parts of the cache to gather
-    beyond: Tensor  # int64: which of the gathered (N Hkv L) vectors lie behind their piece's last position
+    beyond: Tensor  # int64: which of the gathered (N Hkv L) vectors lie after their piece's last position
     positions: Tensor  # (N, C, 1) absolute positions of the queries
-    masks: dict[int, Tensor] = field(default_factory=dict)  # by window; see `_mask`; made when first used
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by window, made by `_mask` when first used
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What `paged_attention` needs to know of a batch; the same for all layers."""
+    """The batch's groups, the same for all layers."""
 
     groups: list[Group]
 
 
 def plan_attention(
-    offsets: Tensor, starts: Tensor, tables: Tensor, *, block_size: int, num_kv_heads: int
+    offsets: Tensor, starts: Tensor, block_tables: Tensor, *, block_size: int, num_kv_heads: int
 ) -> AttentionPlan:
-    """Plan one batch of R rows.
-
-    `offsets` (R + 1,) and `starts` (R,) int64 on the CPU, since shapes follow from them: row r's queries are
-    `offsets[r]` to `offsets[r + 1] - 1`, the first of them at position `starts[r]`. `tables` (R, M) int32 or int64 on
-    the device holds at least the blocks of each row's last position.
-    """
+    """Cut the rows into pieces, and group pieces of the same size and similar length."""
     pieces = [
-        Piece(row, first + done, start + done, min(_LONGEST, count - done))
+        Piece(row, first + done, start + done, min(_MAX_QUERIES, count - done))
         for row, (first, start, count) in enumerate(
             zip(offsets[:-1].tolist(), starts.tolist(), offsets.diff().tolist(), strict=True)
         )
-        for done in range(0, count, _LONGEST)
+        for done in range(0, count, _MAX_QUERIES)
     ]
-    groups = list(_alike(pieces, block_size))
-    return AttentionPlan([_group(group, tables, block_size, num_kv_heads, whole=len(groups) == 1) for group in groups])
+    groups = list(_group_pieces(pieces, block_size))
+    return AttentionPlan(
+        [_make_group(group, block_tables, block_size, num_kv_heads, whole=len(groups) == 1) for group in groups]
+    )
 
 
 def paged_attention(
@@ -102,14 +98,7 @@ def paged_attention(
     bias: KVBias | None = None,
     angles: Angles | None = None,
 ) -> Tensor:
-    """`q` (T, Hq, D) of any strides, caches (block, kv_head, slot, D) contiguous, or codes with scales; gives a new
-    (T, Hq, D).
-
-    The keys and values of the queries themselves must be in the cache already. `window` is how many positions a
-    query sees, its own included; 0 is all. `angles` are what `pack_angles` gave of the rope by which keys are rotated;
-    without any they are not. Dimensions that are not rotated may be left out of the keys' bias if there is no softcap:
-    they add the same to all scores of a query.
-    """
+    """Attend group by group, and put the results where the queries were."""
     bias = bias or KVBias()
     out = None
     for group in plan.groups:
@@ -129,41 +118,41 @@ def paged_attention(
     return q.new_empty(q.shape) if out is None else out
 
 
-def _alike(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
-    """Pieces of one size, with padding under a quarter of what is read, or not worth another group."""
+def _group_pieces(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
+    """Yield groups of pieces of one size, with padding under a quarter of what is read, or not worth another group."""
     group: list[Piece] = []
-    held = 0
+    group_blocks = 0
     for piece in sorted(pieces, key=lambda piece: (piece.size, piece.end)):
         blocks = -(-piece.end // block_size)
-        padding = blocks * len(group) - held
-        if group and (piece.size != group[0].size or padding > 16 + held // 4):
+        padding = blocks * len(group) - group_blocks
+        if group and (piece.size != group[0].size or padding > 16 + group_blocks // 4):
             yield sorted(group)
-            group, held = [], 0
+            group, group_blocks = [], 0
         group.append(piece)
-        held += blocks
+        group_blocks += blocks
     if group:
         yield sorted(group)
 
 
-def _group(pieces: list[Piece], tables: Tensor, block_size: int, heads: int, whole: bool) -> Group:
+def _make_group(pieces: list[Piece], block_tables: Tensor, block_size: int, heads: int, whole: bool) -> Group:
     rows, firsts, starts, sizes = torch.tensor(pieces).T
     ends = starts + sizes
     width = -(-int(ends.max()) // block_size)
-    device, steps = tables.device, torch.arange(pieces[0].size)
-    blocks = tables[rows.to(device), :width].long()
+    device, indices = block_tables.device, torch.arange(pieces[0].size)
+    blocks = block_tables[rows.to(device), :width].long()
     beyond = torch.arange(width * block_size) >= ends[:, None]
     return Group(
-        queries=None if whole else (firsts[:, None] + steps).flatten().to(device),
-        size=len(steps),
+        queries=None if whole else (firsts[:, None] + indices).flatten().to(device),
+        size=len(indices),
         length=width * block_size,
         blocks=(blocks[:, None, :] * heads + torch.arange(heads, device=device)[:, None]).flatten(),
         beyond=beyond[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0].to(device),
-        positions=(starts[:, None] + steps)[..., None].to(device),
+        positions=(starts[:, None] + indices)[..., None].to(device),
     )
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float, window: int, softcap: float) -> Tensor:
-    """Attention of one group: `q` (N C, Hq, D), `keys` and `values` (N, Hkv, L, D)."""
+    """Return the attention (N C, Hq, D) of one group: `q` (N C, Hq, D), `keys` and `values` (N, Hkv, L, D)."""
     num_heads, dim = q.shape[1:]
     kv_heads, shared = keys.shape[1], num_heads // keys.shape[1]
     size = group.size
@@ -179,9 +168,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float,
 def _gather(
     cache: Tensor, group: Group, dtype: torch.dtype, bias: Tensor | None = None, angles: Angles | None = None
 ) -> Tensor:
-    """The group's vectors (N, Hkv, L, D), with `bias` (Hkv, D) added, rotated to each position if there are angles.
+    """Return the group's vectors (N, Hkv, L, D), with `bias` (Hkv, D) added, rotated to each position by any angles.
 
-    What lies behind an end is zeroed: a NaN there would not mind the mask.
+    What lies after a piece's end is zeroed: the mask would not hide a NaN there.
     """
     parts = cache.flatten(0, 1).index_select(0, group.blocks)
     if cache.dtype == torch.int8:
@@ -194,22 +183,22 @@ def _gather(
 
 
 def _at_positions(bias: Tensor, length: int, angles: Angles | None) -> Tensor:
-    """(Hkv, L, D) of a bias (Hkv, D). No position beyond the angles' last is seen."""
-    everywhere = bias.float()[None].expand(length, -1, -1)
+    """Return a bias (Hkv, D) at each position, (Hkv, L, D). No query sees a position beyond the angles' last."""
+    repeated = bias.float()[None].expand(length, -1, -1)
     if angles is not None:
         cos, sin = (F.pad(table[:length], (0, 0, 0, max(0, length - len(table)))) for table in angles)
-        everywhere = rotary(everywhere, cos, sin)
-    return everywhere.transpose(0, 1)
+        repeated = rotary(repeated, cos, sin)
+    return repeated.transpose(0, 1)
 
 
 def _mask(group: Group, window: int, shared: int, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a position and -inf where not: (N, 1, shared C, L)."""
+    """Return (N, 1, shared C, L): 0 where a query sees a position and -inf where not."""
     if window not in group.masks:
         keys = torch.arange(group.length, device=group.positions.device)
-        seen = keys <= group.positions
+        visible = keys <= group.positions
         if window:
-            seen &= keys > group.positions - window
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            visible &= keys > group.positions - window
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
         group.masks[window] = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
     return group.masks[window]
 

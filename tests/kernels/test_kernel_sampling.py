@@ -5,14 +5,9 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from kernels.reference.greedy import greedy
 from kernels.reference.gumbel import gumbel
-from kernels.reference.logprobs import FLOOR
-from kernels.reference.min_p import min_p
-from kernels.reference.temperature import temperature
-from kernels.reference.top_k import top_k
-from kernels.reference.top_p import top_p
-from tests.kernels.drawing import by_levels
+from kernels.reference.sampling import LOGPROB_FLOOR, greedy, min_p, temperature, top_k, top_p
+from tests.kernels.naive_gumbel import draw_by_levels
 
 OPS = ops(torch.device("cpu"))
 INF = float("inf")
@@ -32,7 +27,7 @@ def test_draws_agree_with_the_definition(spread: float, vocab: int) -> None:
     torch.manual_seed(0)
     z = shifted(torch.randn(200, vocab) * spread)
     seeds, samples, positions = key(200)
-    expected = [by_levels(z[row], int(seeds[row]), int(samples[row]), int(positions[row])) for row in range(200)]
+    expected = [draw_by_levels(z[row], int(seeds[row]), int(samples[row]), int(positions[row])) for row in range(200)]
     assert gumbel(z, None, seeds, samples, positions).tolist() == expected
 
 
@@ -42,7 +37,7 @@ def test_the_tail_is_reached() -> None:
     got = gumbel(z.expand(200, -1), None, *key(200))
     assert 140 < int((got > 0).sum()) < 190
     assert len(set(got.tolist())) > 140
-    assert got.tolist()[:5] == [by_levels(z, *(int(part[row]) for part in key(200))) for row in range(5)]
+    assert got.tolist()[:5] == [draw_by_levels(z, *(int(part[row]) for part in key(200))) for row in range(5)]
 
 
 def test_draws_among_candidates_are_by_token_id() -> None:
@@ -156,7 +151,7 @@ def test_logprobs() -> None:
     logprob, rank, ids, values = OPS.logprobs(x, torch.tensor([7, 4, 9]), 3)
     expected = torch.log_softmax(x.double(), -1)
     torch.testing.assert_close(logprob[[0, 2]].double(), expected[[0, 2], [7, 9]], atol=1e-5, rtol=0)
-    assert logprob[1] == FLOOR
+    assert logprob[1] == LOGPROB_FLOOR
     assert rank.tolist() == [2, 50, int((x[2] > x[2, 9]).sum()) + 1]
     assert ids[0, :2].tolist() == [3, 7]
     torch.testing.assert_close(values.double(), expected.gather(-1, ids), atol=1e-5, rtol=0)

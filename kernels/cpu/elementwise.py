@@ -1,4 +1,4 @@
-"""Norm, rotary positions and gated activation of tokens, compiled; formulas stand with the references.
+"""Norms, gated activations and rotary positions: csrc/elementwise.cpp.
 
 Computed in float32, and fastest where the rows are float32 and contiguous; others are converted on the way.
 """
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def pack_vector(vector: Tensor) -> Tensor:
-    """As norms and sums want their weights and biases: in float32."""
+    """Return the vector in float32."""
     return vector.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference."""
+    """y = x / sqrt(mean(x²) + eps) * weight."""
     wide = x.float().contiguous()
     y = torch.empty_like(wide)
     torch.ops.quire.add_rms_norm(wide, None, weight.float(), eps, y, wide)
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Return (rms_norm(x + residual), x + residual)."""
     wide = x.float().contiguous()
     y, total = torch.empty_like(wide), torch.empty_like(wide)
     torch.ops.quire.add_rms_norm(wide, residual.float().contiguous(), weight.float(), eps, y, total)
@@ -29,22 +29,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """As the reference."""
+    """y = silu(gate) * up."""
     return _activation(gate_up, gate_up.shape[-1] // 2, gelu=False)
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """As the reference."""
+    """y = gelu_tanh(gate) * up."""
     return _activation(gate_up, gate_up.shape[-1] // 2, gelu=True)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """As the reference."""
+    """y = gelu_tanh(x)."""
     return _activation(x, x.shape[-1], gelu=True)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the reference."""
+    """Rotate the first R dimensions of each head by its token's angles; the others stay."""
     wide = x.float()
     y = wide.new_empty(wide.shape)
     torch.ops.quire.rotary(wide, cos.contiguous(), sin.contiguous(), y)

@@ -1,14 +1,13 @@
-"""The draw of one row, written down as it is defined."""
+"""The draw of one row, written as it is defined."""
 
 import torch
 from torch import Tensor
 
-from kernels.reference.gumbel import REACH, TAIL
-from kernels.reference.philox import token_noise
+from kernels.reference.gumbel import REACH, TAIL, token_noise
 
 
-def by_levels(z: Tensor, seed: int, sample: int, position: int) -> int:
-    """A token of softmax(z): the best of the noised likely ones, unless the rest together beats them."""
+def draw_by_levels(z: Tensor, seed: int, sample: int, position: int) -> int:
+    """Return a token of softmax(z): the best of the noised likely ones, unless the rest together beats them."""
 
     def noise(tokens: Tensor) -> Tensor:
         return token_noise(torch.tensor([seed]), torch.tensor([sample]), torch.tensor([position]), tokens)

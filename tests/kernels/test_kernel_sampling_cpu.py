@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops, reference
-from kernels.reference.logprobs import logprobs
-from kernels.reference.penalties import penalties
-from kernels.reference.sample import Choices, sample
+from kernels.reference.sampling import logprobs, penalties, sample
+from kernels.sampling_metadata import SamplingMetadata
 
 OPS = ops(torch.device("cpu"))
 INF = float("inf")
-KINDS = [  # temperature, top_k, top_p, min_p
+PARAMETERS = [  # temperature, top_k, top_p, min_p
     (0.0, 0, 1.0, 0.0),
     (1.0, 0, 1.0, 0.0),
     (0.2, 0, 0.9, 0.0),
@@ -29,12 +28,12 @@ KINDS = [  # temperature, top_k, top_p, min_p
 ]
 
 
-def choices(count: int, rows: np.ndarray | None = None) -> Choices:
-    """Of all kinds in turn, with seeds of 64 bits."""
-    kinds = [KINDS[index % len(KINDS)] for index in range(count)]
-    temperature, top_k, top_p, min_p = zip(*kinds, strict=True)
+def make_metadata(count: int, rows: np.ndarray | None = None) -> SamplingMetadata:
+    """Return metadata of `count` rows, all `PARAMETERS` in turn, with seeds of 64 bits."""
+    parameters = [PARAMETERS[index % len(PARAMETERS)] for index in range(count)]
+    temperature, top_k, top_p, min_p = zip(*parameters, strict=True)
     random = np.random.default_rng(3)
-    return Choices(
+    return SamplingMetadata(
         rows=np.arange(count) if rows is None else rows,
         temperature=np.array(temperature, np.float32),
         top_k=np.array(top_k, np.int64),
@@ -55,48 +54,48 @@ def logits(count: int, vocab: int, spread: float, *, tied: bool) -> Tensor:
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("vocab", [1, 5, 16, 1003, 6000])
 def test_the_same_tokens_as_the_reference(vocab: int, spread: float, tied: bool) -> None:
-    x, wanted = logits(8 * len(KINDS), vocab, spread, tied=tied), choices(8 * len(KINDS))
-    assert OPS.sample(x, wanted).tolist() == sample(x, wanted).tolist()
+    x, metadata = logits(8 * len(PARAMETERS), vocab, spread, tied=tied), make_metadata(8 * len(PARAMETERS))
+    assert OPS.sample(x, metadata).tolist() == sample(x, metadata).tolist()
 
 
 def test_rows_without_a_distribution_give_what_the_reference_gives() -> None:
-    x = logits(4 * len(KINDS), 100, 1.0, tied=False)
+    x = logits(4 * len(PARAMETERS), 100, 1.0, tied=False)
     for first, value in enumerate((float("nan"), INF, -INF)):
         x[first::4, 10:20] = value
     x[3::4] = -INF
-    got = OPS.sample(x, choices(len(x)))
-    assert got.tolist() == sample(x, choices(len(x))).tolist()
+    got = OPS.sample(x, make_metadata(len(x)))
+    assert got.tolist() == sample(x, make_metadata(len(x))).tolist()
     assert ((got >= 0) & (got < 100)).all()
 
 
 def test_masked_tokens_are_never_chosen() -> None:
-    x = torch.full((len(KINDS), 500), -INF)
+    x = torch.full((len(PARAMETERS), 500), -INF)
     x[:, 321] = -3.0
-    assert OPS.sample(x, choices(len(KINDS))).tolist() == [321] * len(KINDS)
+    assert OPS.sample(x, make_metadata(len(PARAMETERS))).tolist() == [321] * len(PARAMETERS)
 
 
 def test_the_tail_is_drawn_from_as_in_the_reference() -> None:
     """40,000 tokens at -9 weigh 5, and as many at -18 next to nothing."""
     x = torch.cat((torch.zeros(1), torch.full((40_000,), -9.0), torch.full((40_000,), -18.0))).repeat(60, 1)
     one, zero = np.ones(60, np.float32), np.zeros(60, np.float32)
-    wanted = Choices(np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3)
-    got = OPS.sample(x, wanted)
+    metadata = SamplingMetadata(np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3)
+    got = OPS.sample(x, metadata)
     assert 30 < int((got > 0).sum()) < 60
-    assert got.tolist() == sample(x, wanted).tolist()
+    assert got.tolist() == sample(x, metadata).tolist()
 
 
 def test_neighbours_order_and_threads_make_no_difference() -> None:
     """The bits of log-probabilities too."""
-    rows = 4 * len(KINDS)
+    rows = 4 * len(PARAMETERS)
     x = logits(rows, 3001, 2.0, tied=False)
-    tokens = OPS.sample(x, choices(rows))
+    tokens = OPS.sample(x, make_metadata(rows))
     scores = OPS.logprobs(x, tokens, 5)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for take in (np.arange(rows)[::-1].copy(), np.arange(7), np.array([5]), np.array([9, 9, 2])):
-                some = choices(rows).subset(take)
+                some = make_metadata(rows).subset(take)
                 assert OPS.sample(x, some).tolist() == tokens[take].tolist()
                 for part, whole in zip(OPS.logprobs(x[take], tokens[take], 5), scores, strict=True):
                     assert torch.equal(part, whole[take])
@@ -144,7 +143,7 @@ def test_an_odd_call_is_refused() -> None:
     if OPS is reference():
         pytest.skip("the plain kernels serve")
     with pytest.raises(RuntimeError, match="no such row"):
-        OPS.sample(torch.zeros(2, 5), choices(1, rows=np.array([2])))
+        OPS.sample(torch.zeros(2, 5), make_metadata(1, rows=np.array([2])))
     one, ids = torch.ones(1), torch.tensor([[9]], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="no such token"):
         OPS.penalties(torch.zeros(1, 5), ids, one.long(), one.long(), one, one, one)

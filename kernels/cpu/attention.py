@@ -1,0 +1,54 @@
+"""Paged attention: csrc/attention.cpp, in float32. The caches lie as `kv_layout` (cache.py) says."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.kv_bias import KVBias
+
+TILE = 64  # positions that the kernel takes at a time
+
+
+class AttentionPlan(NamedTuple):
+    """The batch's rows, the same for all layers."""
+
+    offsets: Tensor  # (rows + 1,) int64
+    starts: Tensor  # (rows,) int64
+    block_tables: Tensor  # (rows, M) int32, contiguous
+
+
+def plan_attention(
+    offsets: Tensor, starts: Tensor, block_tables: Tensor, *, block_size: int, num_kv_heads: int
+) -> AttentionPlan:
+    """Return the rows as they are; the kernel reads the sizes from the caches."""
+    return AttentionPlan(offsets, starts, block_tables.to(torch.int32).contiguous())
+
+
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    bias: KVBias | None = None,
+    angles: Tensor | None = None,
+) -> Tensor:
+    """Return the attention in `q`'s type. The caches may be of a narrower type, or quants with scales."""
+    wide = q.float()
+    out = wide.new_empty(wide.shape)
+    biases = bias or KVBias()
+    torch.ops.quire.paged_attention(wide, key_cache, value_cache, *plan, scale, window, softcap, *biases, angles, out)
+    return out.to(q.dtype)
+
+
+def pack_angles(cos: Tensor, sin: Tensor) -> Tensor:
+    """Return (tiles, R, 64) of cosines and sines (P, R): 64 positions side by side, the last ones padded with zeros."""
+    half, length = cos.shape[1] // 2, cos.shape[0]
+    both = torch.cat((cos[:, :half], sin[:, :half]), 1)
+    padded = F.pad(both, (0, 0, 0, -length % TILE))
+    return padded.view(-1, TILE, 2 * half).transpose(1, 2).contiguous()

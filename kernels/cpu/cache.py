@@ -1,0 +1,20 @@
+"""Storing keys and values in the paged cache: csrc/elementwise.cpp.
+
+Keys lie with the position as the last dimension, so that sixteen keys are the lanes of one vector of scores, and heads
+are rounded up to sixteens.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.layout import KVLayout
+
+
+def kv_layout(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """Return the layout that the kernels read; `block_size` is a multiple of 16, or divides 16."""
+    return KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype, keys_transposed=True, lanes=16)
+
+
+def write_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store keys and values, rounded to the caches' type."""
+    torch.ops.quire.write_kv(keys.float(), values.float(), key_cache, value_cache, slot_mapping)

@@ -1,0 +1,296 @@
+// One row of logits: its maximum, its likeliest tokens, and the draw of one. kernels/reference has the order of the
+// filters and the rules for ties (sampling.py) and the noise (gumbel.py).
+//
+// Only the tokens that decide are sorted. A row is read once or twice in vectors, which leaves the few hundred tokens
+// that are within e^-8 of the likeliest, and the rest of the work is on those. Where they do not suffice, a lower
+// threshold collects more.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace quire {
+
+inline constexpr float INF = std::numeric_limits<float>::infinity();
+inline constexpr float REACH = 8;           // nats below the likeliest, within which each token has noise of its own
+inline constexpr int64_t TAIL = 1LL << 31;  // the token whose noise all other tokens have together, at level 0
+// Nats below the likeliest at which candidates are counted, if those within the reach are not enough.
+inline constexpr std::array<float, 8> THRESHOLDS = {-9, -10, -11, -12, -14, -16, -24, -INF};
+
+struct Candidate {
+    float z;
+    int32_t id;
+};
+
+// The order of candidates: the likelier first, of equals the one with the lower id.
+inline bool is_likelier(const Candidate& a, const Candidate& b) { return a.z > b.z || (a.z == b.z && a.id < b.id); }
+
+// Calls f(first id, sixteen values) for each vector of a row; the last one is filled up with -inf.
+template <class F>
+void for_each_logits(const float* x, int64_t count, F&& f) {
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16) f(i, F32x16::load(x + i));
+    if (i == count) return;
+    float lanes[16];
+    std::fill(std::copy(x + i, x + count, lanes), lanes + 16, -INF);
+    f(i, F32x16::load(lanes));
+}
+
+// A float64 sum of float32 lanes. Each lane has its own sum, so that the order is fixed.
+struct DoubleSum {
+    std::array<double, 16> lanes{};
+    void add(F32x16 x) {
+        float values[16];
+        x.store(values);
+        for (int i = 0; i < 16; i++) lanes[i] += values[i];
+    }
+    double value() const {
+        double sum = 0;
+        for (double lane : lanes) sum += lane;
+        return sum;
+    }
+};
+
+// The maximum of a row, or NaN if it has one.
+inline float row_max(const float* x, int64_t count) {
+    F32x16 max_lanes = F32x16::set(-INF);
+    uint32_t nan = 0;
+    for_each_logits(x, count, [&](int64_t, F32x16 value) {
+        nan |= value.nan_lanes();
+        max_lanes = max(value, max_lanes);  // in this order of arguments NaN is passed over
+    });
+    return nan ? std::nanf("") : reduce_max(max_lanes);
+}
+
+// The lowest id of the maximum; NaN counts as the maximum.
+inline int64_t argmax(const float* x, int64_t count) {
+    float maximum = row_max(x, count);
+    if (std::isnan(maximum)) return std::find_if(x, x + count, [](float v) { return std::isnan(v); }) - x;
+    for (int64_t i = 0; i + 16 <= count; i += 16)
+        if (uint32_t lanes = F32x16::load(x + i).lanes_equal(maximum)) return i + __builtin_ctz(lanes);
+    return std::find(x + count / 16 * 16, x + count, maximum) - x;
+}
+
+// The noise of a row's tokens: the first word of Philox4x32-10 with the counter (token, position, sample, 0).
+struct Noise {
+    uint32_t key0, key1, sample, position;
+
+    Noise(int64_t seed, int64_t sample, int64_t position)
+        : key0(uint32_t(seed)), key1(uint32_t(uint64_t(seed) >> 32)), sample(uint32_t(sample)),
+          position(uint32_t(position)) {}
+
+    uint32_t word(uint32_t token) const {
+        uint32_t c0 = token, c1 = position, c2 = sample, c3 = 0, k0 = key0, k1 = key1;
+        for (int round = 0; round < 10; round++) {
+            uint64_t even = uint64_t(c0) * 0xD2511F53u, odd = uint64_t(c2) * 0xCD9E8D57u;
+            c0 = uint32_t(odd >> 32) ^ c1 ^ k0, c1 = uint32_t(odd);
+            c2 = uint32_t(even >> 32) ^ c3 ^ k1, c3 = uint32_t(even);
+            k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        }
+        return c0;
+    }
+    static double gumbel(uint32_t word) { return -std::log(-std::log((double(word >> 9) + 0.5) * 0x1p-23)); }
+    double token_noise(int64_t token) const { return gumbel(word(uint32_t(token))); }
+};
+
+// A bound on the noise of words by their first six bits: with it, most tokens lose without the cost of a logarithm.
+inline const std::array<double, 64> MAX_NOISE = [] {
+    std::array<double, 64> bounds;
+    for (uint32_t i = 0; i < 64; i++) bounds[i] = Noise::gumbel((i << 26) | 0x3ffffff) + 1e-9;
+    return bounds;
+}();
+
+// Draws tokens of rows, one row after the other. Each thread has one, and so reuses its memory.
+class RowSampler {
+  public:
+    explicit RowSampler(int64_t vocab) : vocab_(vocab) {}
+
+    int64_t draw(const float* x, float temperature, int64_t top_k, float top_p, float min_p, const Noise& noise) {
+        float maximum = row_max(x, vocab_);
+        if (!std::isfinite(maximum)) return vocab_ - 1;  // there is no distribution, and the result must be an id
+        min_z_ = float(std::log(double(min_p)));
+        scale(x, maximum, temperature);
+        bool has_top_k = top_k > 0 && top_k < vocab_, has_top_p = top_p < 1;
+        if (has_top_k || has_top_p) {
+            Threshold too_high = collect_enough(has_top_k ? top_k : 0, has_top_p ? double(top_p) * total_mass_ : 0);
+            if (has_top_k) {
+                keep_count(top_k);
+                if (has_top_p) keep_mass(top_p * mass(0, candidates_.size()), {INF, 0, 0});
+            } else {
+                keep_mass(top_p * total_mass_, too_high);
+            }
+            return draw_candidate(noise, 0, 0);
+        }
+        collect(-REACH);
+        return draw_candidate(noise, 0, tail_mass_);
+    }
+
+    // The k largest logits, best first. `maximum` is the row's.
+    const std::vector<Candidate>& top_k(const float* x, float maximum, int64_t k) {
+        for (float threshold : {-REACH, -2 * REACH, -INF}) {
+            if (!std::isfinite(maximum)) threshold = -INF;
+            float min_logit = threshold == -INF ? -INF : maximum + threshold;
+            candidates_.clear();
+            for_each_logits(x, vocab_, [&](int64_t first, F32x16 value) {
+                uint32_t lanes = threshold == -INF ? 0xffff : value.lanes_at_least(min_logit);
+                for (; lanes; lanes &= lanes - 1) {
+                    int64_t id = first + __builtin_ctz(lanes);
+                    if (id < vocab_) candidates_.push_back({std::isnan(x[id]) ? INF : x[id], int32_t(id)});
+                }
+            });
+            if (int64_t(candidates_.size()) >= k) break;
+        }
+        keep_count(k);
+        std::sort(candidates_.begin(), candidates_.end(), is_likelier);
+        return candidates_;
+    }
+
+  private:
+    // Sets z = (x - maximum) / temperature, and sums e^z over the tokens that min_p leaves, and over those below the
+    // reach.
+    void scale(const float* x, float maximum, float temperature) {
+        z_.resize(vocab_ + 16);
+        F32x16 shift = F32x16::set(maximum), divisor = F32x16::set(temperature);
+        DoubleSum total, tail;
+        for_each_logits(x, vocab_, [&](int64_t first, F32x16 value) {
+            F32x16 z = (value - shift) / divisor;
+            z.store(&z_[first]);
+            F32x16 weight = exp(z).zero_where_below(z, min_z_);
+            total.add(weight);
+            tail.add(weight - weight.zero_where_below(z, -REACH));
+        });
+        total_mass_ = total.value(), tail_mass_ = tail.value();
+    }
+
+    // Makes the tokens from `threshold` upwards the candidates.
+    void collect(float threshold) {
+        float min_z = std::max({threshold, min_z_, std::numeric_limits<float>::lowest()});
+        candidates_.clear();
+        for_each_logits(z_.data(), vocab_, [&](int64_t first, F32x16 z) {
+            for (uint32_t lanes = z.lanes_at_least(min_z); lanes; lanes &= lanes - 1) {
+                int64_t id = first + __builtin_ctz(lanes);
+                candidates_.push_back({z_[id], int32_t(id)});
+            }
+        });
+    }
+
+    struct Threshold {
+        float z;
+        int64_t count;  // of tokens from z upwards
+        double mass;    // their Σ e^z, with float32 exponentials
+    };
+
+    // Makes candidates of the `count` likeliest tokens, or if that is 0 of those with the mass `min_mass`, and not many
+    // more. Returns the lowest threshold that has too few of them.
+    Threshold collect_enough(int64_t count, double min_mass) {
+        auto is_enough = [&](const Threshold& threshold) {
+            return count ? threshold.count >= count : threshold.mass * (1 - 1e-6) >= min_mass;
+        };
+        collect(-REACH);
+        Threshold current{-REACH, int64_t(candidates_.size()), total_mass_ - tail_mass_}, too_high{INF, 0, 0};
+        if (is_enough(current)) return too_high;
+        for (const Threshold& threshold : count_candidates()) {
+            too_high = current, current = threshold;
+            if (is_enough(threshold)) break;
+        }
+        collect(current.z);
+        return too_high;
+    }
+
+    std::array<Threshold, THRESHOLDS.size()> count_candidates() const {
+        std::array<Threshold, THRESHOLDS.size()> thresholds;
+        std::array<DoubleSum, THRESHOLDS.size()> masses;
+        for (size_t i = 0; i < THRESHOLDS.size(); i++) thresholds[i] = {THRESHOLDS[i], 0, 0};
+        for_each_logits(z_.data(), vocab_, [&](int64_t, F32x16 z) {
+            F32x16 weight = exp(z).zero_where_below(z, min_z_);
+            for (size_t i = 0; i < THRESHOLDS.size(); i++) {
+                thresholds[i].count += __builtin_popcount(z.lanes_at_least(std::max(THRESHOLDS[i], min_z_)));
+                masses[i].add(weight.zero_where_below(z, THRESHOLDS[i]));
+            }
+        });
+        for (size_t i = 0; i < THRESHOLDS.size(); i++) thresholds[i].mass = masses[i].value();
+        return thresholds;
+    }
+
+    // Σ e^z over some of the candidates.
+    double mass(size_t from, size_t to) const {
+        double sum = 0;
+        for (size_t i = from; i < to; i++) sum += std::exp(double(candidates_[i].z));
+        return sum;
+    }
+
+    void keep_count(size_t count) {
+        if (count >= candidates_.size()) return;
+        std::nth_element(candidates_.begin(), candidates_.begin() + count, candidates_.end(), is_likelier);
+        candidates_.resize(count);
+    }
+
+    // Keeps the fewest of the likeliest candidates that have the mass `min_mass`, at least one. Those above the
+    // threshold `too_high` do not suffice; bisection finds the last of the others.
+    void keep_mass(double min_mass, const Threshold& too_high) {
+        auto first = std::partition(candidates_.begin(), candidates_.end(),
+                                    [&](const Candidate& candidate) { return candidate.z >= too_high.z; });
+        size_t from = first - candidates_.begin(), to = candidates_.size();
+        double kept = too_high.mass;
+        while (to - from > 16) {
+            size_t middle = from + (to - from) / 2;
+            auto begin = candidates_.begin();
+            std::nth_element(begin + from, begin + middle, begin + to, is_likelier);
+            double upper = mass(from, middle);
+            if (kept + upper >= min_mass)
+                to = middle;
+            else
+                from = middle, kept += upper;
+        }
+        std::sort(candidates_.begin() + from, candidates_.begin() + to, is_likelier);
+        for (; from < to && (from == 0 || kept < min_mass); from++) kept += std::exp(double(candidates_[from].z));
+        candidates_.resize(from);
+    }
+
+    // Returns the best candidate after noise. Those below the reach take part as one, the tail, together with all
+    // tokens that are no candidates and have the mass `other_mass`. If the tail wins, one of its tokens is drawn in the
+    // same way.
+    int64_t draw_candidate(const Noise& noise, int64_t level, double other_mass) {
+        bool has_all = other_mass == 0;
+        while (true) {
+            double best = -std::numeric_limits<double>::infinity(), tail = other_mass;
+            int64_t winner = vocab_ - 1;
+            for (const Candidate& candidate : candidates_) {
+                if (candidate.z < -REACH) {
+                    tail += std::exp(candidate.z);
+                    continue;
+                }
+                uint32_t word = noise.word(uint32_t(candidate.id));
+                if (candidate.z + MAX_NOISE[word >> 26] < best) continue;
+                double score = candidate.z + Noise::gumbel(word);
+                if (score > best || (score == best && candidate.id < winner)) best = score, winner = candidate.id;
+            }
+            if (!(tail > 0) || !(std::log(tail) + noise.token_noise(TAIL + level) > best)) return winner;
+            if (!has_all) collect(-INF);
+            has_all = true, other_mass = 0, level++;
+            keep_tail();
+        }
+    }
+
+    // Keeps the candidates below the reach, shifted so that the likeliest is at 0.
+    void keep_tail() {
+        std::erase_if(candidates_, [](const Candidate& candidate) { return candidate.z >= -REACH; });
+        float maximum = -INF;
+        for (const Candidate& candidate : candidates_) maximum = std::max(maximum, candidate.z);
+        for (Candidate& candidate : candidates_) candidate.z -= maximum;
+    }
+
+    int64_t vocab_;
+    float min_z_ = -INF;  // log(min_p)
+    double total_mass_ = 0, tail_mass_ = 0;
+    std::vector<float> z_;
+    std::vector<Candidate> candidates_;
+};
+
+}  // namespace quire

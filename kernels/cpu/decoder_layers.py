@@ -1,0 +1,60 @@
+"""The layers of a decoder in one call: csrc/decoder_layers.cpp, which says why.
+
+The results are those of the single operations, to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention import AttentionPlan
+from kernels.cpu.linear import PackedQuantizedWeight, PackedWeight
+from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
+
+ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
+PANEL = 32  # outputs of the first GEMM of a feed-forward block that become one group of inputs of the second
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+Rotations = Sequence[tuple[Tensor, Tensor]]
+
+
+def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
+    """Return the layers as one operation, or None if they are not of a kind that it takes."""
+    if config.activation not in ACTIVATIONS or not all(_is_supported(layer) for layer in layers):
+        return None
+    fused = torch.classes.quire.DecoderLayers(config._asdict())
+    for layer in layers:
+        fused.add({name: _to_native(value) for name, value in layer._asdict().items()})
+
+    def forward(
+        x: Tensor,
+        caches: Caches,
+        slot_mapping: Tensor,
+        plan: AttentionPlan,
+        rotations: Rotations,
+        angles: Sequence[Tensor] = (),
+    ) -> Tensor:
+        keys, values = zip(*caches, strict=True)
+        cosines, sines = [cos for cos, _ in rotations], [sin for _, sin in rotations]
+        hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, cosines, sines, list(angles))
+        return hidden
+
+    return forward
+
+
+def _is_supported(layer: DecoderLayer) -> bool:
+    weights = [projection.weight for projection in (layer.qkv, layer.out, layer.up, layer.down)]
+    supported = all(isinstance(weight, PackedWeight | PackedQuantizedWeight) for weight in weights)
+    return supported and layer.down.weight.inputs % PANEL == 0
+
+
+def _to_native(field: Any) -> Any:
+    """Return a layer's field as C++ takes it."""
+    if not isinstance(field, Projection):
+        return field
+    weight, bias = field
+    if isinstance(weight, PackedQuantizedWeight):
+        return torch.classes.quire.Projection(weight.records, weight.outputs, *weight.format, bias)
+    return torch.classes.quire.Projection(weight.panels, weight.outputs, 0, False, 0, bias)

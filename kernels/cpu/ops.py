@@ -1,0 +1,24 @@
+"""The operations of the CPU, as one namespace: mypy holds it to `kernels.ops.Ops`.
+
+Those that gain nothing from C++ are the reference's.
+"""
+
+from kernels.cpu.attention import pack_angles, paged_attention, plan_attention
+from kernels.cpu.cache import kv_layout, write_kv
+from kernels.cpu.decoder_layers import fuse_layers
+from kernels.cpu.elementwise import (
+    add_rms_norm,
+    gelu_tanh,
+    gelu_tanh_and_mul,
+    pack_vector,
+    rms_norm,
+    rotary,
+    silu_and_mul,
+)
+from kernels.cpu.linear import embedding, linear, pack_linear
+from kernels.cpu.sampling import logprobs, penalties, sample
+from kernels.reference.cache import copy_blocks
+from kernels.reference.elementwise import add_layer_norm, layer_norm, relu
+from kernels.reference.experts import mix_experts, route
+
+mixes_types = True

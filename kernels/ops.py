@@ -1,0 +1,236 @@
+"""The operations that every device has: names, parameters, shapes and types.
+
+A device's folder has them in files of the same names, and an `ops.py` that is the namespace of them all. `load.py`
+chooses one. Formulas stand with `kernels/reference`.
+
+Letters: T tokens of a batch, H hidden size, D head dimension, Hq and Hkv query and KV heads, R rotated dimensions of a
+head, P positions of a table, S rows of logits, V vocabulary, N items. A float tensor has the model's type, or float32
+where the kernels mix types, unless it says otherwise. Results are new tensors, and inputs stay as they are, except what
+a method says it writes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.decoder_layers import DecoderLayer, LayerConfig
+from kernels.kv_bias import KVBias
+from kernels.layout import KVLayout
+from kernels.quantized import QuantizedWeight
+from kernels.sampling_metadata import SamplingMetadata
+
+
+class Ops(Protocol):
+    """The operations of one device."""
+
+    mixes_types: bool  # activations are float32 whatever weights and cache are; weights may be quantised
+
+    # attention
+
+    def plan_attention(
+        self,
+        offsets: Tensor,  # (rows + 1,) int64 on the CPU: row r's queries are offsets[r] to offsets[r + 1] - 1
+        starts: Tensor,  # (rows,) int64 on the CPU: the position of each row's first query
+        block_tables: Tensor,  # (rows, M) int32 or int64: the blocks up to each row's last position, or more
+        *,
+        block_size: int,
+        num_kv_heads: int,
+    ) -> Any:
+        """Return what `paged_attention` needs to know of a batch, the same for all layers."""
+
+    def paged_attention(
+        self,
+        q: Tensor,  # (T, Hq, D), any strides
+        key_cache: Tensor,  # (block, Hkv, slot, D): a view of a `kv_layout`; of int8 quants with scales, or floats
+        value_cache: Tensor,  # as `key_cache`
+        plan: Any,  # from `plan_attention`
+        *,
+        scale: float,
+        window: int = 0,  # positions that a query sees, its own included; 0: all
+        softcap: float = 0.0,  # 0: none
+        bias: KVBias | None = None,  # what the cache leaves out of keys and values
+        angles: Any = None,  # the rope by which keys are rotated, from `pack_angles`; None: they are not
+    ) -> Tensor:
+        """Return the attention (T, Hq, D) of queries whose own keys and values are in the cache already.
+
+        Dimensions that are not rotated may be left out of the keys' bias if there is no softcap: they add the same to
+        all scores of a query.
+        """
+
+    def pack_angles(
+        self,
+        cos: Tensor,  # (P, R) float32
+        sin: Tensor,  # (P, R) float32
+    ) -> Any:
+        """Return a rope's angles at positions 0 to P - 1 as `paged_attention` takes them."""
+
+    # cache
+
+    def kv_layout(
+        self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> KVLayout:
+        """Return the layout of caches that `paged_attention` and `write_kv` work with."""
+
+    def write_kv(
+        self,
+        keys: Tensor,  # (T, Hkv, D), any strides
+        values: Tensor,  # (T, Hkv, D), any strides
+        key_cache: Tensor,  # (block, Hkv, slot, D), written
+        value_cache: Tensor,  # (block, Hkv, slot, D), written
+        slot_mapping: Tensor,  # (T,) int64 flat indices (layout.py), all different
+    ) -> None:
+        """Store keys and values in the caches, quantised where those are int8."""
+
+    def copy_blocks(
+        self,
+        storage: Tensor,  # (layer, 2, block, ...), written
+        sources: Tensor,  # (N,) int64
+        destinations: Tensor,  # (N,) int64; no block is in both
+    ) -> None:
+        """Copy whole blocks, in all layers."""
+
+    # elementwise
+
+    def pack_vector(self, vector: Tensor) -> Tensor:
+        """Return a weight or bias (H,) as norms and linear operations take it."""
+
+    def rms_norm(
+        self,
+        x: Tensor,  # (..., H)
+        weight: Tensor,  # (H,) of `x`'s type or float32
+        eps: float,
+    ) -> Tensor:
+        """Return the root-mean-square norm (..., H) over the last dimension."""
+
+    def add_rms_norm(
+        self,
+        x: Tensor,  # (..., H)
+        residual: Tensor,  # (..., H)
+        weight: Tensor,  # (H,)
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (norm of the sum, sum), both (..., H)."""
+
+    def layer_norm(
+        self,
+        x: Tensor,  # (..., H)
+        weight: Tensor,  # (H,)
+        bias: Tensor | None,  # (H,)
+        eps: float,
+    ) -> Tensor:
+        """Return the layer norm (..., H) over the last dimension."""
+
+    def add_layer_norm(
+        self,
+        x: Tensor,  # (..., H)
+        residual: Tensor,  # (..., H)
+        weight: Tensor,  # (H,)
+        bias: Tensor | None,  # (H,)
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (norm of the sum, sum), both (..., H)."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return (T, I) of (T, 2 I): gate in the first half of the last dimension, up in the second."""
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return (T, I) of (T, 2 I), as `silu_and_mul`."""
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """Return gelu(x) in its tanh form, of any shape."""
+
+    def relu(self, x: Tensor) -> Tensor:
+        """Return relu(x), of any shape."""
+
+    def rotary(
+        self,
+        x: Tensor,  # (T, heads, D), any strides
+        cos: Tensor,  # (T, R) float32 at each token's position, R ≤ D, both halves equal
+        sin: Tensor,  # as `cos`
+    ) -> Tensor:
+        """Return the heads (T, heads, D) with their first R dimensions rotated, contiguous and of `x`'s type."""
+
+    # linear
+
+    def pack_linear(
+        self,
+        weight: Tensor | QuantizedWeight,  # (out, in) as checkpoints store it
+    ) -> Any:
+        """Return the weight as `linear` and `embedding` take it."""
+
+    def linear(
+        self,
+        x: Tensor,  # (T, in)
+        weight: Any,  # from `pack_linear`
+        bias: Tensor | None,  # (out,)
+    ) -> Tensor:
+        """Return x Wᵀ + b, (T, out) of `x`'s type."""
+
+    def embedding(
+        self,
+        ids: Tensor,  # (T,) of any integer type
+        table: Any,  # a tensor (N, H), or a weight from `pack_linear`, whose rows are the outputs
+    ) -> Tensor:
+        """Return the table's rows (T, H); in float32 where the kernels mix types."""
+
+    # experts
+
+    def route(
+        self,
+        logits: Tensor,  # (T, experts)
+        top_k: int,
+        normalised: bool,  # the weights of a token sum to 1
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights (T, K) float32 and ids (T, K) int64 of each token's experts, largest weight first."""
+
+    def mix_experts(
+        self,
+        x: Tensor,  # (T, H)
+        topk_weights: Tensor,  # (T, K) float32
+        topk_ids: Tensor,  # (T, K) int64
+        experts: Sequence[Callable[[Tensor], Tensor]],  # each maps (N, H) to (N, H), every row by itself
+    ) -> Tensor:
+        """Return the weighted sum (T, H) of what each token's experts give."""
+
+    # decoder_layers
+
+    def fuse_layers(self, config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
+        """Return all layers of a decoder as one operation; None if there is none for layers of their kind.
+
+        It maps embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, cosines and sines
+        (T, R) of each rope, and packed angles of each rope (none if no keys lack a bias), to hidden states (T, H).
+        """
+
+    # sampling
+
+    def penalties(
+        self,
+        logits: Tensor,  # (S, V)
+        tokens: Tensor,  # (S, L) int32 or int64: the first lengths[r] of row r are its tokens, the rest anything
+        prompt_lens: Tensor,  # (S,) int64, at least 1: how many of the tokens are the prompt
+        lengths: Tensor,  # (S,) int64
+        repetition: Tensor,  # (S,) of the logits' type
+        presence: Tensor,  # (S,) of the logits' type
+        frequency: Tensor,  # (S,) of the logits' type
+    ) -> Tensor:
+        """Return the logits (S, V) with penalties."""
+
+    def sample(
+        self,
+        logits: Tensor,  # (S, V) float32
+        metadata: SamplingMetadata,  # of N tokens, which name their rows
+    ) -> Tensor:
+        """Return tokens (N,) int64."""
+
+    def logprobs(
+        self,
+        logits: Tensor,  # (S, V) float32
+        tokens: Tensor,  # (S,) int64
+        k: int,  # how many of the likeliest tokens to list
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return log-probabilities (S,) and ranks (S,) int64 of the tokens, ids (S, k) int64 and theirs (S, k).
+
+        The likeliest token has rank 1; equal ones rank in the order of their ids, as in the list.
+        """

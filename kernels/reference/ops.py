@@ -1,0 +1,28 @@
+"""The operations in plain torch, as one namespace: mypy holds it to `kernels.ops.Ops`."""
+
+from collections.abc import Sequence
+
+from kernels.decoder_layers import DecoderLayer, LayerConfig
+from kernels.reference.attention import pack_angles, paged_attention, plan_attention
+from kernels.reference.cache import copy_blocks, kv_layout, write_kv
+from kernels.reference.elementwise import (
+    add_layer_norm,
+    add_rms_norm,
+    gelu_tanh,
+    gelu_tanh_and_mul,
+    layer_norm,
+    pack_vector,
+    relu,
+    rms_norm,
+    rotary,
+    silu_and_mul,
+)
+from kernels.reference.experts import mix_experts, route
+from kernels.reference.linear import embedding, linear, pack_linear
+from kernels.reference.sampling import logprobs, penalties, sample
+
+mixes_types = False
+
+
+def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> None:
+    """Return None: here a layer is one operation after the other."""

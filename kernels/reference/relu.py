@@ -1,8 +1,0 @@
-"""y = max(x, 0)."""
-
-from torch import Tensor
-
-
-def relu(x: Tensor) -> Tensor:
-    """`x` of any shape."""
-    return x.relu()
