@@ -17,7 +17,7 @@ from quire.instance import remove_dead
 from tests.quire.quire_server import Server, free_ports, healthy, serving, short_folder
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
-SOCKETS = {"gateways.sock", "workers.sock", "beats.sock"}
+SOCKETS = {"gateways.sock", "workers.sock", "heartbeats.sock"}
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
