@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.scheduler.core import Limits
-from services.scheduler.core.policy import SortedSequences, may_preempt, rank, split_budget
+from services.scheduler.core.policy import SortedSequences, may_preempt, order_key, split_budget
 from services.scheduler.core.sequence import Request, Sequence
 from shared.protocol import Sampling
 
@@ -23,25 +23,25 @@ def _limits(policy: str, ageing: float = 0.0) -> Limits:
 
 
 def _sequence(limits: Limits, priority: int, arrival: float, serial: int) -> Sequence:
-    request = Request(serial, 1, Sampling(max_tokens=1, seed=0), rank(limits, priority, arrival, serial), priority)
+    request = Request(serial, 1, Sampling(max_tokens=1, seed=0), order_key(limits, priority, arrival, serial), priority)
     return request.start(0, array("i", [1]))
 
 
 def test_without_priorities_the_arrival_decides_then_the_order_of_submission() -> None:
     limits = _limits("fcfs")
-    assert rank(limits, 0, 5.0, 2) < rank(limits, 0, 6.0, 1)
-    assert rank(limits, 0, 5.0, 1) < rank(limits, 0, 5.0, 2)
+    assert order_key(limits, 0, 5.0, 2) < order_key(limits, 0, 6.0, 1)
+    assert order_key(limits, 0, 5.0, 1) < order_key(limits, 0, 5.0, 2)
 
 
 def test_strict_priority_comes_before_the_arrival() -> None:
     limits = _limits("priority")
-    assert rank(limits, -1, 99.0, 2) < rank(limits, 0, 1.0, 1)
+    assert order_key(limits, -1, 99.0, 2) < order_key(limits, 0, 1.0, 1)
 
 
 def test_ageing_is_worth_seconds_of_waiting() -> None:
     limits = _limits("priority", 10.0)
-    assert rank(limits, 1, 100.0, 1) < rank(limits, 0, 110.5, 2)
-    assert rank(limits, 1, 100.0, 1) > rank(limits, 0, 109.5, 2)
+    assert order_key(limits, 1, 100.0, 1) < order_key(limits, 0, 110.5, 2)
+    assert order_key(limits, 1, 100.0, 1) > order_key(limits, 0, 109.5, 2)
 
 
 def test_only_the_more_urgent_preempts() -> None:

@@ -197,7 +197,7 @@ def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
     world.turn(1)
     assert world.service.engine is not None
     core = world.service.engine._core
-    waiting = [sequence.request.rank[1] for sequence in core._queues.waiting.items]
+    waiting = [sequence.request.order_key[1] for sequence in core._queues.waiting.items]
     assert len(waiting) == len(arrivals) - 1
     assert all(before - 11 < arrival <= time.time() for arrival in waiting)
 

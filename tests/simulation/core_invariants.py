@@ -99,7 +99,7 @@ def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
     """Check that each published block holds the cells of exactly the tokens that it is found by."""
     index, size = core._memory.index, core._memory.block_size
     ends = {ROOT: EMPTY}
-    for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].serial):
+    for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
         if parent not in ends:
             continue  # what stood before it is forgotten, so nobody can find it
         value, cells = ends[parent], []
@@ -107,7 +107,7 @@ def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
             value = cell(value, token)
             cells.append(value)
         assert worker.pages[entry.block] == cells, "the index points to blocks with that content"
-        ends[entry.serial] = value
+        ends[entry.node] = value
     assert len(index._keys) == len(index._entries)
     assert all(index._entries[key].block == block for block, key in index._keys.items())
     assert size == worker.configure.block_size

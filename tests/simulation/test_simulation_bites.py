@@ -20,7 +20,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a share is not counted": [("blocks:BlockPool.share", "self.refs[block] += 1", "self.refs[block] = 1")],
     "a block has another key than its prefix": [
         ("prefix:PrefixIndex.publish", "(parent, tokens.tobytes())", "(0, tokens.tobytes())"),
-        ("prefix:PrefixIndex.match_prefix", "self._entries.get((serial, ", "self._entries.get((0, "),
+        ("prefix:PrefixIndex.match_prefix", "self._entries.get((node, ", "self._entries.get((0, "),
     ],
     "blocks are published when planned": [
         (

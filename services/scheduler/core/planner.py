@@ -1,7 +1,7 @@
-"""`Planner`: makes one step's plan out of the running sequences, the memory and the queue.
+"""`Planner`: makes one step's plan from the running sequences, the memory and the queue.
 
-It decides who gets positions, who is admitted and who is preempted; queues.py and memory.py carry the moves out. A plan
-is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head of the
+It decides who gets positions, who is admitted and who is preempted; queues.py and memory.py carry that out. A plan is
+made in this order: rows that continue an output, since streams are waiting for them; admissions from the head of the
 queue; chunks of more than one position, which share the rest of the budget; forks.
 """
 
@@ -18,7 +18,7 @@ from services.scheduler.core.sequence import Sequence, State
 
 
 class Planner:
-    """Makes plans over queues and a memory. Keeps nothing from one plan to the next."""
+    """Makes plans over queues and a memory. It keeps nothing from one plan to the next."""
 
     def __init__(
         self, limits: Limits, memory: Memory, queues: Queues, quarantine: Quarantine, counters: Counters
@@ -71,9 +71,9 @@ class Planner:
         return chunked
 
     def _extend(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Make the next position writable. Return whether that is possible in this step.
+        """Make the next position writable. Return False if it has to wait for plans in flight.
 
-        Sequences behind it are preempted until there is a block for it, or will be when plans in flight are back.
+        Sequences behind it are preempted until there is a block for it, or will be when those plans are committed.
         """
         memory, queues = self._memory, self._queues
         while memory.needs_block(sequence) and memory.num_free + memory.blocks_pending_free <= builder.num_skipped:
@@ -89,7 +89,8 @@ class Planner:
     def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: int, now: float) -> None:
         """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
         minimum = self._memory.block_size  # positions that the budget gives each sequence before any gets more
-        ahead, taken = deque(chunked), 0  # positions that go to sequences ahead in the order
+        ahead = deque(chunked)
+        taken = 0  # positions that go to sequences ahead in the order
         while (sequence := self._next_waiting()) is not None:
             while ahead and ahead[0].key < sequence.key:
                 taken += min(ahead.popleft().progress.num_unscheduled, minimum)
@@ -109,7 +110,7 @@ class Planner:
             taken += min(sequence.progress.num_unscheduled, minimum)
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next, or None if none is, or one that comes before it is still stopping."""
+        """Return the sequence to admit next, or None if none waits or one that comes before it is still stopping."""
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
             return min(group, key=lambda sequence: sequence.key, default=None)
@@ -130,7 +131,7 @@ class Planner:
         return bool(queues.free_slots)
 
     def _find_blocks(self, sequence: Sequence) -> Allocation | None:
-        """Return what the sequence needs, or None if that is not free, even after the preemptions that are allowed.
+        """Return the allocation for a sequence, or None if its blocks are not free, even after allowed preemptions.
 
         One more block stays free for sequences that run, so that the new one is not preempted soon.
         """
@@ -145,7 +146,7 @@ class Planner:
         return None
 
     def _preempt_for(self, sequence: Sequence, num_needed: int, spare: int) -> bool:
-        """Preempt less urgent sequences, if enough blocks come free by that. Return whether any were preempted."""
+        """Preempt less urgent sequences, if that frees enough blocks. Return whether any were preempted."""
         num_missing = num_needed - self._memory.num_free - self._memory.blocks_pending_free
         victims: list[Sequence] = []
         for other in reversed(self._queues.running.items):
@@ -154,7 +155,7 @@ class Planner:
             if may_preempt(self._limits, sequence, other):
                 victims.append(other)
                 num_missing -= self._memory.num_exclusive(other)
-        if len(victims) < len(self._queues.running):  # else nobody is left to spare a block for
+        if len(victims) < len(self._queues.running):  # otherwise nobody is left that needs a spare block
             num_missing += spare
         if num_missing > 0:
             return False
@@ -167,20 +168,17 @@ class Planner:
             self._counters.count_prefix_query(len(sequence.tokens), num_cached)
         in_prompt = min(num_cached, sequence.prompt_len)
         sequence.stats.note_cached(in_prompt)
-        self._counters.count_prompt(sequence.stats.count_prompt(in_prompt), cached=True)
+        self._counters.count_prompt_tokens(sequence.stats.count_prompt_up_to(in_prompt), cached=True)
 
     def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
-        """Start the other samples, since this plan computes the last of their prompt: in slots, as far as any is free.
-
-        Those without a slot wait.
-        """
+        """Start the other samples, since this plan completes their prompt. Those that find no free slot wait."""
         queues = self._queues
         children: list[Sequence] = []
         for child in queues.start_samples(parent):
             if queues.free_slots and not self._quarantine.active:  # in quarantine, only members of the group may run
                 self._memory.fork(parent, child)
                 queues.admit(child)
-                child.stats.join(parent.stats)
+                child.stats.fork_from(parent.stats)
                 children.append(child)
             else:
                 queues.enqueue(child)
