@@ -34,7 +34,7 @@ from tests.scheduler.fake_listener import FakeListener, as_listener
 GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 
 
-class World:
+class SchedulerHarness:
     """A scheduler with a gateway and a worker, and what it has sent to them."""
 
     def __init__(self, **settings: Any) -> None:
@@ -48,9 +48,9 @@ class World:
         for _ in range(times):
             self.now += 0.3  # more than a tick
             for name in (WORKER, SPARE):
-                self.workers.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
+                self.workers.hear(name + b".heartbeat", Heartbeat(name.decode(), ProcessStats()), 1)
             for name in (GOOD, BAD):
-                self.gateways.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
+                self.gateways.hear(name + b".heartbeat", Heartbeat(name.decode(), ProcessStats()), 1)
             self.service._turn(self.now)
 
     def connect(self, name: bytes) -> int:
