@@ -56,8 +56,8 @@ def test_only_the_more_urgent_preempts() -> None:
 
 
 def test_sorted_sequences_keep_the_order() -> None:
-    limits, chance, ordered = _limits("priority"), Random(1), SortedSequences()
-    all_of_them = [_sequence(limits, chance.randint(0, 3), chance.random(), serial) for serial in range(50)]
+    limits, rng, ordered = _limits("priority"), Random(1), SortedSequences()
+    all_of_them = [_sequence(limits, rng.randint(0, 3), rng.random(), serial) for serial in range(50)]
     for sequence in all_of_them:
         ordered.add(sequence)
     for sequence in all_of_them[::2]:
@@ -86,10 +86,10 @@ def test_split_budget(budget: int, demands: list[int], grants: list[int]) -> Non
 
 
 def test_splitting_a_budget_wastes_nothing_and_leaves_nobody_out_without_need() -> None:
-    chance = Random(2)
+    rng = Random(2)
     for _ in range(500):
-        demands = [chance.randint(1, 200) for _ in range(chance.randint(1, 20))]
-        budget = chance.randint(1, 400)
+        demands = [rng.randint(1, 200) for _ in range(rng.randint(1, 20))]
+        budget = rng.randint(1, 400)
         grants = split_budget(budget, demands, 16)
         assert sum(grants) == min(budget, sum(demands))
         assert all(0 <= grant <= demand for grant, demand in zip(grants, demands, strict=True))

@@ -1,4 +1,4 @@
-"""A scheduler without sockets, for tests that play its gateways and workers."""
+"""`SchedulerHarness`: a scheduler without sockets, for tests that act as its gateways and workers."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 
 
 class SchedulerHarness:
-    """A scheduler with a gateway and a worker, and what it has sent to them."""
+    """A scheduler whose listeners are fakes, with a clock that `turn` moves."""
 
     def __init__(self, **settings: Any) -> None:
         self.gateways, self.workers = FakeListener(), FakeListener()
@@ -78,7 +78,7 @@ class SchedulerHarness:
     def serves(self) -> bool:
         """Return whether a gateway and a worker that come now get a request done."""
         for worker in self.service._workers._registered.copy().values():
-            self.workers.leave(worker.fd)  # whoever is left makes room
+            self.workers.leave(worker.fd)  # so that the next one is configured
         self.turn()
         gateway, worker = self.connect(GOOD), self.register(SPARE)
         self.configured(SPARE, worker)

@@ -1,4 +1,4 @@
-"""The invariants of a scheduler core between any two of its verbs. Looks inside on purpose."""
+"""The invariants of a scheduler core between any two calls. The checks read private state on purpose."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def check(core: Scheduler, worker: SimulatedWorker | None) -> None:
 def check_writes(core: Scheduler) -> None:
     """Raise AssertionError if the plan just made writes a block that several tables have.
 
-    A fork's parent shares its blocks from now on.
+    The parent of a fork in this plan is exempt: it shares its blocks from now on.
     """
     pool, size = core._memory.pool, core._memory.block_size
     plan = core._in_flight[-1]
@@ -80,7 +80,7 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
     assert pool.refs == [refs[block] for block in range(pool.num_blocks)], "references are counted"
     assert pool._pins == dict(pins), "pins are counted"
     assert set(pool._free) == set(range(pool.num_blocks)) - set(refs) - set(pins), "free + held = all"
-    held: dict[int, int] = {}  # positions handed out, by block
+    held: dict[int, int] = {}  # scheduled positions, by block
     committed: set[int] = set()
     for sequence in holders:
         blocks, progress = sequence.table.blocks, sequence.progress
@@ -96,12 +96,12 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
 
 
 def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
-    """Check that each published block holds the cells of exactly the tokens that it is found by."""
+    """Check that each published block holds the cells of exactly the tokens that its key names."""
     index, size = core._memory.index, core._memory.block_size
     ends = {ROOT: EMPTY}
     for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
         if parent not in ends:
-            continue  # what stood before it is forgotten, so nobody can find it
+            continue  # the block before it is forgotten, so nobody can find it
         value, cells = ends[parent], []
         for token in memoryview(content).cast("i"):
             value = cell(value, token)
