@@ -288,5 +288,5 @@ def test_repr_is_the_state_in_one_line() -> None:
     _plan(core)
     assert repr(core) == (
         "<Scheduler step=1 in_flight=1 <Queues 1 running, 0 stopping, 0 waiting> "
-        "<Memory <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 tokens held>>"
+        "<BlockManager <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 tokens held>>"
     )

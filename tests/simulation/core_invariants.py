@@ -25,7 +25,7 @@ def check_writes(core: Scheduler) -> None:
 
     The parent of a fork in this plan is exempt: it shares its blocks from now on.
     """
-    pool, size = core._memory.pool, core._memory.block_size
+    pool, size = core._block_manager.pool, core._block_manager.block_size
     plan = core._in_flight[-1]
     parents = {id(sequence.request) for row, sequence in zip(plan.rows, plan.sequences, strict=True) if not row.count}
     for row, sequence in zip(plan.rows, plan.sequences, strict=True):
@@ -74,7 +74,7 @@ def _check_numbers(core: Scheduler, holders: list[Sequence]) -> None:
 
 
 def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
-    memory, pool, size = core._memory, core._memory.pool, core._memory.block_size
+    block_manager, pool, size = core._block_manager, core._block_manager.pool, core._block_manager.block_size
     refs = Counter(block for sequence in holders for block in sequence.table.blocks)
     pins = Counter(block for plan in core._in_flight for block in plan.pinned_blocks)
     assert pool.refs == [refs[block] for block in range(pool.num_blocks)], "references are counted"
@@ -90,14 +90,16 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
             filled = min(max(progress.num_scheduled - index * size, 0), size)
             held[block] = max(held.get(block, 0), filled)
         committed.update(block for index, block in enumerate(blocks) if (index + 1) * size <= progress.num_computed)
-    assert all(block in committed for block in refs if block in memory.index), "only committed blocks are published"
-    assert memory.tokens_held == sum(held.values()), "tokens held are counted, shared ones once"
-    assert memory.blocks_pending_free == sum(sequence.table.num_pending_free for sequence in holders)
+    assert all(block in committed for block in refs if block in block_manager.index), (
+        "only committed blocks are published"
+    )
+    assert block_manager.tokens_held == sum(held.values()), "tokens held are counted, shared ones once"
+    assert block_manager.blocks_pending_free == sum(sequence.table.num_pending_free for sequence in holders)
 
 
 def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
     """Check that each published block holds the cells of exactly the tokens that its key names."""
-    index, size = core._memory.index, core._memory.block_size
+    index, size = core._block_manager.index, core._block_manager.block_size
     ends = {ROOT: EMPTY}
     for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
         if parent not in ends:

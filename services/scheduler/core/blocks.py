@@ -47,7 +47,7 @@ class BlockPool:
         self._free_if_unused(block, keep)
 
     def pin(self, block: int) -> None:
-        """Keep a block that a plan copies from off the free list until `unpin`. It may be written (memory.py)."""
+        """Keep a block that a plan copies from off the free list until `unpin`. Its holder may still write to it."""
         self._free.pop(block, None)
         self._pins[block] = self._pins.get(block, 0) + 1
 

@@ -5,8 +5,8 @@ sequence that has finished meanwhile are dropped. Those of a sequence that was p
 them again would give the same tokens for twice the work.
 """
 
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.memory import Memory
 from services.scheduler.core.plan_builder import InFlightPlan
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Sequence
@@ -19,7 +19,7 @@ SampledRows = list[SampledRow | None]
 def match_sampled_rows(plan: InFlightPlan, result: StepResult) -> SampledRows:
     """Return the result's row for each row of the plan, None where it has none.
 
-    Raise ProtocolError if a sampling row has not exactly one token.
+    Raise ProtocolError if a sampling row has no token, or more than one.
     """
     by_slot = {sampled_row.slot: sampled_row for sampled_row in result.rows}
     sampled_rows: SampledRows = []
@@ -32,18 +32,18 @@ def match_sampled_rows(plan: InFlightPlan, result: StepResult) -> SampledRows:
 
 
 def commit(
-    plan: InFlightPlan, sampled_rows: SampledRows, queues: Queues, memory: Memory, counters: Counters
+    plan: InFlightPlan, sampled_rows: SampledRows, queues: Queues, block_manager: BlockManager, counters: Counters
 ) -> list[ProgressRow]:
     """Advance the plan's sequences, finish those that end, free what no plan names any more. Return the new output."""
     progress_rows: list[ProgressRow] = []
-    memory.unpin(plan.pinned_blocks)
+    block_manager.unpin(plan.pinned_blocks)
     for row, sequence, sampled_row in zip(plan.rows, plan.sequences, sampled_rows, strict=True):
         progress, start = sequence.progress, row.start
         end = start + row.count
         progress.commit(end)
         if sequence.finish_reason is None:
             if end >= sequence.table.publish_at:
-                memory.publish(sequence)
+                block_manager.publish(sequence)
             if start < sequence.prompt_len:
                 counters.count_prompt_tokens(sequence.stats.count_prompt_up_to(min(end, sequence.prompt_len)))
             if sampled_row is not None or end == progress.max_num_tokens:

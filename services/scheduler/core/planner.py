@@ -1,15 +1,15 @@
-"""`Planner`: makes one step's plan from the running sequences, the memory and the queue.
+"""`Planner`: makes one step's plan from the running sequences, the free blocks and the queue.
 
-It decides who gets positions, who is admitted and who is preempted; queues.py and memory.py carry that out. A plan is
-made in this order: rows that continue an output, since streams are waiting for them; admissions from the head of the
-queue; chunks of more than one position, which share the rest of the budget; forks.
+It decides who gets positions, who is admitted and who is preempted; queues.py and block_manager.py carry that out. A
+plan is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head
+of the queue; chunks of more than one position, which share the rest of the budget; forks.
 """
 
 from collections import deque
 
+from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.memory import Allocation, Memory
 from services.scheduler.core.plan_builder import PlanBuilder
 from services.scheduler.core.policy import may_preempt, split_budget
 from services.scheduler.core.quarantine import Quarantine
@@ -18,13 +18,13 @@ from services.scheduler.core.sequence import Sequence, State
 
 
 class Planner:
-    """Makes plans over queues and a memory. It keeps nothing from one plan to the next."""
+    """Makes plans from the state of the queues and the block manager. It keeps nothing from one plan to the next."""
 
     def __init__(
-        self, limits: Limits, memory: Memory, queues: Queues, quarantine: Quarantine, counters: Counters
+        self, limits: Limits, block_manager: BlockManager, queues: Queues, quarantine: Quarantine, counters: Counters
     ) -> None:
         self._limits = limits
-        self._memory = memory
+        self._block_manager = block_manager
         self._queues = queues
         self._quarantine = quarantine
         self._counters = counters
@@ -38,7 +38,7 @@ class Planner:
             self._admit(builder, chunked, budget, now)
         if chunked:
             self._share_budget(builder, chunked, budget)
-        self._memory.count_scheduled(builder.num_tokens)
+        self._block_manager.count_scheduled(builder.num_tokens)
         return builder
 
     def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: int) -> None:
@@ -47,7 +47,7 @@ class Planner:
         running = dict.fromkeys(sequence for sequence in chunked if sequence.state is State.RUNNING)
         chunked = sorted(running, key=lambda sequence: sequence.key)
         demands = [sequence.progress.num_unscheduled for sequence in chunked]
-        for sequence, count in zip(chunked, split_budget(budget, demands, self._memory.block_size), strict=True):
+        for sequence, count in zip(chunked, split_budget(budget, demands, self._block_manager.block_size), strict=True):
             if count:
                 builder.add_rows([sequence], count)
                 if sequence.request.unstarted_samples and sequence.progress.num_tokens > sequence.prompt_len:
@@ -75,20 +75,23 @@ class Planner:
 
         Sequences behind it are preempted until there is a block for it, or will be when those plans are committed.
         """
-        memory, queues = self._memory, self._queues
-        while memory.needs_block(sequence) and memory.num_free + memory.blocks_pending_free <= builder.num_skipped:
+        block_manager, queues = self._block_manager, self._queues
+        while (
+            block_manager.needs_block(sequence)
+            and block_manager.num_free + block_manager.blocks_pending_free <= builder.num_skipped
+        ):
             if queues.running.items[-1] is sequence:
                 break
             queues.preempt(queues.running.items[-1])  # which may have been the other holder of a shared block
-        if memory.needs_block(sequence) and memory.num_free <= builder.num_skipped:
+        if block_manager.needs_block(sequence) and block_manager.num_free <= builder.num_skipped:
             builder.skip()
             return False
-        memory.extend(sequence, builder)
+        block_manager.extend(sequence, builder)
         return True
 
     def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: int, now: float) -> None:
         """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
-        minimum = self._memory.block_size  # positions that the budget gives each sequence before any gets more
+        minimum = self._block_manager.block_size  # positions that the budget gives each sequence before any gets more
         ahead = deque(chunked)
         taken = 0  # positions that go to sequences ahead in the order
         while (sequence := self._next_waiting()) is not None:
@@ -102,7 +105,7 @@ class Planner:
             self._queues.dequeue(sequence)
             self._queues.admit(sequence)
             sequence.stats.admit(now - sequence.request.accepted_at)
-            num_cached = self._memory.allocate(sequence, allocation, builder)
+            num_cached = self._block_manager.allocate(sequence, allocation, builder)
             sequence.progress.skip(num_cached)
             self._count_cached(sequence, num_cached)
             builder.add_sequence(sequence)
@@ -135,11 +138,11 @@ class Planner:
 
         One more block stays free for sequences that run, so that the new one is not preempted soon.
         """
-        memory, running = self._memory, self._queues.running
-        while sequence.checked_at_version != (version := (memory.free_version, len(running))):
+        block_manager, running = self._block_manager, self._queues.running
+        while sequence.checked_at_version != (version := (block_manager.free_version, len(running))):
             spare = 1 if running else 0
-            allocation = memory.match_prefix(sequence, spare)
-            if allocation.num_free_needed + spare <= memory.num_free:
+            allocation = block_manager.match_prefix(sequence, spare)
+            if allocation.num_free_needed + spare <= block_manager.num_free:
                 return allocation
             if not self._preempt_for(sequence, allocation.num_free_needed, spare):
                 sequence.checked_at_version = version  # the answer stays the same until blocks come free
@@ -147,14 +150,14 @@ class Planner:
 
     def _preempt_for(self, sequence: Sequence, num_needed: int, spare: int) -> bool:
         """Preempt less urgent sequences, if that frees enough blocks. Return whether any were preempted."""
-        num_missing = num_needed - self._memory.num_free - self._memory.blocks_pending_free
+        num_missing = num_needed - self._block_manager.num_free - self._block_manager.blocks_pending_free
         victims: list[Sequence] = []
         for other in reversed(self._queues.running.items):
             if num_missing <= -spare or other.key < sequence.key:
                 break
             if may_preempt(self._limits, sequence, other):
                 victims.append(other)
-                num_missing -= self._memory.num_exclusive(other)
+                num_missing -= self._block_manager.num_exclusive(other)
         if len(victims) < len(self._queues.running):  # otherwise nobody is left that needs a spare block
             num_missing += spare
         if num_missing > 0:
@@ -164,7 +167,7 @@ class Planner:
         return bool(victims)
 
     def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
-        if self._memory.may_hit(sequence):
+        if self._block_manager.may_hit(sequence):
             self._counters.count_prefix_query(len(sequence.tokens), num_cached)
         in_prompt = min(num_cached, sequence.prompt_len)
         sequence.stats.note_cached(in_prompt)
@@ -176,7 +179,7 @@ class Planner:
         children: list[Sequence] = []
         for child in queues.start_samples(parent):
             if queues.free_slots and not self._quarantine.active:  # in quarantine, only members of the group may run
-                self._memory.fork(parent, child)
+                self._block_manager.fork(parent, child)
                 queues.admit(child)
                 child.stats.fork_from(parent.stats)
                 children.append(child)

@@ -10,9 +10,9 @@ sequence keeps its slot and its blocks until no plan in flight names it.
 
 from array import array
 
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.memory import Memory
 from services.scheduler.core.policy import SortedSequences
 from services.scheduler.core.sequence import Request, Sequence, State
 from shared.protocol import FinishReason
@@ -21,14 +21,14 @@ from shared.protocol import FinishReason
 class Queues:
     """The requests and sequences of one engine."""
 
-    def __init__(self, limits: Limits, memory: Memory, counters: Counters) -> None:
+    def __init__(self, limits: Limits, block_manager: BlockManager, counters: Counters) -> None:
         self.requests: dict[int, Request] = {}  # by id
         self.num_unstarted = 0  # unstarted samples of `requests`
         self.waiting = SortedSequences()
         self.waiting_tokens = 0
         self.running = SortedSequences()
         self.stopping: dict[Sequence, None] = {}  # in the order in which they were stopped
-        self._memory = memory
+        self._block_manager = block_manager
         self._counters = counters
         self._max_num_seqs = limits.max_num_seqs
         self.free_slots = self._all_slots()
@@ -121,10 +121,10 @@ class Queues:
             return
         sequence.move(State.STOPPING)
         self.stopping[sequence] = None
-        self._memory.expect_release(sequence)
+        self._block_manager.expect_release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._memory.release(sequence)
+        self._block_manager.release(sequence)
         self.free_slots.append(sequence.slot)
         self.released_slots.append(sequence.slot)
         sequence.rewind()

@@ -4,8 +4,8 @@ The rules of this package, all of which the simulation checks after every step:
 
 - Every accepted request ends in exactly one terminal row for each of its samples; rows of a sample come in order.
 - Committed tokens are never lost, sampled again or sent twice, whatever happens to blocks and workers.
-- A sequence with a plan in flight keeps its slot and its blocks until that plan is back (queues.py); memory.py says
-  what a block may be used for.
+- A sequence with a plan in flight keeps its slot and its blocks until that plan's result is back (queues.py);
+  block_manager.py says what a block may be used for.
 - A result counts only if it answers the oldest plan in flight of the present epoch. Others change nothing.
 - The outcome depends on the inputs and their order alone: no sets are iterated, no hashes ordered. The same inputs
   lead to the same state, plan by plan.
@@ -26,8 +26,8 @@ Why every accepted request comes to its end (none starves, except by strict prio
 5. A quarantine (quarantine.py) ends. The members of its group move on by 1 to 4 among themselves, and each death makes
    a group smaller or ends its only member.
 
-Where to look: sequence.py (numbers and states), blocks.py and prefix.py under memory.py (tables), queues.py (places),
-planner.py and plan_builder.py (plan a step), commit.py (apply its result), admission.py, policy.py,
+Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
+(places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), admission.py, policy.py,
 quarantine.py, counters.py.
 """
 
@@ -37,10 +37,10 @@ from collections.abc import KeysView
 import msgspec
 
 from services.scheduler.core.admission import Load, accept
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.commit import commit, match_sampled_rows
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits, check_pool
-from services.scheduler.core.memory import Memory
 from services.scheduler.core.plan_builder import InFlightPlan
 from services.scheduler.core.planner import Planner
 from services.scheduler.core.policy import order_key, sample_spacing
@@ -59,10 +59,10 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._counters = Counters()
-        self._memory = Memory(limits.num_blocks, limits.block_size, limits.prefix_caching)
-        self._queues = Queues(limits, self._memory, self._counters)
+        self._block_manager = BlockManager(limits.num_blocks, limits.block_size, limits.prefix_caching)
+        self._queues = Queues(limits, self._block_manager, self._counters)
         self._quarantine = Quarantine()
-        self._planner = Planner(limits, self._memory, self._queues, self._quarantine, self._counters)
+        self._planner = Planner(limits, self._block_manager, self._queues, self._quarantine, self._counters)
         self._in_flight: deque[InFlightPlan] = deque()
         self._epoch: Epoch | None = None
         self._step = 0
@@ -107,7 +107,7 @@ class Scheduler:
         self._counters.count_worker_loss()
         in_flight = dict.fromkeys(sequence for plan in self._in_flight for sequence in plan.sequences)
         culprit = self._quarantine.lose_worker(list(in_flight))
-        self._forget_worker(self._memory.pool.num_blocks)
+        self._forget_worker(self._block_manager.pool.num_blocks)
         if culprit is None:
             return []
         return self._finish(
@@ -179,7 +179,9 @@ class Scheduler:
         if not self._in_flight or result.epoch != self._epoch or result.step != self._in_flight[0].step:
             return []
         sampled_rows = match_sampled_rows(self._in_flight[0], result)
-        progress_rows = commit(self._in_flight.popleft(), sampled_rows, self._queues, self._memory, self._counters)
+        progress_rows = commit(
+            self._in_flight.popleft(), sampled_rows, self._queues, self._block_manager, self._counters
+        )
         self._note_ends(progress_rows)
         return progress_rows
 
@@ -189,7 +191,7 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Return the state in numbers."""
-        queues, memory = self._queues, self._memory
+        queues, block_manager = self._queues, self._block_manager
         counters = msgspec.structs.asdict(self._counters)
         held_back = self._epoch is None or self._quarantine.active
         return Snapshot(
@@ -197,13 +199,13 @@ class Scheduler:
             waiting=queues.num_waiting,
             waiting_deferred=(len(queues.waiting) if held_back else 0) + queues.num_unstarted,
             waiting_tokens=queues.waiting_tokens,
-            blocks=memory.pool.num_blocks,
-            blocks_free=memory.num_free,
-            blocks_cached=len(memory.index),
-            tokens_held=memory.tokens_held,
-            block_size=memory.block_size,
+            blocks=block_manager.pool.num_blocks,
+            blocks_free=block_manager.num_free,
+            blocks_cached=len(block_manager.index),
+            tokens_held=block_manager.tokens_held,
+            block_size=block_manager.block_size,
             in_flight=len(self._in_flight),
-            prefix_caching=memory.prefix_caching,
+            prefix_caching=block_manager.prefix_caching,
             max_model_len=self.limits.max_model_len,
             **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
@@ -242,7 +244,7 @@ class Scheduler:
         self._epoch = None
         self._in_flight.clear()
         self._queues.reset()
-        self._memory.reset(num_blocks)
+        self._block_manager.reset(num_blocks)
 
     def _retry_after(self) -> float:
         """Return the seconds until a place comes free at the rate of the last ends: at least 1, at most 60."""
@@ -251,7 +253,9 @@ class Scheduler:
         return min(max((self._now - self._recent_ends[0]) / len(self._recent_ends), 1.0), 60.0)
 
     def __repr__(self) -> str:
-        return f"<Scheduler step={self._step} in_flight={len(self._in_flight)} {self._queues!r} {self._memory!r}>"
+        return (
+            f"<Scheduler step={self._step} in_flight={len(self._in_flight)} {self._queues!r} {self._block_manager!r}>"
+        )
 
 
 def _last_row(sequence: Sequence, finish_reason: FinishReason, detail: str) -> ProgressRow:

@@ -3,7 +3,7 @@
 They hold state and check moves between states. They do not decide who may run, or in which blocks. Any module may read
 any part of a sequence, but only the part's owner changes it:
 
-    table                           memory.py
+    table                           block_manager.py
     progress                        planner.py and plan_builder.py schedule positions, commit.py commits them
     tokens                          commit.py
     suspicion                       quarantine.py
@@ -234,7 +234,8 @@ class Sequence:
         self.state = State.WAITING
         self.slot = -1
         self.finish_reason: FinishReason | None = None  # set when it ends, even if plans in flight still name it
-        self.checked_at_version: tuple[int, int] | None = None  # of memory and queues, at its last failed admission
+        # free version and number of running sequences when an admission last failed
+        self.checked_at_version: tuple[int, int] | None = None
 
     @property
     def output_len(self) -> int:
@@ -257,7 +258,7 @@ class Sequence:
         self.state = state
 
     def rewind(self) -> None:
-        """Forget the slot and all progress; the tokens stay. Memory must have taken the table back."""
+        """Forget the slot and all progress; the tokens stay. The block manager must have released the table."""
         self.slot = -1
         self.progress.rewind(len(self.tokens))
 

@@ -1,4 +1,4 @@
-"""`Memory`: the block tables of sequences, over the pool of blocks and the prefix index.
+"""`BlockManager`: the block tables of sequences, over the pool of blocks and the prefix index.
 
 It owns how tables begin, grow, are shared and are given back. It does not decide who gets blocks: callers look at
 `num_free` first. Rules that hold between any two calls:
@@ -26,7 +26,7 @@ NEVER = 1 << 62
 
 
 class Allocation(NamedTuple):
-    """The blocks that a waiting sequence would use of the memory as it is now."""
+    """The blocks that a waiting sequence would get at this moment."""
 
     hits: list[Entry]  # blocks to share
     copied: Entry | None  # a hit on the block of the last token: copied, because that token must be computed
@@ -34,7 +34,7 @@ class Allocation(NamedTuple):
     num_free_needed: int  # blocks that the free list would lose
 
 
-class Memory:
+class BlockManager:
     """Tables over `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
@@ -177,4 +177,4 @@ class Memory:
         return block
 
     def __repr__(self) -> str:
-        return f"<Memory {self.pool!r} {self.index!r} {self.tokens_held} tokens held>"
+        return f"<BlockManager {self.pool!r} {self.index!r} {self.tokens_held} tokens held>"
