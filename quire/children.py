@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from shared.errors import QuireError
-from shared.process import EXIT_CANNOT_START
+from shared.startup import EXIT_CANNOT_START
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
 LIVED_A_WHILE = 10.0  # seconds after which a death does not count as one more in a row

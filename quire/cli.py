@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules are imported
     from shared.errors import ConfigError, ModelError, QuireError
-    from shared.process import printable
+    from shared.startup import printable
 
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from quire.children import Child
-from shared.cpu_usage import Process
+from shared.cpu_usage import CpuMonitor
 from shared.errors import ProtocolError
 from shared.liveness import STALL, Liveness
 from shared.protocol import Heartbeat, decode_to_supervisor
@@ -34,7 +34,7 @@ class WatchedProcess(Struct):
     """A process of a service, and its liveness."""
 
     pid: int
-    process: Process
+    cpu_monitor: CpuMonitor
     liveness: Liveness
 
 
@@ -51,7 +51,7 @@ class Watch:
         """Return the children that hang, and why. Call it every `PERIOD`."""
         pids = {child.name: child.process.pid for child in children if child.process is not None and child.to_run}
         self._processes = {name: watched for name, watched in self._processes.items() if pids.get(name) == watched.pid}
-        self._forgive(now)
+        self._postpone(now)
         self._read(pids, now)
         reasons = [
             (child, self._judge(watched, now)) for child in children if (watched := self._processes.get(child.name))
@@ -74,17 +74,17 @@ class Watch:
         if watched is None:
             limit = self._limits[heartbeat.identity]
             liveness = Liveness(limit.silence, now, turn_timeout=limit.turn, local=True)
-            watched = self._processes[heartbeat.identity] = WatchedProcess(pid, Process(pid), liveness)
+            watched = self._processes[heartbeat.identity] = WatchedProcess(pid, CpuMonitor(pid), liveness)
         watched.liveness.note_heartbeat(heartbeat.process, now)
 
     def _judge(self, watched: WatchedProcess, now: float) -> str:
         if watched.liveness.should_observe(now):
-            watched.liveness.observe(watched.process.cpu_usage(), now)
+            watched.liveness.observe(watched.cpu_monitor.cpu_usage(), now)
         return watched.liveness.failure(now)
 
-    def _forgive(self, now: float) -> None:
+    def _postpone(self, now: float) -> None:
         stood_still = 0.0 if self._checked_at is None else now - self._checked_at
         self._checked_at = now
         if stood_still > PERIOD + STALL:
             for watched in self._processes.values():
-                watched.liveness.forgive(stood_still)
+                watched.liveness.postpone(stood_still)

@@ -1,4 +1,4 @@
-"""Settings: declared once, in one frozen struct per service, and read from flags, environment and a file.
+"""Settings, declared once in a frozen struct per service, and read from flags, the environment and a file.
 
 A field of the struct is a knob. Its name, type, default, bounds (`msgspec.Meta`) and one sentence (`Meta.description`)
 define all of it: `--max-num-seqs`, `QUIRE_MAX_NUM_SEQS` and the file's key `max-num-seqs` are made from `max_num_seqs`,
@@ -69,25 +69,25 @@ class Knob(NamedTuple):
         return _describe(self.type)
 
 
-def knobs(config: type[Struct]) -> list[Knob]:
-    """Return the knobs that `config` declares, in order."""
-    hints = typing.get_type_hints(config, include_extras=True)
+def knobs(config_type: type[Struct]) -> list[Knob]:
+    """Return the knobs that a config declares, in order."""
+    hints = typing.get_type_hints(config_type, include_extras=True)
     return [
         Knob(field.name, hints[field.name], _default(field), _description(hints[field.name]))
-        for field in msgspec.structs.fields(config)
+        for field in msgspec.structs.fields(config_type)
     ]
 
 
 def load(
-    config: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str, description: str = ""
+    config_type: type[C], argv: Sequence[str], environment: Mapping[str, str], *, prog: str, description: str = ""
 ) -> C:
-    """Return a `config` from flags, environment and file. Raise ConfigError, and SystemExit only for `--help`."""
-    parser = flag_parser([config], prog=prog, description=description)
-    return resolve(config, vars(parser.parse_args(argv)), environment)
+    """Return a config from flags, environment and file. Raise ConfigError, and SystemExit only for `--help`."""
+    parser = flag_parser([config_type], prog=prog, description=description)
+    return resolve(config_type, vars(parser.parse_args(argv)), environment)
 
 
 def flag_parser(
-    configs: Iterable[type[Struct]], *, prog: str, description: str = "", only_flags: bool = False
+    config_types: Iterable[type[Struct]], *, prog: str, description: str = "", only_flags: bool = False
 ) -> argparse.ArgumentParser:
     """Return a parser of the flags of several configs, each knob once. Parsed values are strings, lists and bools.
 
@@ -98,7 +98,7 @@ def flag_parser(
         help_text = "YAML file of settings; flags and environment win over it."
         parser.add_argument("--config", metavar="FILE", help=help_text)
     seen: set[str] = set()
-    for knob in (knob for config in configs for knob in knobs(config)):
+    for knob in (knob for config_type in config_types for knob in knobs(config_type)):
         if knob.name not in seen:
             seen.add(knob.name)
             _add_flag(parser, knob, only_flags)
@@ -106,12 +106,12 @@ def flag_parser(
 
 
 def resolve(
-    config: type[C],
+    config_type: type[C],
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: Mapping[str, Any] | None = None,
 ) -> C:
-    """Return a `config` from parsed flags, `environment` and the `--config` file. Flags of other configs are ignored.
+    """Return a config from parsed flags, `environment` and the `--config` file. Flags of other configs are ignored.
 
     `file` has the file's settings if the caller has already read it.
     """
@@ -119,7 +119,7 @@ def resolve(
     sources: dict[str, str] = {}  # where the user wrote each value
     if file is None:
         file = read_file(flags["config"]) if "config" in flags else {}
-    for knob in knobs(config):
+    for knob in knobs(config_type):
         if file.get(knob.name) is not None:
             values[knob.name] = _from_file(knob, file[knob.name])
             sources[knob.name] = f"--config {flags.get('config', '')}: {knob.flag[2:]}"
@@ -129,7 +129,7 @@ def resolve(
         if knob.name in flags:
             values[knob.name] = _from_flag(knob, flags[knob.name])
             sources[knob.name] = knob.flag
-    return _build(config, values, sources)
+    return _build(config_type, values, sources)
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def _json_list(text: Any) -> list[str] | None:
     return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else None
 
 
-def _build(config: type[C], values: Mapping[str, Any], sources: Mapping[str, str]) -> C:
-    for knob in knobs(config):
+def _build(config_type: type[C], values: Mapping[str, Any], sources: Mapping[str, str]) -> C:
+    for knob in knobs(config_type):
         if knob.name not in values:
             continue
         try:  # each value by itself, so that the error can name the knob
@@ -232,7 +232,7 @@ def _build(config: type[C], values: Mapping[str, Any], sources: Mapping[str, str
             choices = _choices(knob.type)
             rule = f"must be one of {', '.join(choices)}" if choices else error
             raise ConfigError(f"{sources[knob.name]} {values[knob.name]!r}: {rule}") from error
-    return msgspec.convert(dict(values), config, strict=False)
+    return msgspec.convert(dict(values), config_type, strict=False)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:

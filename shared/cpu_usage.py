@@ -1,4 +1,4 @@
-"""`Process`: the CPU time of a process of this host, and how long it waited for a CPU, read from /proc."""
+"""`CpuMonitor`: the CPU time of a process of this host, and how long it waited for a CPU, read from /proc."""
 
 import ctypes
 import os
@@ -8,7 +8,7 @@ from contextlib import suppress
 from shared.liveness import CpuUsage
 
 USER_TIME, SYSTEM_TIME = 11, 12  # of the fields after the name in /proc/PID/stat
-TICKS = os.sysconf("SC_CLK_TCK")
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 PR_SET_NAME = 15
 HEARTBEAT_THREAD = "heartbeat"
 HELPER_THREADS = ("ZMQbg/", HEARTBEAT_THREAD)  # names of threads that say nothing about the process's work
@@ -16,12 +16,12 @@ WORKING_STATES = "RD"  # of a thread: running or waiting for a CPU, and waiting 
 
 
 def mark_helper_thread() -> None:
-    """Name the calling thread so that `Process` does not count it as the process's work."""
+    """Name the calling thread so that `CpuMonitor` does not count it as the process's work."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, HEARTBEAT_THREAD.encode(), 0, 0, 0)
 
 
-class Process:
+class CpuMonitor:
     """A process of this host. Its helper threads are not counted, since they go on while its loop hangs."""
 
     def __init__(self, pid: int) -> None:
@@ -33,7 +33,7 @@ class Process:
         """Return what the process has used so far; None if there is no such process."""
         try:
             user, system = _stat_fields(f"{self._folder}/stat")[USER_TIME : SYSTEM_TIME + 1]
-            cpu_seconds = (int(user) + int(system)) / TICKS
+            cpu_seconds = (int(user) + int(system)) / CLOCK_TICKS
             return CpuUsage(cpu_seconds, self.cpu_wait_seconds(), any(map(self._works, self._threads())))
         except OSError:
             return None

@@ -33,7 +33,7 @@ class Overloaded(QuireError):
 
 
 class Unavailable(QuireError):
-    """No engine can take the request now: all are starting, draining or gone."""
+    """No engine can accept the request now, since all are starting, draining or gone."""
 
 
 class EngineFailure(QuireError):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import zmq
 
-from shared.cpu_usage import Process, mark_helper_thread
+from shared.cpu_usage import CpuMonitor, mark_helper_thread
 from shared.liveness import CpuShortage
 from shared.protocol import Heartbeat, ProcessStats, encode
 from shared.transport import connect_for_heartbeats
@@ -58,7 +58,7 @@ class HeartbeatSender:
         self.stats = ProcessStats()  # as last measured
         self._loop = loop
         self._watchers = watchers
-        self._process = Process(os.getpid())
+        self._cpu_monitor = CpuMonitor(os.getpid())
         self._shortage = CpuShortage()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -92,7 +92,9 @@ class HeartbeatSender:
                     return
 
     def _measure(self, now: float) -> None:
-        self.stats = ProcessStats(self._loop.busy_seconds(now), time.process_time(), self._process.cpu_wait_seconds())
+        self.stats = ProcessStats(
+            self._loop.busy_seconds(now), time.process_time(), self._cpu_monitor.cpu_wait_seconds()
+        )
         self._shortage.add(self.stats.cpu_wait_seconds, now)
 
 

@@ -1,4 +1,4 @@
-"""`Liveness`: the one rule by which worker, scheduler and gateway are found dead. Time is a parameter.
+"""`Liveness`: the rule that decides whether a worker, scheduler or gateway is dead. Time is a parameter.
 
 A thread of each process sends heartbeats with its `ProcessStats` (`shared.heartbeat`). The process that watches it
 judges by them:
@@ -10,10 +10,10 @@ judges by them:
 In both cases it is dead, unless it seems to work or to wait for a CPU. Then it gets `GRACE_PERIOD` seconds more, since
 it may also be in an endless loop, or `STARVED_GRACE_PERIOD` seconds while it wants a CPU and hardly gets one.
 
-For a process on the watcher's own host only the kernel's account counts (`observe`): a process that is stopped or in a
-deadlock neither computes nor is runnable. For others only heartbeats count. They show work while they come. A process
-that was short of CPU at its last heartbeat may be unable to send the next one, and so may all peers of a watcher that
-is short of CPU itself.
+For a process on the watcher's own host only the kernel's numbers count (`observe`): a process that is stopped or in a
+deadlock neither computes nor is runnable. For others only heartbeats count, and only while they come. A process that
+was short of CPU at its last heartbeat may be unable to send the next one. If the watcher itself is short of CPU, that
+may be true of all its peers.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ GATEWAY_TIMEOUT = 10.0
 """Seconds without input or output after which a scheduler gives up a gateway and aborts its requests."""
 
 STALL = 1.0
-"""Seconds for which a watcher's own loop may stall before it stops counting its peers' silence in that time."""
+"""Seconds that a watcher's own loop may stall before its peers' silence in that time is not counted."""
 
 GRACE_PERIOD = 25.0
 """Extra seconds for a process that seems to work. With the usual timeouts a hang is found within half a minute."""
@@ -34,7 +34,7 @@ STARVED_GRACE_PERIOD = 240.0
 """Extra seconds for a process that hardly gets a CPU: a step may then take a hundred times as long."""
 
 STARVED_RATE = 0.05
-"""CPU seconds per second. A process that wants more and gets less is starved; one of twenty equal processes is not."""
+"""CPU seconds per second below which a process that wants more is starved. One of twenty that share a CPU is not."""
 
 WINDOW = 1.0
 """Seconds over which CPU usage is averaged."""
@@ -142,12 +142,14 @@ class Liveness:
         self._cpu_is_progress, self._local = cpu_is_progress, local
         self._busy_seconds = 0.0  # as of its last heartbeat
         self._cpu_seconds = 0.0  # as of its last heartbeat or observation
-        self._wait_rate, self._work_rate = Rate(), Rate()  # waiting for a CPU; that and CPU time
-        self._missed: tuple[float, float] | None = None  # when it was first found late, and its CPU seconds then
+        self._wait_rate = Rate()  # of waiting for a CPU
+        self._work_rate = Rate()  # of waiting for a CPU and of CPU time
+        self._late_since: tuple[float, float] | None = None  # (time when it was first found late, its CPU seconds then)
         self._shortage = CpuShortage()
         self._last_observed = now
-        self._runnable_seconds, self._runnable_rate = 0.0, Rate()  # seconds for which it was observed to be runnable
-        self._ended = False
+        self._runnable_seconds = 0.0  # for which it was observed to be runnable
+        self._runnable_rate = Rate()
+        self._ended = False  # whether the kernel has no such process
 
     def note_heartbeat(self, stats: ProcessStats, now: float) -> None:
         """Take a heartbeat of the peer."""
@@ -162,7 +164,7 @@ class Liveness:
         self.last_heard = now
 
     def observe(self, usage: CpuUsage | None, now: float) -> None:
-        """Take what the kernel shows of the peer's process; None if there is no such process."""
+        """Take the kernel's numbers of the peer's process; None if there is no such process."""
         if usage is None:
             self._ended = True
             return
@@ -174,8 +176,8 @@ class Liveness:
         self._runnable_rate.add(self._runnable_seconds, now)
         self._add_usage(usage.cpu_seconds, usage.wait_seconds, now)
 
-    def forgive(self, seconds: float) -> None:
-        """Take `seconds` off the peer's silence, because the watcher itself stalled for so long."""
+    def postpone(self, seconds: float) -> None:
+        """Move the deadlines by the seconds for which the watcher itself stood still."""
         self.last_heard += seconds
 
     def should_observe(self, now: float, due: float = float("inf")) -> bool:
@@ -190,14 +192,14 @@ class Liveness:
     def failure(self, now: float, *, due: float = float("inf"), missed: str = "", short_of_cpu: bool = False) -> str:
         """Return why the peer is dead; empty while it is not. Must be called often.
 
-        `due` is the watcher's own deadline for the peer, and `missed` the answer if it is what the peer missed.
-        `short_of_cpu`: the watcher itself is.
+        `due` is the watcher's own deadline for the peer, and `missed` the text to return if the peer missed that.
+        `short_of_cpu` tells whether the watcher is short of CPU.
         """
         silent_at, late_at = self.last_heard + self._timeout, self._late_at(due)
         if now <= min(silent_at, late_at):
-            self._missed = None
+            self._late_since = None
             return ""
-        self._missed = self._missed or (now, self._cpu_seconds)
+        self._late_since = self._late_since or (now, self._cpu_seconds)
         if now > silent_at + self._extra_seconds(now, self._works(now), short_of_cpu):
             return f"silent for {now - self.last_heard:.1f} s"
         known_at = now if self._local else self.last_heard
@@ -213,7 +215,7 @@ class Liveness:
         return min(due, self.last_heard - self._busy_seconds + self._turn_timeout)
 
     def _extra_seconds(self, now: float, works: bool, short_of_cpu: bool) -> float:
-        """Return the seconds that the peer has beyond a deadline that it missed."""
+        """Return the seconds that the peer gets after a deadline that it missed."""
         if works:
             return STARVED_GRACE_PERIOD if self._is_starved(now) else GRACE_PERIOD
         if self._local:  # only observations count, but the watcher may not have made any yet
@@ -227,7 +229,7 @@ class Liveness:
 
     def _is_starved(self, now: float) -> bool:
         """Return whether the peer has hardly got a CPU since it was found late."""
-        since, cpu_seconds = self._missed or (now, self._cpu_seconds)
+        since, cpu_seconds = self._late_since or (now, self._cpu_seconds)
         return self._cpu_seconds - cpu_seconds < STARVED_RATE * (now - since)
 
     def _add_usage(self, cpu_seconds: float, wait_seconds: float, now: float) -> None:

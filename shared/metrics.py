@@ -187,7 +187,7 @@ class EngineCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Yield the metrics without samples, so that registration needs no engine."""
-        return (family for family in EngineCollector(str, dict).collect())
+        return EngineCollector(model_name=str, snapshots=dict).collect()  # `str()` and `dict()` are empty
 
 
 def registry(*collectors: Collector) -> CollectorRegistry:

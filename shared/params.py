@@ -1,7 +1,7 @@
-"""`SamplingParams`: how one request is to be sampled, as its user wrote it.
+"""`SamplingParams`: the parameters that a user sets to sample one request.
 
-Both front doors make one of these. It checks itself when it is made, types included, so that a wrong value is refused
-in the same words everywhere and before anything runs. `to_sampling` turns it into the wire's `Sampling`.
+The gateway and `quire.LLM` both make one per request. It checks itself when it is made, types included, so that a wrong
+value is refused in the same words everywhere, before anything runs. `to_sampling` turns it into the wire's `Sampling`.
 
 Whole numbers may be written as 5.0, since some clients' languages have no other numbers, or come as scalars of numpy
 and torch; the struct keeps an int. Every list's length is checked before anything loops over it.
@@ -23,16 +23,16 @@ from shared.protocol import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Samp
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
-MAX_STOP_LENGTH = 1024  # characters; a stream may hold back as many
+MAX_STOP_LENGTH = 1024  # characters; a stream holds back at most as many
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 16_384  # tokens; each process that they pass through spends some ten milliseconds on them
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
-WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
-REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+WHOLE_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
+REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _ID = re.compile(r"[0-9]{1,12}")
-OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"})
+OPTIONAL_FIELDS = frozenset({"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"})
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,17 +72,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._check_bias()
 
     def _check_types(self) -> None:
-        for name in WHOLE:
+        for name in WHOLE_FIELDS:
             self._set(name, whole)
-        for name in REAL:
+        for name in REAL_FIELDS:
             self._set(name, real)
-        for name in FLAGS:
-            self._set(name, flag)
+        for name in BOOLEAN_FIELDS:
+            self._set(name, boolean)
 
     def _set(self, name: str, convert: Any) -> None:
         """Replace a field's value by its converted one."""
         value = getattr(self, name)
-        if value is not None or name not in OPTIONAL:
+        if value is not None or name not in OPTIONAL_FIELDS:
             force_setattr(self, name, convert(name, value))
 
     def _check_ranges(self) -> None:
@@ -222,13 +222,13 @@ def real(name: str, value: Any) -> float:
     if isinstance(value, float):
         return float(value)  # numpy's float64 is a float to Python, but not to msgspec's encoder
     if hasattr(value, "dtype") and not any(name in str(value.dtype) for name in ("bool", "complex")):
-        with suppress(TypeError, ValueError, RuntimeError):  # of an array, for instance
+        with suppress(TypeError, ValueError, RuntimeError):  # raised for an array, for instance
             return float(value)
     raise InvalidRequest(f"{name} must be a number, got {brief(value)}", name)
 
 
-def flag(name: str, value: Any) -> bool:
-    """Return a bool. Raise `InvalidRequest`, naming the field, for anything else, however true Python calls it."""
+def boolean(name: str, value: Any) -> bool:
+    """Return a bool. Raise `InvalidRequest`, naming the field, for anything else."""
     _check(isinstance(value, bool), name, "must be true or false", value)
     return bool(value)
 
@@ -270,7 +270,7 @@ def _bias(key: object, value: Any) -> float:
 
 
 def _token_in_vocabulary(param: str, token: object, vocab_size: int) -> int:
-    """Return a token id, which may be a string: the keys of JSON are. Raise `InvalidRequest` if there is none such."""
+    """Return `token` as an int; keys of JSON are strings. Raise `InvalidRequest` if it is not in the vocabulary."""
     id = int(token) if isinstance(token, str) and _ID.fullmatch(token) else token
     if not isinstance(id, int) or not 0 <= id < vocab_size:
         valid = f"from 0 to {vocab_size - 1} (a vocabulary of {vocab_size})"

@@ -71,7 +71,7 @@ class FinishReason(Enum):
 
 
 class Refusal(Enum):
-    """Why a `Submit` was not accepted."""
+    """The reasons for which a `Submit` is not accepted."""
 
     QUEUE_FULL = "queue_full"  # come back later
     TOO_LONG = "too_long"  # could never fit, now or later
@@ -81,10 +81,10 @@ class Refusal(Enum):
 
 
 class Epoch(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Identifies one configuration of a worker group. Results of another epoch are dropped."""
+    """Identifies one configuration of an engine's workers. Results of another epoch are dropped."""
 
-    boot_id: ShortText  # random, of each scheduler process
-    count: Count  # incremented each time the group is (re)configured
+    boot_id: ShortText  # random, drawn by each scheduler process
+    count: Count  # incremented each time they are configured
 
 
 class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -157,7 +157,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     sample: Index = 0  # index of the first sample
     priority: Annotated[int, Meta(ge=-(2**63), le=_INT64)] = 0  # lower is served first
     arrival: WallTime = 0.0  # when the gateway received the request; orders the queue across gateways
-    samples_before: Index = 0  # samples of the user's request in earlier `Submit`s, which wait in turn with others'
+    samples_before: Index = 0  # samples of the same user's request in earlier `Submit`s; sets its turn in the queue
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -212,7 +212,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     prompt_tokens_cached: Count = 0  # counter: the part of `prompt_tokens` found in the prefix index
     step_tokens: list[Count] = []  # counter: steps by the tokens computed in them; see `STEP_TOKEN_BUCKETS`
     step_tokens_sum: Count = 0  # counter: tokens computed in all steps
-    tokens_per_second: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # tokens generated per second, lately
+    tokens_per_second: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # generated, over the last ten seconds
     rejected_by_requests: Count = 0  # counter: the part of `refused` due to too many waiting requests
     rejected_by_tokens: Count = 0  # counter: the part of `refused` due to too many waiting tokens
     prefix_caching: bool = False  # the engine has a prefix index
@@ -338,11 +338,11 @@ class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=F
     slot: Index
     start: Index
     count: Index
-    samples: Index  # tokens to sample after the last of them: 0 or 1
+    samples: Index  # tokens to sample after the last position: 0 or 1
 
 
 class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):
-    """One step: the changes since the last plan, and the rows to compute.
+    """The plan of one step: the changes since the last plan, and the rows to compute.
 
     The worker applies it in this order: released slots, new sequences, forks, table writes, block copies, and then one
     forward pass over all rows.
@@ -359,7 +359,7 @@ class StepPlan(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_field
 
 
 class Stop(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """Asks the worker to end in good order."""
+    """Asks the worker to end its process."""
 
 
 # worker → scheduler
@@ -371,7 +371,7 @@ class Register(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_field
     version: Count
     identity: ShortText  # the socket's identity, for logs
     rank: Index
-    world_size: Index  # ranks of the group
+    world_size: Index  # number of ranks
     pid: Index  # on the worker's host
     device: ShortText
     model: ModelInfo

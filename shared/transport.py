@@ -50,13 +50,13 @@ HEARTBEAT_HIGH_WATER = 2
 """Heartbeats that may wait to be sent: old ones are worth nothing."""
 
 KEEPALIVE_S, KEEPALIVE_PROBES = 5, 3
-"""Over tcp an idle connection is probed after, and every, KEEPALIVE_S seconds, and ended after so many lost probes."""
+"""Over tcp, an idle connection is probed every KEEPALIVE_S seconds, and ended after KEEPALIVE_PROBES lost probes."""
 
 USER_TIMEOUT_MS = 30_000
-"""Over tcp, data that stays unacknowledged for so long ends the connection. By then the peer is dead."""
+"""Milliseconds for which data over tcp may stay unacknowledged. Then the peer counts as dead: the connection ends."""
 
 MAX_MALFORMED = 100
-"""Messages with a wrong number of frames that one call skips."""
+"""Maximum number of messages with a wrong number of frames that one call skips."""
 
 IPC_PATH_MAX = 107  # bytes, of sockaddr_un
 
@@ -136,7 +136,7 @@ class Monitor:
 
 
 class Listener:
-    """A bound ROUTER with its monitor, and `unread` if it is to bound the unread bytes of its peers."""
+    """A bound ROUTER with its monitor. `unread`, if given, bounds the unread bytes of its peers."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor, unread: UnreadBytes | None = None) -> None:
         self.socket = socket
@@ -261,7 +261,7 @@ def _socket(context: "zmq.Context[S]", socket_type: int, address: str) -> "Itera
     try:
         yield socket
     finally:
-        socket.close(linger=None)  # keep the option above, or what an earlier close said
+        socket.close(linger=None)  # None keeps the linger time of the option above or of an earlier close
 
 
 def _set_tcp_options(socket: "zmq.Socket[Any]", socket_type: int) -> None:

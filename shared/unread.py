@@ -1,8 +1,8 @@
-"""`UnreadBytes`: how many bytes each peer of a tcp listener has sent that are not read yet. Used by the transport.
+"""`UnreadBytes`: a bound on the bytes that each peer of a tcp listener has sent and the listener has not read.
 
 libzmq bounds how many messages wait, but neither their bytes nor the frames of one message. The kernel counts the bytes
-that a connection received. This module counts the bytes that were read: rather a few too many per frame, since it does
-not know the exact framing, and never more than were received.
+that a connection received. This module counts the bytes that were read. It does not know the exact framing and counts a
+few bytes too many per frame, but never more than were received.
 """
 
 import socket
@@ -24,10 +24,10 @@ TCPI_BYTES_RECEIVED = 128  # offset of the field in Linux' `struct tcp_info`, ei
 
 
 class UnreadBytes:
-    """Bytes read from each connection, by the connection's file descriptor."""
+    """Counts the bytes read from each connection, and ends those that have too much unread."""
 
     def __init__(self) -> None:
-        self._read: dict[int, int] = {}
+        self._read: dict[int, int] = {}  # bytes read, by the connection's file descriptor
 
     def count(self, frames: Sequence[zmq.Frame]) -> None:
         """Count a message that was read. Its first frame is the sender's identity, which is not sent with it."""
@@ -42,11 +42,11 @@ class UnreadBytes:
     def _disconnect_flood(self, fd: int) -> bool:
         with suppress(OSError), socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
             received = bytes_received(connection)
-            read, self._read[fd] = self._read[fd], received
-            if received - read > MAX_UNREAD:
+            if received - self._read[fd] > MAX_UNREAD:
+                self._read[fd] = received  # so that it is reported once
                 connection.shutdown(socket.SHUT_RDWR)
                 return True
-            self._read[fd] = min(read, received)
+            self._read[fd] = min(self._read[fd], received)
         return False
 
 

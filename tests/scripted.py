@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from services.worker.config import WorkerConfig
 from services.worker.interface import WorkerInfo
 from services.worker.service import serve
-from shared.process import end_with_supervisor, start_logging
 from shared.protocol import (
     Configure,
     ModelInfo,
@@ -36,6 +35,7 @@ from shared.protocol import (
     TokenLogprobs,
     unpack_tokens,
 )
+from shared.startup import end_with_supervisor, start_logging
 
 CHAIN = 2
 

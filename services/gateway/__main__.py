@@ -31,7 +31,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.served_model import ServedModel
 from shared.config import load
 from shared.errors import ConfigError, QuireError
-from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
+from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
 
 logger = logging.getLogger("services.gateway")
 

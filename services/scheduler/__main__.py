@@ -14,7 +14,7 @@ from services.scheduler.service import Service
 from shared.config import load
 from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
-from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
+from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
 from shared.transport import listen
 
 LINGER_MS = 1_000

@@ -1,7 +1,4 @@
-"""The scheduler's settings, and what follows from them once a worker has registered.
-
-`make_limits` turns the user's settings and the worker's memory into the core's `Limits`.
-"""
+"""The scheduler's settings, and functions that derive `Limits` and `Configure` from them and a worker."""
 
 from typing import Annotated, Literal, Protocol
 
@@ -13,16 +10,16 @@ from shared.errors import ConfigError
 from shared.protocol import Configure, Epoch, ModelInfo
 
 MAX_BLOCKS = 2**21
-"""Blocks of a pool at most, however much memory there is: this process keeps some 100 bytes for each, and sequences
-that run at the same time hardly use more than 33 million tokens of context."""
+"""Maximum number of blocks of a pool. This process keeps some 100 bytes for each, and sequences that run together
+hardly use more than 33 million tokens of context."""
 
 CPU_PREFILL_TOKENS = 128
 GPU_PREFILL_TOKENS = 8192
-"""Tokens of prompt in a step, besides one token of each running sequence, unless the user sets the size of a step."""
+"""Prompt tokens in a step, besides one token of each running sequence, if `max_num_batched_tokens` is unset."""
 
 
 class WorkerCapacity(Protocol):
-    """A worker's model and the memory that it has for KV. `Register` has these fields, and a runner's info too."""
+    """A worker's model and the memory that it has for KV. `Register` has these fields, and so has a runner's info."""
 
     @property
     def model(self) -> ModelInfo: ...
@@ -35,7 +32,7 @@ class WorkerCapacity(Protocol):
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
-    """Settings of one scheduler, the head of one engine. Raise `ConfigError` for those that cannot work together."""
+    """Settings of one scheduler. Raise `ConfigError` for those that cannot work together."""
 
     gateways: Annotated[str, Meta(description="Address to bind for gateways (ipc:// or tcp://).")] = (
         "tcp://127.0.0.1:5557"
@@ -130,7 +127,7 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
 
 
 def count_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
-    """Return how many blocks the worker's pool has. Raise `ConfigError` if its memory holds none."""
+    """Return the number of blocks of the worker's pool. Raise `ConfigError` if its memory holds none."""
     num_blocks = _num_blocks(config, worker)
     if num_blocks < 1:
         block_bytes = worker.kv_bytes_per_token * config.block_size
@@ -139,7 +136,7 @@ def count_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
 
 
 def pool_tokens(config: SchedulerConfig, worker: WorkerCapacity) -> int:
-    """Return how many tokens the worker's pool holds; 0 if its memory holds no block."""
+    """Return the number of tokens that the worker's pool holds; 0 if its memory holds no block."""
     return _num_blocks(config, worker) * config.block_size
 
 
@@ -149,7 +146,7 @@ def _num_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:
 
 
 def make_configure(limits: Limits, epoch: Epoch, num_blocks: int) -> Configure:
-    """Return the message that begins `epoch` at a worker whose pool has `num_blocks`."""
+    """Return the message that begins `epoch` at a worker whose pool has `num_blocks` blocks."""
     return Configure(
         epoch=epoch,
         block_size=limits.block_size,

@@ -1,4 +1,4 @@
-"""`Engine`: the core together with what it serves: one model, on one worker after the other.
+"""`Engine`: the core together with the model that it serves, on one worker after the other.
 
 The scheduler service drives it over sockets, and `quire.engine` inside the caller's process. It knows no sockets and no
 clock, like the core that it wraps.
@@ -83,7 +83,7 @@ class Engine:
         return ""
 
     def configure(self, worker: WorkerCapacity) -> Configure:
-        """Begin an epoch with this worker, and return what configures it."""
+        """Begin an epoch with this worker, and return the message that configures it."""
         num_blocks = count_blocks(self._config, worker)
         self._epoch = replace(self._epoch, count=self._epoch.count + 1)
         self._core.begin_epoch(self._epoch, num_blocks)
@@ -94,7 +94,7 @@ class Engine:
         return self._core.submit(request, now)
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
-        """End a request, or one sample of it, and return the last rows."""
+        """End a request, or one sample of it. Return the last rows of the samples that this ended."""
         return self._core.abort(id, sample)
 
     def plan(self, now: float) -> StepPlan | None:
@@ -102,15 +102,15 @@ class Engine:
         return self._core.plan(now)
 
     def commit(self, result: StepResult) -> list[ProgressRow]:
-        """Apply a step's result and return the progress. Raise `ProtocolError` if it does not answer the plan."""
+        """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan."""
         return self._core.commit(result)
 
     def lose_worker(self, now: float) -> list[ProgressRow]:
-        """Put what ran back into the queue, and return the ends of requests that killed their workers."""
+        """Put running sequences back into the queue. Return the last rows of requests that killed their workers."""
         return self._core.lose_worker(now)
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Accept no new requests from now on."""
         self._core.drain()
 
     def _warn_of_reduced_context(self) -> None:

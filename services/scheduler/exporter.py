@@ -1,8 +1,8 @@
 """The scheduler's HTTP endpoint, in threads of its own: `/metrics` for Prometheus, `/health` for an orchestrator.
 
-It reads what the loop leaves behind and never touches sockets or the core. Healthy means that the loop turns. It does
-not matter whether a worker is there, since a restart of the scheduler would not bring one: the gateways' `/health`
-reports that.
+It reads only values that the loop publishes, never sockets or the core. The scheduler is healthy if its loop
+turns, with or without a worker, since a restart of the scheduler would not bring one. The gateways' `/health` reports
+missing workers.
 """
 
 import time
@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from shared.errors import ConfigError
 from shared.metrics import exposition
 
-STALLED = 5.0
-"""Seconds after its last turn at which the loop is taken for stuck. An idle loop turns four times a second."""
+STALLED_AFTER = 5.0
+"""Seconds after its last turn at which the loop counts as stuck. An idle loop turns four times a second."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def metrics(registry: CollectorRegistry, start: Any) -> Iterable[bytes]:
 def health(last_turn: float, start: Any) -> Iterable[bytes]:
     """Answer with 200, or with 503 and the seconds for which the loop has stood still."""
     standstill = time.monotonic() - last_turn
-    if standstill < STALLED:
+    if standstill < STALLED_AFTER:
         start("200 OK", [("Content-Type", "text/plain")])
         return []
     start("503 Service Unavailable", [("Content-Type", "text/plain")])

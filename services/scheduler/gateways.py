@@ -1,12 +1,12 @@
-"""Gateways: who is connected, which request is whose, and what is on its way to them. No queue of requests.
+"""`Gateways`: the connected gateways, their requests, and the messages on the way to them. It has no queue.
 
 A gateway names its requests by ids of its own; the engine knows them by ids that are unique over the scheduler's life.
 `_origins` maps the latter to the former. The engine alone knows which requests are unfinished: a request is forgotten
 here when its gateway leaves, when the engine refuses it, or with the row after which the engine has none left for it.
 
-What a gateway cannot take at the moment waits here. Rows of later steps are merged into the same message, so that
-a gateway that does not read for a while is behind but loses nothing. One that is gone, or stuck or silent for
-`GATEWAY_TIMEOUT` seconds, has its requests aborted.
+Messages that a gateway cannot take at the moment wait here. Rows of later steps are merged into one message, so that a
+gateway that does not read for a while is late but loses nothing. The requests of one that is gone, or that is stuck or
+silent for `GATEWAY_TIMEOUT` seconds, are aborted.
 """
 
 import itertools
@@ -44,14 +44,14 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_id
 log = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW = 10.0
-"""Seconds by which a request may claim to have arrived before it came here. A gateway with a wrong clock must not put
-its requests before or behind all others."""
+"""Maximum seconds between the arrival that a gateway claims for a request and its arrival here. A gateway with a wrong
+clock must not put its requests before or behind all others."""
 
 MAX_TURN_BYTES = 4 * 1024 * 1024
-"""Bytes of gateways' messages after which no more are read in one turn: some milliseconds' work."""
+"""Bytes of gateways' messages after which no more are read in one turn, which take some milliseconds."""
 
 MAX_ROWS = 4096
-"""Rows in one message at most: far below the limit of a frame, whatever log-probabilities they carry."""
+"""Maximum number of rows in one message, which is far below `MAX_FRAME`, whatever log-probabilities they carry."""
 
 
 class Gateway:
@@ -62,18 +62,18 @@ class Gateway:
         self.fd = fd
         self.liveness = Liveness(GATEWAY_TIMEOUT, now, turn_timeout=GATEWAY_TIMEOUT)
         self.stuck_since: float | None = None
-        self.ids: dict[int, int] = {}  # its ids to the engine's
+        self.ids: dict[int, int] = {}  # the engine's id by the gateway's id
         self.outbox: deque[bytes] = deque()
-        self.accepted: list[int] = []  # its ids, to be sent behind the outbox
-        self.rows: list[ProgressRow] = []  # to be sent behind those
+        self.accepted: list[int] = []  # ids of the gateway, to be sent after the outbox
+        self.rows: list[ProgressRow] = []  # to be sent after those
 
     @property
-    def unsent(self) -> bool:
+    def has_unsent(self) -> bool:
         """True if something waits to be sent."""
         return bool(self.outbox or self.accepted or self.rows)
 
     def next_message(self) -> bytes:
-        """Return the message to send next, which stays first in the outbox. Call it only if `unsent`."""
+        """Return the message to send next, which stays first in the outbox. Call it only if `has_unsent`."""
         if not self.outbox and self.accepted:
             self.outbox.append(encode(Accepted(self.accepted)))
             self.accepted = []
@@ -90,7 +90,7 @@ class Origin(Struct, frozen=True):
     """The gateway that sent a request, and its id there."""
 
     gateway: Gateway
-    id: int  # the gateway's
+    id: int  # of the request, at the gateway
 
 
 class Gateways:
@@ -108,7 +108,7 @@ class Gateways:
     @property
     def flushed(self) -> bool:
         """True if nothing waits to be sent."""
-        return not any(gateway.unsent for gateway in self._gateways.values())
+        return not any(gateway.has_unsent for gateway in self._gateways.values())
 
     def receive(self, max_messages: int, now: float) -> list[Submit | Abort]:
         """Read at most `max_messages`, and return the requests and aborts among them under the engine's ids."""
@@ -130,20 +130,20 @@ class Gateways:
         return orphans
 
     def accept(self, id: int) -> None:
-        """Tell the gateway, with the next `flush`, that the engine has taken a request."""
+        """Queue the news for its gateway that the engine has accepted a request."""
         origin = self._origins.get(id)
         if origin is not None:
             origin.gateway.accepted.append(origin.id)
 
     def refuse(self, refused: Refused) -> None:
-        """Pass a refusal of the engine on."""
+        """Forget a request that the engine refused, and queue the refusal for its gateway."""
         origin = self._origins.get(refused.id)
         if origin is not None:
             self._forget(refused.id)
             origin.gateway.outbox.append(encode(replace(refused, id=origin.id)))
 
     def deliver(self, rows: Iterable[ProgressRow], unfinished: Container[int]) -> None:
-        """Hand rows to the gateways of their requests, to leave with the next `flush`.
+        """Queue rows for the gateways of their requests, to be sent by the next `flush`.
 
         `unfinished` holds the engine's ids of the requests for which more rows will come.
         """
@@ -155,17 +155,17 @@ class Gateways:
             origin.gateway.rows.append(replace(row, id=origin.id))
             if row.finish_reason is not None and row.id not in unfinished:
                 ended.append(row.id)
-        for id in dict.fromkeys(ended):  # not before: the last rows of several samples may come together
+        for id in dict.fromkeys(ended):  # after the loop, since the last rows of several samples may come together
             self._forget(id)
 
     def welcome(self, welcome: Welcome) -> None:
-        """Answer all gateways, those that are connected and those that will be."""
+        """Queue the answer to `Hello` for the gateways that are connected, and for those that will be."""
         self._welcome = encode(welcome)
         for gateway in self._gateways.values():
             gateway.outbox.append(self._welcome)
 
     def status(self, status: Status) -> None:
-        """Send a sign of life to all gateways but those that do not take what was sent before."""
+        """Queue a status for all gateways that are not stuck."""
         body = encode(status)
         for gateway in self._gateways.values():
             if gateway.stuck_since is None:
@@ -174,21 +174,21 @@ class Gateways:
     def flush(self, now: float) -> None:
         """Send what gateways can take."""
         for gateway in list(self._gateways.values()):
-            if gateway.unsent:
+            if gateway.has_unsent:
                 self._flush(gateway, now)
 
     def expire(self, now: float) -> None:
-        """Give up each gateway that is dead by its own signs, or has read nothing for too long."""
+        """Give up each gateway that is dead, or has read nothing for too long."""
         for gateway in list(self._gateways.values()):
             due = float("inf") if gateway.stuck_since is None else gateway.stuck_since + GATEWAY_TIMEOUT
-            what = f"has read nothing for {GATEWAY_TIMEOUT:.0f} s"
-            if reason := gateway.liveness.failure(now, due=due, missed=what, short_of_cpu=self._short_of_cpu(now)):
+            missed = f"has read nothing for {GATEWAY_TIMEOUT:.0f} s"
+            if reason := gateway.liveness.failure(now, due=due, missed=missed, short_of_cpu=self._short_of_cpu(now)):
                 self._give_up(gateway, reason)
 
     def postpone(self, seconds: float) -> None:
-        """Move all deadlines by so many seconds, for which the scheduler itself stood still."""
+        """Move all deadlines by the seconds for which the scheduler itself stood still."""
         for gateway in self._gateways.values():
-            gateway.liveness.forgive(seconds)
+            gateway.liveness.postpone(seconds)
             if gateway.stuck_since is not None:
                 gateway.stuck_since += seconds
 
@@ -234,22 +234,23 @@ class Gateways:
             gateway.outbox.append(encode(Refused(id, Refusal.INVALID, str(error))))
 
     def _handle_hello(self, message: Message, hello: Hello, now: float) -> None:
-        self._drop_disconnected()  # first: the newcomer may have the descriptor of a connection that has ended
+        self._drop_disconnected()  # first, since the newcomer may have the descriptor of one
         if message.fd not in self._listener.monitor.connected:
-            return  # it has ended meanwhile
+            return  # the connection has ended meanwhile
         if hello.version != VERSION:
             reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
             log.error(reason, printable_identity(message.peer), hello.version, VERSION)
             return
-        for former in [one for one in self._gateways.values() if message.fd == one.fd or message.peer == one.identity]:
-            self._give_up(former, "its connection ended")
+        for former in list(self._gateways.values()):
+            if former.fd == message.fd or former.identity == message.peer:
+                self._give_up(former, "its connection ended")
         gateway = self._gateways[message.peer] = Gateway(message.peer, message.fd, now)
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
         log.info("gateway %s connected", printable_identity(message.peer))
 
     def _reject_unknown(self, peer: bytes) -> None:
-        """Tell a gateway that may not know it that it was given up, so that it does not wait for progress."""
+        """Tell a gateway that it was given up or never said `Hello`, so that it does not wait for progress."""
         log.debug("a message of %s, which is not connected or was given up", printable_identity(peer))
         with suppress(PeerGone, PeerSlow):
             self._listener.send(peer, encode(UnknownGateway()))
@@ -269,7 +270,7 @@ class Gateways:
         del origin.gateway.ids[origin.id]
 
     def _flush(self, gateway: Gateway, now: float) -> None:
-        while gateway.unsent:
+        while gateway.has_unsent:
             try:
                 self._listener.send(gateway.identity, gateway.next_message())
             except PeerSlow:

@@ -4,16 +4,16 @@ import os
 import signal
 from contextlib import suppress
 
-from shared.cpu_usage import Process
+from shared.cpu_usage import CpuMonitor
 from shared.liveness import Liveness
 from shared.protocol import VERSION, Register
 from shared.transport import Message, printable_identity
 
 MAX_MEMORY = 2**50
-"""Bytes, for KV or for one token's KV: no machine has so much."""
+"""Maximum bytes for all KV, or for one token's, that are believed."""
 
 MAX_STEP_SECONDS = 600.0
-"""For a step of one token, or for one more token: a worker that is slower would serve nobody."""
+"""Maximum seconds for a step of one token, or for one more token. A slower worker would serve nobody."""
 
 
 class Registration:
@@ -24,7 +24,7 @@ class Registration:
         self.fd = message.fd
         self.register = register
         self._pidfd = _open_process(message, register)  # None if the process is not on this host
-        self._process = Process(register.pid)
+        self._cpu_monitor = CpuMonitor(register.pid)
         self.liveness = Liveness(
             timeout, now, cpu_is_progress=register.device.startswith("cpu"), local=self._pidfd is not None
         )
@@ -33,7 +33,7 @@ class Registration:
         return f"{printable_identity(self.identity)} on {self.register.device}"
 
     def replaced_by(self, newcomer: "Registration") -> bool:
-        """Return whether this connection has ended, since the newcomer has its descriptor or is the same process."""
+        """Return whether the newcomer has the descriptor or process of this one, whose connection must have ended."""
         local = self._pidfd is not None and newcomer._pidfd is not None
         return self.fd == newcomer.fd or (local and self.register.pid == newcomer.register.pid)
 
@@ -46,12 +46,12 @@ class Registration:
         return True
 
     def observe_process(self, now: float, due: float) -> None:
-        """Sample what the process does if it is on this host and a deadline is near: its step is overdue at `due`."""
+        """Sample the CPU use of a process on this host if a deadline is near. Its step is overdue at time `due`."""
         if self._pidfd is not None and self.liveness.should_observe(now, due):
-            self.liveness.observe(self._process.cpu_usage(), now)
+            self.liveness.observe(self._cpu_monitor.cpu_usage(), now)
 
     def close(self) -> None:
-        """Let go of the process. Idempotent."""
+        """Close the handle on the process. Idempotent."""
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -77,6 +77,6 @@ def _open_process(message: Message, register: Register) -> int | None:
     if message.pid != register.pid:
         return None
     try:
-        return os.pidfd_open(register.pid)  # unlike a pid, it never comes to mean another process
+        return os.pidfd_open(register.pid)  # unlike a pid, it never refers to another process later
     except OSError:
         return None

@@ -34,21 +34,21 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25
 """Seconds between two `Status` messages, and the longest sleep. One more `Status` is sent before the last row of the
-last unfinished request, so that a client that has its answer finds it in the metrics."""
+last unfinished request, so that the metrics include a request whose client has its answer."""
 
-MESSAGES = 32
-"""Messages of gateways that are read in one turn: about a millisecond's work."""
+MAX_TURN_MESSAGES = 32
+"""Maximum number of gateways' messages that are read in one turn, which takes about a millisecond."""
 
-FLOOD_CHECK = 0.05
-"""Seconds between two checks for peers that send faster than the loop reads, at least."""
+FLOOD_CHECK_INTERVAL = 0.05
+"""Minimum seconds between two checks for peers that send faster than the loop reads."""
 
 
 class Service:
-    """An engine behind two sockets. `run` returns once it was told to stop and every message has left."""
+    """An engine behind two sockets. `run` returns after `stop`, when every message has left."""
 
     def __init__(self, config: SchedulerConfig, gateways: Listener, workers: Listener) -> None:
         self.engine: Engine | None = None  # made when the first worker has registered
-        self.snapshot = Snapshot()  # renewed each tick; other threads may read it
+        self.snapshot = Snapshot()  # replaced each tick; other threads may read it
         self.last_turn = time.monotonic()  # other threads may read it
         self._config = config
         self._loop = LoopTimer()
@@ -61,11 +61,11 @@ class Service:
             self._poller.register(listener.socket, zmq.POLLIN)
             self._poller.register(listener.monitor.socket, zmq.POLLIN)
         self._stop_calls = 0
-        self._drain_deadline: float | None = None  # None until the loop has seen that it is to stop
+        self._drain_deadline: float | None = None  # None until the loop has noticed `stop`
         self._last_tick = self.last_turn
         self._last_flood_check = 0.0
         self._throughput = Throughput(self.last_turn)
-        self._was_idle = True  # at the last turn
+        self._was_idle = True  # whether no request was unfinished at the last turn
 
     @property
     def model(self) -> str:
@@ -73,7 +73,7 @@ class Service:
         return "" if self.engine is None else self.engine.model.name
 
     def stop(self) -> None:
-        """Begin to drain; the second time, abort what is left. A signal handler may call it: `run` does the work."""
+        """Have `run` drain; the second time, have it abort the rest. A signal handler may call it."""
         self._stop_calls += 1
 
     def run(self) -> None:
@@ -92,7 +92,7 @@ class Service:
         events = self._workers.receive(now)
         if self.engine is not None:
             self._advance(self.engine, events, now)
-        for request in self._gateways.receive(MESSAGES, now):
+        for request in self._gateways.receive(MAX_TURN_MESSAGES, now):
             self._handle_request(request, now)
         self._cut_floods(now)
         self._configure_worker(now)
@@ -110,7 +110,7 @@ class Service:
         return () if self.engine is None else self.engine.unfinished
 
     def _cut_floods(self, now: float) -> None:
-        if now - self._last_flood_check >= FLOOD_CHECK:
+        if now - self._last_flood_check >= FLOOD_CHECK_INTERVAL:
             self._last_flood_check = now
             for listener in self._listeners:
                 listener.disconnect_floods()
@@ -184,14 +184,14 @@ class Service:
         self._gateways.status(Status(ready, self._stop_calls > 0, self.snapshot, self._heartbeats.stats))
 
     def _make_up_for_standstill(self, seconds: float) -> None:
-        """Give peers more time if this loop itself stood still: it could not hear them."""
+        """Give peers more time if this loop stood still, since it could not read their messages."""
         if seconds > TICK + STALL:
             log.warning("the scheduler stood still for %.1f s", seconds)
             self._workers.postpone(seconds)
             self._gateways.postpone(seconds)
 
     def _should_end(self, now: float) -> bool:
-        """Begin to drain once `stop` was called; return whether that is done, out of time, or cut short."""
+        """Begin to drain once `stop` was called. Return whether that is done, out of time, or cut short."""
         if not self._stop_calls:
             return False
         if self._drain_deadline is None:

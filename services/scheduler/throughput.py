@@ -1,4 +1,4 @@
-"""`Throughput`: the growth of a counter per second, over the last seconds. Time is a parameter."""
+"""`Throughput`: the growth of a counter per second, over the last ten seconds. Time is a parameter."""
 
 from collections import deque
 

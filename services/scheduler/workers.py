@@ -1,11 +1,11 @@
-"""Workers: which are registered, which one computes, and whether it is alive. No queue of requests.
+"""`Workers`: the registered workers, the one that computes, and whether that is alive. It knows no queue of requests.
 
 One worker computes; others that registered wait in line to replace it. A worker is configured at most once on a
-connection: after a loss it registers anew, so that nothing it had in flight can be taken for something else.
+connection: after a loss it registers again, so that no result can be taken for that of another plan.
 
-The active worker is lost when its connection ends (which is seen within milliseconds), when it sends a `Fault`, when it
-is dead by its own signs (`shared.liveness`), or when it sends nonsense. In the last two cases its process still runs
-but is of no use: it is killed if it is on this host, and told to stop otherwise.
+The active worker is lost when its connection ends (which is seen within milliseconds), when it sends a `Fault`, when
+`shared.liveness` finds it dead, or when it sends something that is not a message. In the last two cases its process may
+still run: it is killed if it is on this host, and told to stop otherwise.
 """
 
 import logging
@@ -34,11 +34,11 @@ from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_id
 
 log = logging.getLogger(__name__)
 
-CHECK = 0.1
-"""Seconds between two checks of whether the active worker is overdue."""
+CHECK_INTERVAL = 0.1
+"""Minimum seconds between two checks of whether the active worker is overdue."""
 
-MESSAGES = 1_000
-"""Messages of workers that are read in one turn: far more than honest workers ever have waiting."""
+MAX_TURN_MESSAGES = 1_000
+"""Maximum number of workers' messages that are read in one turn. Working ones never have so many waiting."""
 
 
 class WorkerLost(Struct, frozen=True):
@@ -60,13 +60,13 @@ class ActiveWorker(Struct):
     deadlines: Deadlines
 
     def overdue(self, now: float, short_of_cpu: bool) -> str:
-        """Return why it is taken for dead; empty while it is not. Call it often.
+        """Return why the worker is dead; empty while it is not. Must be called often.
 
         `short_of_cpu` tells whether the scheduler is short of CPU.
         """
-        due, what = self.deadlines.due(), self.deadlines.describe_overdue(now)
+        due, missed = self.deadlines.due(), self.deadlines.describe_overdue(now)
         self.worker.observe_process(now, due)
-        return self.worker.liveness.failure(now, due=due, missed=what, short_of_cpu=short_of_cpu)
+        return self.worker.liveness.failure(now, due=due, missed=missed, short_of_cpu=short_of_cpu)
 
 
 class Workers:
@@ -90,7 +90,7 @@ class Workers:
         return self._active is not None and self._active.deadlines.ready
 
     def progressing(self, now: float) -> bool:
-        """Return whether plans can be sent, and are worked on as far as can be seen."""
+        """Return whether plans can be sent and the worker is not silent."""
         active = self._active
         return active is not None and active.deadlines.ready and not active.worker.liveness.is_silent(now)
 
@@ -102,16 +102,16 @@ class Workers:
         return next(iter(self._registered.values())).register
 
     def receive(self, now: float) -> list[WorkerEvent]:
-        """Return what has happened to the active worker since the last call, in order."""
+        """Read messages, and return the active worker's events since the last call, in order."""
         disconnected = self._take_disconnected()
-        for _ in range(MESSAGES):
+        for _ in range(MAX_TURN_MESSAGES):
             message = self._listener.receive()
             if message is None:
                 break
             self._handle(message, now)
         self._remove_disconnected(disconnected)  # after the messages that they sent last
         if now >= self._next_check:
-            self._next_check = now + CHECK
+            self._next_check = now + CHECK_INTERVAL
             self._check(now)
         events, self._events = self._events, []
         return events
@@ -119,7 +119,7 @@ class Workers:
     def configure(self, message: Configure, now: float) -> None:
         """Make the candidate the active worker. If it cannot be reached, `receive` will return that it is lost."""
         worker = next(iter(self._registered.values()))
-        worker.liveness.note_message(now)  # nobody watched it while it waited in line
+        worker.liveness.note_message(now)  # its silence does not count while it waits in line
         self._active = ActiveWorker(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
         self._send(worker.identity, message)
 
@@ -130,7 +130,7 @@ class Workers:
             self._send(self._active.worker.identity, plan)
 
     def give_up(self, reason: str) -> None:
-        """End the process of the active worker, which is of no use. `receive` will return that it is lost."""
+        """End the process of the active worker. `receive` will return that it is lost."""
         if self._active is not None:
             self._terminate(self._active.worker, reason)
 
@@ -141,9 +141,9 @@ class Workers:
         self._send(worker.identity, Stop())
 
     def postpone(self, seconds: float) -> None:
-        """Move all deadlines by so many seconds, for which the scheduler itself stood still."""
+        """Move all deadlines by the seconds for which the scheduler itself stood still."""
         if self._active is not None:
-            self._active.worker.liveness.forgive(seconds)
+            self._active.worker.liveness.postpone(seconds)
             self._active.deadlines.postpone(seconds)
 
     def stop(self) -> None:
@@ -166,7 +166,7 @@ class Workers:
             log.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._terminate(worker, "it sent something that is not a message")
-            else:  # perhaps a `Register` with an impossible number: its sender must not wait for an answer
+            else:  # it may be a `Register` with a number out of range, whose sender waits for an answer
                 self._send(message.peer, Stop())
             return
         if isinstance(content, Register):
@@ -196,11 +196,11 @@ class Workers:
                 log.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
 
     def _register(self, message: Message, register: Register, now: float) -> None:
-        self._remove_disconnected(self._take_disconnected())  # first: the newcomer may have the descriptor of one
+        self._remove_disconnected(self._take_disconnected())  # first, since the newcomer may have the descriptor of one
         if message.fd not in self._listener.monitor.connected:
-            return  # it has ended meanwhile
+            return  # the connection has ended meanwhile
         newcomer = Registration(message, register, self._timeout, now)
-        for former in [one for one in self._registered.values() if one.replaced_by(newcomer)]:
+        for former in [other for other in self._registered.values() if other.replaced_by(newcomer)]:
             self._remove(former, "it came again")
         self._registered[newcomer.identity] = newcomer
         if reason := incompatibility(register):
@@ -236,5 +236,5 @@ class Workers:
     def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
         try:
             self._listener.send(identity, encode(content))
-        except (PeerGone, PeerSlow):  # the monitor will report the one, and a deadline the other
+        except (PeerGone, PeerSlow):  # the monitor will report the former, and a deadline the latter
             log.debug("worker %s cannot be reached", printable_identity(identity))

@@ -8,7 +8,7 @@ from services.worker.config import WorkerConfig
 from services.worker.service import serve
 from shared.config import load
 from shared.errors import QuireError
-from shared.process import end_with_supervisor, report_error, set_log_level, start_logging
+from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
 from shared.transport import check_address
 
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.scheduler.core import Limits
-from services.scheduler.core.policy import SortedSequences, may_preempt, rank, split_budget
+from services.scheduler.core.policy import SortedSequences, may_preempt, order_key, split_budget
 from services.scheduler.core.sequence import Request, Sequence
 from shared.protocol import Sampling
 
@@ -23,25 +23,25 @@ def _limits(policy: str, ageing: float = 0.0) -> Limits:
 
 
 def _sequence(limits: Limits, priority: int, arrival: float, serial: int) -> Sequence:
-    request = Request(serial, 1, Sampling(max_tokens=1, seed=0), rank(limits, priority, arrival, serial), priority)
+    request = Request(serial, 1, Sampling(max_tokens=1, seed=0), order_key(limits, priority, arrival, serial), priority)
     return request.start(0, array("i", [1]))
 
 
 def test_without_priorities_the_arrival_decides_then_the_order_of_submission() -> None:
     limits = _limits("fcfs")
-    assert rank(limits, 0, 5.0, 2) < rank(limits, 0, 6.0, 1)
-    assert rank(limits, 0, 5.0, 1) < rank(limits, 0, 5.0, 2)
+    assert order_key(limits, 0, 5.0, 2) < order_key(limits, 0, 6.0, 1)
+    assert order_key(limits, 0, 5.0, 1) < order_key(limits, 0, 5.0, 2)
 
 
 def test_strict_priority_comes_before_the_arrival() -> None:
     limits = _limits("priority")
-    assert rank(limits, -1, 99.0, 2) < rank(limits, 0, 1.0, 1)
+    assert order_key(limits, -1, 99.0, 2) < order_key(limits, 0, 1.0, 1)
 
 
 def test_ageing_is_worth_seconds_of_waiting() -> None:
     limits = _limits("priority", 10.0)
-    assert rank(limits, 1, 100.0, 1) < rank(limits, 0, 110.5, 2)
-    assert rank(limits, 1, 100.0, 1) > rank(limits, 0, 109.5, 2)
+    assert order_key(limits, 1, 100.0, 1) < order_key(limits, 0, 110.5, 2)
+    assert order_key(limits, 1, 100.0, 1) > order_key(limits, 0, 109.5, 2)
 
 
 def test_only_the_more_urgent_preempts() -> None:
@@ -56,8 +56,8 @@ def test_only_the_more_urgent_preempts() -> None:
 
 
 def test_sorted_sequences_keep_the_order() -> None:
-    limits, chance, ordered = _limits("priority"), Random(1), SortedSequences()
-    all_of_them = [_sequence(limits, chance.randint(0, 3), chance.random(), serial) for serial in range(50)]
+    limits, rng, ordered = _limits("priority"), Random(1), SortedSequences()
+    all_of_them = [_sequence(limits, rng.randint(0, 3), rng.random(), serial) for serial in range(50)]
     for sequence in all_of_them:
         ordered.add(sequence)
     for sequence in all_of_them[::2]:
@@ -86,10 +86,10 @@ def test_split_budget(budget: int, demands: list[int], grants: list[int]) -> Non
 
 
 def test_splitting_a_budget_wastes_nothing_and_leaves_nobody_out_without_need() -> None:
-    chance = Random(2)
+    rng = Random(2)
     for _ in range(500):
-        demands = [chance.randint(1, 200) for _ in range(chance.randint(1, 20))]
-        budget = chance.randint(1, 400)
+        demands = [rng.randint(1, 200) for _ in range(rng.randint(1, 20))]
+        budget = rng.randint(1, 400)
         grants = split_budget(budget, demands, 16)
         assert sum(grants) == min(budget, sum(demands))
         assert all(0 <= grant <= demand for grant, demand in zip(grants, demands, strict=True))

@@ -28,9 +28,9 @@ def test_a_block_is_found_behind_its_own_prefix_only() -> None:
 
 def test_a_duplicate_stays_private_and_the_chain_goes_on_behind_the_first() -> None:
     index = PrefixIndex(1)
-    serial = index.publish(ROOT, _tokens(1), 10)
-    assert index.publish(ROOT, _tokens(1), 20) == serial
-    index.publish(serial, _tokens(2), 21)
+    node = index.publish(ROOT, _tokens(1), 10)
+    assert index.publish(ROOT, _tokens(1), 20) == node
+    index.publish(node, _tokens(2), 21)
     assert _blocks(index, 1, 2) == [10, 21]
     assert 20 not in index
 

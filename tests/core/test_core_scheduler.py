@@ -113,8 +113,8 @@ def test_a_fork_shares_the_prompt_and_copies_the_block_that_is_written() -> None
     assert plan.forks == [Fork(0, [(1, 1), (2, 2)])]
     held = core.snapshot()
     assert (held.tokens_held, held.blocks - held.blocks_free, held.block_size) == (5, 2, 4), "three share two blocks"
-    news = _commit(core, plan, 6, 7, 8)
-    assert [(row.sample, row.position, row.tokens) for row in news] == [(0, 0, [6]), (1, 0, [7]), (2, 0, [8])]
+    progress_rows = _commit(core, plan, 6, 7, 8)
+    assert [(row.sample, row.position, row.tokens) for row in progress_rows] == [(0, 0, [6]), (1, 0, [7]), (2, 0, [8])]
     plan = _plan(core)
     assert [row.slot for row in plan.rows] == [0, 1, 2]
     assert plan.block_copies == [(1, 2), (1, 3)], "the last holder writes in place"
@@ -156,12 +156,12 @@ def test_prompt_scores_go_on_as_they_come() -> None:
     _submit(core, 1, list(range(7)), Sampling(max_tokens=0, seed=5, prompt_logprobs=0))
     scores = [TokenLogprobs(float(position), 1, [], []) for position in range(7)]
     first = _plan(core)
-    news = core.commit(StepResult(EPOCH, first.step, [SampledRow(0, [], None, scores[1:6])]))
-    assert news == [ProgressRow(1, 0, 0, [], None, scores[1:6], scheduling=AT_ONCE)]
+    progress_rows = core.commit(StepResult(EPOCH, first.step, [SampledRow(0, [], None, scores[1:6])]))
+    assert progress_rows == [ProgressRow(1, 0, 0, [], None, scores[1:6], scheduling=AT_ONCE)]
     second = _plan(core)
     assert second.rows == [Row(0, 5, 2, 0)]
-    news = core.commit(StepResult(EPOCH, second.step, [SampledRow(0, [], None, scores[6:])]))
-    assert news == [ProgressRow(1, 0, 0, [], None, scores[6:], FinishReason.LENGTH)]
+    progress_rows = core.commit(StepResult(EPOCH, second.step, [SampledRow(0, [], None, scores[6:])]))
+    assert progress_rows == [ProgressRow(1, 0, 0, [], None, scores[6:], FinishReason.LENGTH)]
 
 
 def test_a_result_without_its_token_is_the_workers_fault_and_changes_nothing() -> None:
@@ -288,5 +288,5 @@ def test_repr_is_the_state_in_one_line() -> None:
     _plan(core)
     assert repr(core) == (
         "<Scheduler step=1 in_flight=1 <Queues 1 running, 0 stopping, 0 waiting> "
-        "<Memory <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 tokens held>>"
+        "<BlockManager <BlockPool 14/16 free, 0 pinned> <PrefixIndex 0 blocks> 5 tokens held>>"
     )

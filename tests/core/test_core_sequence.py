@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from services.scheduler.core.memory import Memory
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.plan_builder import PlanBuilder
 from services.scheduler.core.sequence import MOVES, Request, Sequence, State
 from shared.protocol import Sampling
@@ -40,13 +40,13 @@ def test_the_last_token_of_an_output_needs_no_computing_but_that_of_a_scored_pro
 
 
 def test_rewinding_keeps_tokens_and_nothing_that_a_worker_knew() -> None:
-    sequence, memory = _sequence(), Memory(2, 4, prefix_caching=False)
-    memory.allocate(sequence, memory.match_prefix(sequence, spare=0), PlanBuilder())
+    sequence, block_manager = _sequence(), BlockManager(2, 4, prefix_caching=False)
+    block_manager.allocate(sequence, block_manager.match_prefix(sequence, spare=0), PlanBuilder())
     sequence.slot = 3
     sequence.progress.schedule(3)
     sequence.progress.schedule(1)
     sequence.append_token(9)
-    memory.release(sequence)
+    block_manager.release(sequence)
     sequence.rewind()
     progress = sequence.progress
     assert sequence.tokens.tolist() == [1, 2, 3, 9]

@@ -21,7 +21,7 @@ from quire.watch import Watch
 SERVICE = """
 import os, signal, sys, time
 from pathlib import Path
-from shared.process import end_with_supervisor
+from shared.startup import end_with_supervisor
 end_with_supervisor(int(sys.argv[4]))
 folder, name, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with (folder / f"{name}.starts").open("a") as starts:

@@ -1,4 +1,4 @@
-"""A listener without sockets: peers are names, connections are numbers, and what is sent is kept to be looked at."""
+"""`FakeListener`: a listener without sockets. Peers are names, connections are numbers, and sent messages are kept."""
 
 from collections import deque
 from typing import Any, cast
@@ -51,13 +51,13 @@ class FakeListener:
         self.sent.append((peer, body))
 
     def hear(self, peer: bytes, content: Struct | bytes, fd: int, pid: int | None = None) -> None:
-        """Put a message of a peer, over connection `fd`, into the inbox."""
+        """Put a message that a peer sent over connection `fd` into the inbox."""
         self.monitor.connected.add(fd)
         body = content if isinstance(content, bytes) else encode(content)
         self.inbox.append(FakeMessage(peer, body, fd, pid))
 
     def disconnect_floods(self) -> None:
-        """Nobody floods it."""
+        """Do nothing, since no peer floods this listener."""
 
     def leave(self, fd: int) -> None:
         """End a connection."""
@@ -65,7 +65,7 @@ class FakeListener:
         self.monitor.disconnected.append(fd)
 
     def take(self, peer: bytes, decode: Any) -> list[Any]:
-        """Return what was sent to a peer since the last call."""
+        """Return the decoded messages that were sent to a peer since the last call."""
         messages = [decode(body) for to, body in self.sent if to == peer]
         self.sent = [(to, body) for to, body in self.sent if to != peer]
         return messages

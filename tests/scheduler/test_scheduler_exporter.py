@@ -6,7 +6,7 @@ from urllib.error import HTTPError
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from services.scheduler.exporter import STALLED, export
+from services.scheduler.exporter import STALLED_AFTER, export
 from tests.quire.quire_server import free_ports
 
 
@@ -28,7 +28,7 @@ def test_it_is_healthy_while_the_loop_turns() -> None:
     with export(port, registry, lambda: last_turn):
         assert ask(f"http://127.0.0.1:{port}/health") == (200, "")
         assert "\nquire:loops 3.0\n" in ask(f"http://127.0.0.1:{port}/metrics")[1]
-        last_turn -= STALLED + 1
+        last_turn -= STALLED_AFTER + 1
         status, text = ask(f"http://127.0.0.1:{port}/health")
         assert status == 503
         assert "has stood still for 6 s" in text

@@ -1,4 +1,4 @@
-"""Messages in which one value is replaced by something that no correct peer sends."""
+"""Encoded messages in which one value is replaced by one that no correct peer sends."""
 
 from collections.abc import Iterator
 from math import inf, nan
@@ -23,8 +23,8 @@ class Leaf(NamedTuple):
 def leaves(raw: Any, path: tuple[int, ...] = ()) -> Iterator[Leaf]:
     """Yield the values of a message, which is nested lists, and its empty lists, but not the tag."""
     if isinstance(raw, list) and raw:
-        for at, inner in enumerate(raw):
-            yield from leaves(inner, (*path, at))
+        for index, inner in enumerate(raw):
+            yield from leaves(inner, (*path, index))
     elif path != (0,):
         yield Leaf(path, raw)
 
@@ -33,7 +33,7 @@ def changed(data: bytes, path: tuple[int, ...], value: Any) -> bytes:
     """Return the message `data` with another value at `path`."""
     raw = msgspec.msgpack.decode(data)
     parent = raw
-    for at in path[:-1]:
-        parent = parent[at]
+    for index in path[:-1]:
+        parent = parent[index]
     parent[path[-1]] = value
     return msgspec.msgpack.encode(raw)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from shared.cpu_usage import Process
+from shared.cpu_usage import CpuMonitor
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher
 from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import Listener, listen
@@ -102,7 +102,7 @@ def child(code: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 def test_a_process_that_computes_is_told_from_one_that_is_stopped() -> None:
     with child("while True: pass") as busy:
-        process = Process(busy.pid)
+        process = CpuMonitor(busy.pid)
         until(lambda: (usage := process.cpu_usage()) is not None and usage.cpu_seconds > 0.2 and usage.runnable)
         busy.send_signal(signal.SIGSTOP)
         until(lambda: (usage := process.cpu_usage()) is not None and not usage.runnable)
@@ -126,7 +126,7 @@ while True:
     thread.join()
 """
     with child(code), child(threads) as starved:
-        process, waits = Process(starved.pid), [0.0]
+        process, waits = CpuMonitor(starved.pid), [0.0]
         while waits[-1] < 0.5:
             waits.append(process.cpu_wait_seconds())
             time.sleep(0.01)

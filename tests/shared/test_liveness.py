@@ -186,7 +186,7 @@ def test_whatever_it_says_counts_and_a_watcher_that_slept_forgives() -> None:
     liveness.note_message(5.0)
     assert liveness.failure(5.0 + TIMEOUT) == ""
     assert liveness.failure(5.1 + TIMEOUT) == "silent for 2.1 s"
-    liveness.forgive(100.0)
+    liveness.postpone(100.0)
     assert liveness.failure(105.0 + TIMEOUT) == ""
     assert liveness.failure(105.1 + TIMEOUT) != ""
 

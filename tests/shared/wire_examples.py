@@ -1,4 +1,4 @@
-"""Examples: one of each message, with every field set."""
+"""One example of each message, with every field set."""
 
 from msgspec import Struct
 
@@ -39,7 +39,7 @@ from shared.protocol import (
 )
 
 EPOCH = Epoch("b007", 3)
-FACTS = ModelInfo("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1", "w1", "t1")
+MODEL = ModelInfo("smol", "LlamaForCausalLM", "float32", 8192, 49152, "f1", "w1", "t1")
 SAMPLING = Sampling(
     max_tokens=64,
     seed=2**64 - 1,
@@ -56,21 +56,21 @@ SAMPLING = Sampling(
     logprobs=1,
     prompt_logprobs=0,
 )
-SCORES = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
+LOGPROBS = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])
-VITALS = ProcessStats(0.5, 12.5, 3.25)
+PROCESS = ProcessStats(0.5, 12.5, 3.25)
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
     Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5),
     Abort(9, 3),
-    Heartbeat("gateway-1-a", VITALS),
+    Heartbeat("gateway-1-a", PROCESS),
 ]
 TO_GATEWAY: list[Struct] = [
-    Welcome(1, "0", "b007", FACTS, 4096, 128),
-    Progress([ProgressRow(9, 3, 5, [42], SCORES, SCORES, FinishReason.ERROR, 16, "why", SchedulingInfo(0.75, 2))]),
+    Welcome(1, "0", "b007", MODEL, 4096, 128),
+    Progress([ProgressRow(9, 3, 5, [42], LOGPROBS, LOGPROBS, FinishReason.ERROR, 16, "why", SchedulingInfo(0.75, 2))]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31), VITALS),
+    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31), PROCESS),
     Accepted([9, 10]),
     UnknownGateway(),
 ]
@@ -89,9 +89,9 @@ TO_WORKER: list[Struct] = [
     Stop(),
 ]
 FROM_WORKER: list[Struct] = [
-    Register(1, "worker-1-a", 0, 1, 4242, "cpu", FACTS, 46080, 2**31, 0.03, 0.0005),
-    StepResult(EPOCH, 7, [SampledRow(0, [42], SCORES, SCORES)], 0.03),
+    Register(1, "worker-1-a", 0, 1, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005),
+    StepResult(EPOCH, 7, [SampledRow(0, [42], LOGPROBS, LOGPROBS)], 0.03),
     Fault(EPOCH, 7, "Traceback"),
-    Heartbeat("worker-1-a", VITALS),
+    Heartbeat("worker-1-a", PROCESS),
     Configured(EPOCH),
 ]

@@ -1,4 +1,4 @@
-"""The invariants of a scheduler core between any two of its verbs. Looks inside on purpose."""
+"""The invariants of a scheduler core between any two calls. The checks read private state on purpose."""
 
 from collections import Counter
 
@@ -23,9 +23,9 @@ def check(core: Scheduler, worker: SimulatedWorker | None) -> None:
 def check_writes(core: Scheduler) -> None:
     """Raise AssertionError if the plan just made writes a block that several tables have.
 
-    A fork's parent shares its blocks from now on.
+    The parent of a fork in this plan is exempt: it shares its blocks from now on.
     """
-    pool, size = core._memory.pool, core._memory.block_size
+    pool, size = core._block_manager.pool, core._block_manager.block_size
     plan = core._in_flight[-1]
     parents = {id(sequence.request) for row, sequence in zip(plan.rows, plan.sequences, strict=True) if not row.count}
     for row, sequence in zip(plan.rows, plan.sequences, strict=True):
@@ -74,13 +74,13 @@ def _check_numbers(core: Scheduler, holders: list[Sequence]) -> None:
 
 
 def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
-    memory, pool, size = core._memory, core._memory.pool, core._memory.block_size
+    block_manager, pool, size = core._block_manager, core._block_manager.pool, core._block_manager.block_size
     refs = Counter(block for sequence in holders for block in sequence.table.blocks)
     pins = Counter(block for plan in core._in_flight for block in plan.pinned_blocks)
     assert pool.refs == [refs[block] for block in range(pool.num_blocks)], "references are counted"
     assert pool._pins == dict(pins), "pins are counted"
     assert set(pool._free) == set(range(pool.num_blocks)) - set(refs) - set(pins), "free + held = all"
-    held: dict[int, int] = {}  # positions handed out, by block
+    held: dict[int, int] = {}  # scheduled positions, by block
     committed: set[int] = set()
     for sequence in holders:
         blocks, progress = sequence.table.blocks, sequence.progress
@@ -90,24 +90,26 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
             filled = min(max(progress.num_scheduled - index * size, 0), size)
             held[block] = max(held.get(block, 0), filled)
         committed.update(block for index, block in enumerate(blocks) if (index + 1) * size <= progress.num_computed)
-    assert all(block in committed for block in refs if block in memory.index), "only committed blocks are published"
-    assert memory.tokens_held == sum(held.values()), "tokens held are counted, shared ones once"
-    assert memory.blocks_pending_free == sum(sequence.table.num_pending_free for sequence in holders)
+    assert all(block in committed for block in refs if block in block_manager.index), (
+        "only committed blocks are published"
+    )
+    assert block_manager.tokens_held == sum(held.values()), "tokens held are counted, shared ones once"
+    assert block_manager.blocks_pending_free == sum(sequence.table.num_pending_free for sequence in holders)
 
 
 def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
-    """Check that each published block holds the cells of exactly the tokens that it is found by."""
-    index, size = core._memory.index, core._memory.block_size
+    """Check that each published block holds the cells of exactly the tokens that its key names."""
+    index, size = core._block_manager.index, core._block_manager.block_size
     ends = {ROOT: EMPTY}
-    for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].serial):
+    for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
         if parent not in ends:
-            continue  # what stood before it is forgotten, so nobody can find it
+            continue  # the block before it is forgotten, so nobody can find it
         value, cells = ends[parent], []
         for token in memoryview(content).cast("i"):
             value = cell(value, token)
             cells.append(value)
         assert worker.pages[entry.block] == cells, "the index points to blocks with that content"
-        ends[entry.serial] = value
+        ends[entry.node] = value
     assert len(index._keys) == len(index._entries)
     assert all(index._entries[key].block == block for block, key in index._keys.items())
     assert size == worker.configure.block_size

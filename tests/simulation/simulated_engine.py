@@ -1,7 +1,7 @@
-"""A core, a worker and a clock, driven by hand or by chance, with every promise checked at each move.
+"""A core, a worker and a clock. Tests drive them by hand or at random, and each call checks every invariant.
 
-Results come back late: a plan is executed when it is made (a device runs plans in order, whenever the answer
-arrives), and its result is held until `deliver`.
+Results come late: a plan is executed when it is made, since a device runs plans in order, and its result is held until
+`deliver`.
 """
 
 from collections import Counter, deque
@@ -10,7 +10,7 @@ from typing import Any
 
 from core_invariants import check, check_writes
 from msgspec.structs import replace
-from simulated_worker import SimulatedWorker, Stream, alone
+from simulated_worker import ExpectedOutput, SimulatedWorker, expected_output
 
 from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.policy import may_preempt
@@ -32,52 +32,52 @@ from shared.protocol import (
 
 
 class Client:
-    """The client of one sample: what it was sent, and what it should be sent."""
+    """The client of one sample: the output that it has received, and the expected output."""
 
-    def __init__(self, oracle: Stream, output: list[int], prompt_len: int) -> None:
+    def __init__(self, oracle: ExpectedOutput, output: list[int], prompt_len: int) -> None:
         self.oracle = oracle
         self.output = list(output)
         self.scores: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = -1
-        self.admission: SchedulingInfo | None = None
+        self.scheduling: SchedulingInfo | None = None
         self.first_step: int | None = None  # committed steps when its first token came
         self.prompt_len = prompt_len
-        self._may_hit = prompt_len if output else prompt_len - 1
+        self._max_cached = prompt_len if output else prompt_len - 1
 
     def receive(self, row: ProgressRow, steps: int) -> None:
-        """Raise AssertionError for news that do not continue the stream, or differ from the undisturbed run."""
+        """Take a row. Raise AssertionError if it does not continue the stream, or differs from the expected output."""
         assert self.finish_reason is None, "nothing comes after the end"
         assert row.position == len(self.output), "output positions are contiguous"
         if row.tokens and self.first_step is None:
             self.first_step = steps
         if row.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
-            assert row.scheduling is not None or self.admission is not None, "its first row says how it came to run"
+            assert row.scheduling is not None or self.scheduling is not None, "its first row says how it came to run"
         if row.scheduling is not None:
-            assert row.scheduling != self.admission, "it is sent when it has changed"
-            if self.admission is not None:
-                assert row.scheduling.queued_seconds == self.admission.queued_seconds, (
-                    "it is admitted for the first time once"
+            assert row.scheduling != self.scheduling, "it is sent when it has changed"
+            if self.scheduling is not None:
+                assert row.scheduling.queued_seconds == self.scheduling.queued_seconds, (
+                    "its first admission does not change"
                 )
-                assert row.scheduling.preemptions > self.admission.preemptions
-            self.admission = row.scheduling
+                assert row.scheduling.preemptions > self.scheduling.preemptions
+            self.scheduling = row.scheduling
         self.output += row.tokens
         self.scores += row.prompt_logprobs or []
         expected = self.oracle.tokens[row.position : row.position + len(row.tokens)]
         assert row.tokens == expected, "tokens are those of the undisturbed run"
         assert self.scores == self.oracle.scores[: len(self.scores)], "each score is sent once, in order"
-        assert 0 <= row.cached_tokens <= self._may_hit, "at least one known token is always run"
+        assert 0 <= row.cached_tokens <= self._max_cached, "at least one token is always computed"
         self.cached_tokens = row.cached_tokens
         self.finish_reason = row.finish_reason
         if row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert (self.output, row.finish_reason) == (self.oracle.tokens, self.oracle.finish), (
+            assert (self.output, row.finish_reason) == (self.oracle.tokens, self.oracle.finish_reason), (
                 "it ends where it should"
             )
             assert self.scores == self.oracle.scores, "the whole prompt was scored"
 
 
-class Order:
-    """Checks that a plan keeps to the one order. It is made before the plan is."""
+class OrderCheck:
+    """Checks that a plan keeps to the static order. It must be created before the plan."""
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
@@ -104,7 +104,7 @@ class Order:
 
 
 class SimulatedEngine:
-    """Keeps what clients asked and were sent, and checks the core after each move."""
+    """Keeps the clients' requests and their output, and checks the core after each call."""
 
     def __init__(self, limits: Limits, *, checked: bool = True) -> None:
         self.core = Scheduler(limits)
@@ -116,13 +116,13 @@ class SimulatedEngine:
         self.now = 1000.0
         self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
         self._checked = checked
-        self.seen: Counter[str] = Counter()  # how often what happened, to see that workloads reach it
+        self.events: Counter[str] = Counter()  # how often each event happened, to show that workloads reach it
         self._ids = 0
         self._epochs = 0
         self.worker: SimulatedWorker | None = None
-        self.begin()
+        self.begin_epoch()
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch with a new worker."""
         self._epochs += 1
         limits, epoch = self.limits, Epoch("boot", self._epochs)
@@ -140,8 +140,8 @@ class SimulatedEngine:
         self.plans = []
         self.check()
 
-    def lose(self) -> None:
-        """Let the worker die, with the results that are not back."""
+    def lose_worker(self) -> None:
+        """Let the worker die, and lose the results that are not delivered."""
         self.stale += self.results
         self.results.clear()
         self.worker = None
@@ -182,7 +182,7 @@ class SimulatedEngine:
             return refused
         for index in range(sample, sample + n):
             scored = sampling if index == 0 else replace(sampling, prompt_logprobs=-1)
-            oracle = alone(prompt + output, len(prompt), scored, index)
+            oracle = expected_output(prompt + output, len(prompt), scored, index)
             self.clients[self._ids, index] = Client(oracle, output, len(prompt))
         self.check()
         return self._ids
@@ -194,15 +194,15 @@ class SimulatedEngine:
         return id
 
     def abort(self, id: int, sample: int = -1) -> None:
-        """Abort a request, or one sample of it, and check that it has ended then."""
+        """Abort a request, or one sample of it, and check that it has ended."""
         self._receive(self.core.abort(id, sample))
         for (other, index), client in self.clients.items():
             assert other != id or sample not in (-1, index) or client.finish_reason is not None
         self.check()
 
     def plan(self) -> StepPlan | None:
-        """Make a plan and execute it, even if the worker dies of it."""
-        order = Order(self.core)
+        """Make a plan and execute it. The worker may die of it."""
+        order = OrderCheck(self.core)
         plan = self.core.plan(self.now)
         if self._checked:
             order.check(plan)
@@ -213,45 +213,45 @@ class SimulatedEngine:
         if self._checked:
             check_writes(self.core)
         self.plans.append(plan)
-        self._see(plan)
+        self._count_events(plan)
         self.results.append(self.worker.execute(plan))
         self.check()
-        if self._deadly(plan):
-            self.lose()
+        if self._kills_worker(plan):
+            self.lose_worker()
         return plan
 
     def deliver(self) -> list[ProgressRow]:
         """Give the oldest result back to the core."""
         self.stale.append(self.results.popleft())
-        news = self.core.commit(self.stale[-1])
-        self._receive(news)
+        rows = self.core.commit(self.stale[-1])
+        self._receive(rows)
         self.check()
-        return news
+        return rows
 
-    def deliver_stale(self, chance: Random) -> None:
-        """Check that a result changes nothing if it is of another epoch, was there before, or is early."""
+    def deliver_stale(self, rng: Random) -> None:
+        """Check that a result changes nothing if it is of another epoch, was delivered before, or is early."""
         wrong = [*self.stale[-3:], *list(self.results)[1:]]
         if self.results:
             wrong += [result for result in self.stale if result.step == self.results[0].step]
         if not wrong:
             return
-        result = chance.choice(wrong)
+        result = rng.choice(wrong)
         before = self.core.snapshot()
         assert self.core.commit(result) == []
         assert self.core.snapshot() == before
 
     def step(self) -> None:
-        """Plan as far as may be, then take one result."""
+        """Plan until no more steps may be in flight, then deliver one result."""
         while self.plan() is not None:
             pass
         if self.worker is None:
-            self.begin()
+            self.begin_epoch()
         elif self.results:
             self.deliver()
         self.now += 0.01
 
     def run(self, bound: int) -> None:
-        """Run until all is done. Raise AssertionError if that takes more than `bound` steps."""
+        """Run until every request has ended. Raise AssertionError if that takes more than `bound` steps."""
         while not (self.core.idle and not self.results):
             self.step()
             bound -= 1
@@ -263,29 +263,29 @@ class SimulatedEngine:
             check(self.core, self.worker)
 
     def check_finished(self) -> None:
-        """Check, when all is done, that each sample has had its end and that nothing is held."""
+        """Check that each sample has ended and nothing is held. Must be called after every request has ended."""
         state = self.core.snapshot()
         assert all(client.finish_reason is not None for client in self.clients.values()), "every sample ends"
         assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
         assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
-        for finish in FinishReason:
-            ends = sum(client.finish_reason is finish for client in self.clients.values())
-            assert getattr(state, f"finished_{finish.value}") == ends
+        for finish_reason in FinishReason:
+            ends = sum(client.finish_reason is finish_reason for client in self.clients.values())
+            assert getattr(state, f"finished_{finish_reason.value}") == ends
 
-    def _see(self, plan: StepPlan) -> None:
-        self.seen["plans"] += 1
-        self.seen["forks"] += len(plan.forks)
-        self.seen["copies"] += len(plan.block_copies)
-        self.seen["two in flight"] += self.core.in_flight == 2
-        self.seen["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
+    def _count_events(self, plan: StepPlan) -> None:
+        self.events["plans"] += 1
+        self.events["forks"] += len(plan.forks)
+        self.events["copies"] += len(plan.block_copies)
+        self.events["two in flight"] += self.core.in_flight == 2
+        self.events["chunks"] += sum(row.count > 1 and not row.samples for row in plan.rows)
         ended = [sequence for sequence in self.core._queues.stopping if sequence.finish_reason is not None]
-        self.seen["stray rows"] += len(ended)
+        self.events["stray rows"] += len(ended)
 
-    def _receive(self, news: list[ProgressRow]) -> None:
-        for row in news:
+    def _receive(self, rows: list[ProgressRow]) -> None:
+        for row in rows:
             self.clients[row.id, row.sample].receive(row, self.core.snapshot().steps)
 
-    def _deadly(self, plan: StepPlan) -> bool:
+    def _kills_worker(self, plan: StepPlan) -> bool:
         assert self.worker is not None
         for row in plan.rows:
             position = self.poison.get(self.worker.slots[row.slot].sampling.seed)

@@ -3,7 +3,7 @@
 A cell of memory is a digest of all tokens up to its position, made from the previous cell, read through the block
 table, and the token. The next token is a digest of all cells read back, the output so far, and the noise of its seed,
 sample and output position. So a wrong table, a block reused too early, a bad share or a lost token changes what is
-sampled. `alone` computes what one sequence gives, with no blocks and no scheduler at all.
+sampled. `expected_output` computes the output of one sequence without blocks and without a scheduler.
 
 The worker applies plans in the order that the protocol documents and refuses those that break its rules.
 """
@@ -25,13 +25,13 @@ from shared.protocol import (
     unpack_tokens,
 )
 
-VOCABULARY = 7  # small, so that unlike sequences have like blocks
+VOCABULARY = 7  # small, so that different sequences have equal blocks
 EMPTY = 1
 UNWRITTEN = -1
 
 
 def cell(previous: int, token: int) -> int:
-    """Return the digest of all tokens up to here. (Hashes of numbers are the same in every process.)"""
+    """Return the digest of all tokens up to here. Hashes of integers are the same in every process."""
     return hash((previous, token))
 
 
@@ -47,20 +47,20 @@ def sample_token(cells: Iterable[int], output: list[int], sampling: Sampling, sa
 
 
 def score(previous: int, token: int) -> TokenLogprobs:
-    """Return the log-probability of a token behind a context, which the cell before it stands for."""
+    """Return the log-probability of a token after the context whose last cell is `previous`."""
     return TokenLogprobs(-float(hash((previous, token, 1)) % 1000), token, [], [])
 
 
-class Stream(NamedTuple):
-    """The output of a sequence that nothing disturbs."""
+class ExpectedOutput(NamedTuple):
+    """The output of a sequence that runs alone."""
 
     tokens: list[int]
-    finish: FinishReason
+    finish_reason: FinishReason
     scores: list[TokenLogprobs]  # of the prompt, from position 1
 
 
-def alone(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -> Stream:
-    """Return the oracle: the output of one sequence on its own, by the definition."""
+def expected_output(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -> ExpectedOutput:
+    """Return the output of one sequence that runs alone, computed without blocks or a scheduler."""
     cells: list[int] = []
     for token in tokens:
         cells.append(cell(cells[-1] if cells else EMPTY, token))
@@ -69,9 +69,9 @@ def alone(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -
     while len(output) < sampling.max_tokens:
         output.append(sample_token(cells, output, sampling, sample))
         if output[-1] in sampling.stop_token_ids:
-            return Stream(output, FinishReason.STOP, scores)
+            return ExpectedOutput(output, FinishReason.STOP, scores)
         cells.append(cell(cells[-1], output[-1]))
-    return Stream(output, FinishReason.LENGTH, scores)
+    return ExpectedOutput(output, FinishReason.LENGTH, scores)
 
 
 class Slot:
@@ -86,7 +86,7 @@ class Slot:
 
 
 class SimulatedWorker:
-    """Executes plans over memory of the configured sizes. Raises AssertionError for one that breaks the rules."""
+    """Executes plans over memory of the configured sizes. Raise AssertionError for one that breaks the rules."""
 
     def __init__(self, configure: Configure) -> None:
         self.configure = configure
@@ -101,7 +101,7 @@ class SimulatedWorker:
         for slot in plan.released_slots:
             del self.slots[slot]
         for new in plan.new_sequences:
-            self._enter(new)
+            self._add_sequence(new)
         for fork in plan.forks:
             self._fork(fork)
         for write in plan.table_writes:
@@ -112,11 +112,11 @@ class SimulatedWorker:
         self._check(plan.rows)
         children = {fork.parent: [slot for slot, _ in fork.children] for fork in plan.forks}
         for row in plan.rows:  # all of them write before any of them samples
-            self._feed(row)
+            self._compute(row)
         answers = [answer for row in plan.rows for answer in self._answer(row, children)]
         return StepResult(plan.epoch, plan.step, answers)
 
-    def _enter(self, new: NewSequence) -> None:
+    def _add_sequence(self, new: NewSequence) -> None:
         assert new.slot not in self.slots, "a slot has one sequence"
         assert 0 <= new.slot < self.configure.max_num_seqs
         tokens = unpack_tokens(new.tokens).tolist()
@@ -147,9 +147,9 @@ class SimulatedWorker:
             assert end <= len(slot.table) * self.configure.block_size, "a row's positions have blocks"
             assert end <= self.configure.max_model_len
             assert row.samples in (0, 1)
-            assert not row.samples or end == len(slot.tokens), "only the end of what is known is sampled"
+            assert not row.samples or end == len(slot.tokens), "only a row that ends at the last token samples"
 
-    def _feed(self, row: Row) -> None:
+    def _compute(self, row: Row) -> None:
         slot, size = self.slots[row.slot], self.configure.block_size
         for position in range(row.start, row.start + row.count):
             last = position - 1

@@ -158,9 +158,9 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
 
 def test_a_burst_is_served_or_refused_at_once() -> None:
     """SCH-12."""
-    chance = Random(12)
+    rng = Random(12)
     engine = SimulatedEngine(_limits(max_num_seqs=16, num_blocks=60, max_queued_requests=100), checked=False)
-    outcomes = [engine.submit(_prompt(chance.randint(1, 60)), chance.randint(1, 20)) for _ in range(500)]
+    outcomes = [engine.submit(_prompt(rng.randint(1, 60)), rng.randint(1, 20)) for _ in range(500)]
     refused = [answer for answer in outcomes if isinstance(answer, Refused)]
     assert len(refused) == 400
     assert all(one.reason is Refusal.QUEUE_FULL and one.retry_after >= 1.0 for one in refused)
@@ -187,14 +187,14 @@ def test_repeats_at_and_around_block_boundaries() -> None:
 
 def test_many_prompts_of_few_prefixes_in_a_small_pool() -> None:
     """PFX-06."""
-    chance = Random(6)
-    prefixes = [[chance.randrange(VOCABULARY) for _ in range(chance.randint(10, 120))] for _ in range(30)]
+    rng = Random(6)
+    prefixes = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(10, 120))] for _ in range(30)]
     engine = SimulatedEngine(_limits(max_model_len=200))
     sent = 0
     while sent < 200 or not engine.core.idle:
         while sent < 200 and len(engine.core._queues.requests) < 8:
-            tail = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 20))]
-            engine.accept(chance.choice(prefixes) + tail, chance.randint(1, 12))
+            tail = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))]
+            engine.accept(rng.choice(prefixes) + tail, rng.randint(1, 12))
             sent += 1
         engine.step()
     engine.check_finished()
@@ -231,20 +231,20 @@ def test_hits_are_counted_in_tokens_of_whole_blocks() -> None:
 
 def test_at_idle_nothing_is_held() -> None:
     """PFX-10."""
-    chance = Random(10)
+    rng = Random(10)
     engine = SimulatedEngine(_limits(max_num_batched_tokens=20))
     system = _prompt(50)
     history = list(system)
     for turn in range(6):
-        id = engine.accept(history + _prompt(7, turn), 12, n=chance.choice([1, 3]))
+        id = engine.accept(history + _prompt(7, turn), 12, n=rng.choice([1, 3]))
         engine.accept(system + _prompt(5, turn + 2), 9)
         engine.run(200)
         history += _prompt(7, turn) + engine.clients[id, 0].output
         engine.check_finished()
     state = engine.core.snapshot()
     assert 0 < state.blocks_cached <= state.blocks_free == state.blocks
-    engine.lose()
-    engine.begin()
+    engine.lose_worker()
+    engine.begin_epoch()
     assert engine.core.snapshot().blocks_cached == 0
     engine.check_finished()
 
@@ -266,14 +266,14 @@ def test_what_is_aborted_in_the_queue_is_never_computed() -> None:
 
 def test_aborts_of_shared_prefixes_leave_no_reference() -> None:
     """ABT-08."""
-    chance = Random(8)
+    rng = Random(8)
     engine = SimulatedEngine(_limits(num_blocks=120, max_model_len=400, max_num_seqs=20))
     prefix = _prompt(20 * 16)
     for _ in range(6):
         ids = [engine.accept(prefix + _prompt(5, index), 40) for index in range(20)]
-        chance.shuffle(ids)
+        rng.shuffle(ids)
         for id in ids:
-            for _ in range(chance.randint(0, 2)):
+            for _ in range(rng.randint(0, 2)):
                 engine.step()
             engine.abort(id)
         engine.run(5)
@@ -326,8 +326,8 @@ def test_a_worker_that_dies_again_and_again_loses_no_token() -> None:
     for _ in range(12):
         for _ in range(9):
             engine.step()
-        engine.lose()
-        engine.begin()
+        engine.lose_worker()
+        engine.begin_epoch()
     engine.run(400)
     engine.check_finished()
     assert engine.core.snapshot().finished_length == 12
@@ -353,8 +353,8 @@ def test_two_deaths_in_a_long_life_make_no_culprit() -> None:
     for _ in range(4):
         for _ in range(20):
             engine.step()
-        engine.lose()
-        engine.begin()
+        engine.lose_worker()
+        engine.begin_epoch()
     engine.run(300)
     assert engine.clients[id, 0].finish_reason is FinishReason.LENGTH
 

@@ -31,7 +31,7 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
     for seed in range(5000, 5300):
         engine = workloads.run(seed)
         state = engine.core.snapshot()
-        seen += engine.seen
+        seen += engine.events
         seen += Counter(
             {
                 "preemptions": state.preemptions,

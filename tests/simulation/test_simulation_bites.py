@@ -20,27 +20,35 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a share is not counted": [("blocks:BlockPool.share", "self.refs[block] += 1", "self.refs[block] = 1")],
     "a block has another key than its prefix": [
         ("prefix:PrefixIndex.publish", "(parent, tokens.tobytes())", "(0, tokens.tobytes())"),
-        ("prefix:PrefixIndex.match_prefix", "self._entries.get((serial, ", "self._entries.get((0, "),
+        ("prefix:PrefixIndex.match_prefix", "self._entries.get((node, ", "self._entries.get((0, "),
     ],
     "blocks are published when planned": [
         (
-            "memory:Memory.publish",
+            "block_manager:BlockManager.publish",
             "<= sequence.progress.num_computed",
             "<= min(sequence.progress.num_scheduled, len(sequence.tokens))",
         ),
     ],
     "blocks are published one token early": [
-        ("memory:Memory.publish", "<= sequence.progress.num_computed", "<= sequence.progress.num_computed + 1"),
+        (
+            "block_manager:BlockManager.publish",
+            "<= sequence.progress.num_computed",
+            "<= sequence.progress.num_computed + 1",
+        ),
         ("commit:commit", "end >= sequence.table.publish_at", "end + 1 >= sequence.table.publish_at"),
     ],
     "a table is freed with plans in flight": [
         ("queues:Queues._stop", "if not sequence.progress.in_flight:", "if True:")
     ],
-    "a shared block is not copied": [("memory:Memory.extend", "elif self.pool.refs", "elif False and self.pool.refs")],
-    "a fork leaves the parent's last block writable": [
-        ("memory:Memory.fork", "parent.table.num_writable = child.table", "child.table")
+    "a shared block is not copied": [
+        ("block_manager:BlockManager.extend", "elif self.pool.refs", "elif False and self.pool.refs")
     ],
-    "a fork shares the list itself": [("memory:Memory.fork", "list(parent.table.blocks)", "parent.table.blocks")],
+    "a fork leaves the parent's last block writable": [
+        ("block_manager:BlockManager.fork", "parent.table.num_writable = child.table", "child.table")
+    ],
+    "a fork shares the list itself": [
+        ("block_manager:BlockManager.fork", "list(parent.table.blocks)", "parent.table.blocks")
+    ],
     "the first is the victim": [
         (
             "planner:Planner._extend",
@@ -75,28 +83,28 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (
             "scheduler:Scheduler.plan",
             "return plan",
-            "self._memory.unpin(self._in_flight[-1].pinned_blocks)\n    return plan",
+            "self._block_manager.unpin(self._in_flight[-1].pinned_blocks)\n    return plan",
         ),
-        ("commit:commit", "memory.unpin(plan.pinned_blocks)", "pass"),
+        ("commit:commit", "block_manager.unpin(plan.pinned_blocks)", "pass"),
     ],
     "a child samples with its parent's index": [("plan_builder:PlanBuilder.fork", "child.sample)", "parent.sample)")],
     "a slot is not released": [("queues:Queues._release", "self.released_slots.append(sequence.slot)", "pass")],
-    "a taken block stays in the index": [("memory:Memory._take", "self.index.forget(block)", "pass")],
+    "a taken block stays in the index": [("block_manager:BlockManager._take", "self.index.forget(block)", "pass")],
     "hits are taken from the free list too late": [
         (
-            "memory:Memory.allocate",
+            "block_manager:BlockManager.allocate",
             "pool, size = ",
             "new = list(self._take() for _ in range(allocation.num_new)); pool, size = ",
         ),
-        ("memory:Memory.allocate", "[self._take() for _ in range(allocation.num_new)]", "new"),
+        ("block_manager:BlockManager.allocate", "[self._take() for _ in range(allocation.num_new)]", "new"),
     ],
     "a full hit leaves nothing to compute": [
-        ("memory:Memory.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
+        ("block_manager:BlockManager.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
     ],
     "a full hit is written in place": [
-        ("memory:Memory.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
+        ("block_manager:BlockManager.match_prefix", "hits.pop() if len(hits) * size == len(tokens) else None", "None"),
         (
-            "memory:Memory.allocate",
+            "block_manager:BlockManager.allocate",
             "num_cached = len(allocation.hits) * size",
             "num_cached = min(len(allocation.hits) * size, sequence.progress.num_tokens - 1)",
         ),
@@ -108,7 +116,9 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
             "logprobs",
         ),
     ],
-    "a prompt to be scored takes hits": [("memory:Memory.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")],
+    "a prompt to be scored takes hits": [
+        ("block_manager:BlockManager.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")
+    ],
     "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
     "a preempted sequence that is back gets two rows": [
         ("planner:Planner._share_budget", "sorted(running, key", "sorted(chunked, key"),
@@ -116,15 +126,15 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "admission takes blocks that are not there": [
         (
             "planner:Planner._find_blocks",
-            "allocation.num_free_needed + spare <= memory.num_free",
-            "allocation.num_new <= memory.num_free",
+            "allocation.num_free_needed + spare <= block_manager.num_free",
+            "allocation.num_new <= block_manager.num_free",
         ),
     ],
     "a worker's death leaves plans in flight": [
         ("scheduler:Scheduler._forget_worker", "self._in_flight.clear()", "pass")
     ],
     "a worker's death leaves the index": [
-        ("memory:Memory.reset", "self.index = ", "self.index = vars(self).get('index') or "),
+        ("block_manager:BlockManager.reset", "self.index = ", "self.index = vars(self).get('index') or "),
     ],
     "one death makes a culprit": [("quarantine:Quarantine.lose_worker", ">= MAX_DEATHS_ALONE", ">= 1")],
     "suspects have company": [("planner:Planner._next_waiting", "if self._quarantine.active:", "if False:")],

@@ -1,4 +1,4 @@
-"""Random workloads: one seed determines everything, so a failing one can be run again by its number."""
+"""Random workloads. One seed determines everything, so a failing workload can be run again by its number."""
 
 from random import Random
 
@@ -10,69 +10,69 @@ from shared.protocol import FinishReason, Refused
 
 
 def run(seed: int) -> SimulatedEngine:
-    """Run one workload from beginning to end. Raise AssertionError if any promise is broken."""
-    chance = Random(seed)
-    engine = SimulatedEngine(_limits(chance))
-    script = _Script(chance, engine)
-    for _ in range(chance.randint(4, 40)):
-        script.act()
+    """Run one workload from beginning to end. Raise AssertionError if an invariant is broken."""
+    rng = Random(seed)
+    engine = SimulatedEngine(_limits(rng))
+    script = _Script(rng, engine)
+    for _ in range(rng.randint(4, 40)):
+        script.move()
     script.finish()
     engine.check_finished()
-    script.judge()
+    script.check_outcome()
     return engine
 
 
-def _limits(chance: Random) -> Limits:
-    size = chance.choice([1, 2, 3, 4, 4, 8])
-    seqs = chance.randint(1, 6)
-    longest = chance.randint(12, 48)
-    blocks = -(-longest // size) + chance.choice([0, 0, 1, 2, 5, 20, 60])
-    policy = chance.choice(["fcfs", "fcfs", "priority"])
+def _limits(rng: Random) -> Limits:
+    size = rng.choice([1, 2, 3, 4, 4, 8])
+    seqs = rng.randint(1, 6)
+    longest = rng.randint(12, 48)
+    blocks = -(-longest // size) + rng.choice([0, 0, 1, 2, 5, 20, 60])
+    policy = rng.choice(["fcfs", "fcfs", "priority"])
     return Limits(
         block_size=size,
         num_blocks=blocks,
         max_num_seqs=seqs,
-        max_num_batched_tokens=seqs + chance.choice([1, 2, 5, 16, 64]),
+        max_num_batched_tokens=seqs + rng.choice([1, 2, 5, 16, 64]),
         max_model_len=longest,
-        prefix_caching=chance.random() < 0.9,
-        depth=chance.choice([1, 2, 2]),
+        prefix_caching=rng.random() < 0.9,
+        depth=rng.choice([1, 2, 2]),
         policy=policy,  # type: ignore[arg-type]
-        priority_ageing=chance.choice([0.0, 0.05]) if policy == "priority" else 0.0,
-        max_queued_requests=chance.choice([4, 1000]),
+        priority_ageing=rng.choice([0.0, 0.05]) if policy == "priority" else 0.0,
+        max_queued_requests=rng.choice([4, 1000]),
     )
 
 
 class _Script:
-    """The moves of a workload, and what they may lead to."""
+    """The random calls of a workload, and the conditions that its outcome must meet."""
 
-    def __init__(self, chance: Random, engine: SimulatedEngine) -> None:
-        self.chance = chance
+    def __init__(self, rng: Random, engine: SimulatedEngine) -> None:
+        self.rng = rng
         self.engine = engine
-        self.prefixes = [self._tokens(chance.randint(1, 24)) for _ in range(2)]
+        self.prefixes = [self._tokens(rng.randint(1, 24)) for _ in range(2)]
         self.losses = 0
-        self.aborts = chance.random() < 0.5
-        self.deaths = chance.random() < 0.25
-        self.poisonous = chance.random() < 0.1
-        self.work = 0  # positions, were nothing shared or done twice
+        self.aborts = rng.random() < 0.5
+        self.deaths = rng.random() < 0.25
+        self.poisonous = rng.random() < 0.1
+        self.work = 0  # positions to compute if nothing is shared or computed twice
         self.poisoned: set[int] = set()
 
-    def act(self) -> None:
-        """Make one move."""
-        chance, engine = self.chance, self.engine
-        engine.now += chance.choice([0.0, 0.001, 0.01])
-        roll = chance.random()
+    def move(self) -> None:
+        """Make one random call."""
+        rng, engine = self.rng, self.engine
+        engine.now += rng.choice([0.0, 0.001, 0.01])
+        roll = rng.random()
         if roll < 0.3:
             self._submit()
         elif roll < 0.36 and self.aborts and engine.clients:
-            id, sample = chance.choice(list(engine.clients))
-            engine.abort(id, chance.choice([-1, sample]))
+            id, sample = rng.choice(list(engine.clients))
+            engine.abort(id, rng.choice([-1, sample]))
         elif roll < 0.39 and self.deaths and engine.worker is not None and not self.poisonous:
             self.losses += 1
-            engine.lose()
+            engine.lose_worker()
         elif roll < 0.45:
-            engine.deliver_stale(chance)
+            engine.deliver_stale(rng)
         elif engine.worker is None:
-            engine.begin()
+            engine.begin_epoch()
         elif engine.results and roll < 0.7:
             engine.deliver()
         else:
@@ -82,14 +82,14 @@ class _Script:
         """Run to the end within a bound on steps."""
         engine = self.engine
         if engine.worker is None:
-            engine.begin()
-        if self.chance.random() < 0.2:
+            engine.begin_epoch()
+        if self.rng.random() < 0.2:
             engine.core.drain()
         # each step moves the first in order on by a position at min_tokens, and a preempted one is computed again
         engine.run(100 + 8 * self.work * (1 + len(self.poisoned)))
 
-    def judge(self) -> None:
-        """Check what must be true of the workload as a whole."""
+    def check_outcome(self) -> None:
+        """Check the conditions on the workload as a whole."""
         caching = self.engine.limits.prefix_caching  # a hit spares computing the deadly position
         for (id, _), client in self.engine.clients.items():
             if client.finish_reason is FinishReason.ERROR:  # killed twice while alone, by itself or by chance
@@ -105,30 +105,30 @@ class _Script:
         assert state.prompt_tokens <= sum(client.prompt_len for client in self.engine.clients.values())
 
     def _submit(self) -> None:
-        chance, engine, longest = self.chance, self.engine, self.engine.limits.max_model_len
-        prompt = chance.choice(self.prefixes)[: chance.choice([4, 8, 12, 24])]
-        prompt = (prompt + self._tokens(chance.choice([0, 0, 1, 3, 8])))[:longest]
-        max_tokens = min(chance.choice([0, 1, 2, 5, 9, 20]), longest - len(prompt))
-        stops = self._tokens(1) if chance.random() < 0.3 else []
-        min_tokens = chance.randint(0, max_tokens) if chance.random() < 0.2 else 0
-        scores = chance.choice([-1, -1, -1, -1, 0])
+        rng, engine, longest = self.rng, self.engine, self.engine.limits.max_model_len
+        prompt = rng.choice(self.prefixes)[: rng.choice([4, 8, 12, 24])]
+        prompt = (prompt + self._tokens(rng.choice([0, 0, 1, 3, 8])))[:longest]
+        max_tokens = min(rng.choice([0, 1, 2, 5, 9, 20]), longest - len(prompt))
+        stops = self._tokens(1) if rng.random() < 0.3 else []
+        min_tokens = rng.randint(0, max_tokens) if rng.random() < 0.2 else 0
+        scores = rng.choice([-1, -1, -1, -1, 0])
         seed = engine._ids + 1
         output = self._output(prompt, max_tokens, stops, min_tokens, seed)
-        n = 1 if output else chance.choice([1, 1, 1, 2, 3, 5])
-        priority = chance.randint(-2, 2) if engine.limits.policy == "priority" else 0
-        poisonous = self.poisonous and chance.random() < 0.3 and len(prompt) > 1
+        n = 1 if output else rng.choice([1, 1, 1, 2, 3, 5])
+        priority = rng.randint(-2, 2) if engine.limits.policy == "priority" else 0
+        poisonous = self.poisonous and rng.random() < 0.3 and len(prompt) > 1
         if poisonous:
-            engine.poison[seed] = chance.randint(1, len(prompt) + max_tokens)
+            engine.poison[seed] = rng.randint(1, len(prompt) + max_tokens)
             self.poisoned.add(seed)
         outcome = engine.submit(
             prompt,
             max_tokens,
             output=output,
             n=n,
-            sample=chance.choice([0, 0, 3]),
+            sample=rng.choice([0, 0, 3]),
             priority=priority,
-            arrival=engine.now - chance.choice([0.0, 0.0, 0.02, 5.0]),
-            samples_before=chance.choice([0, 0, 0, 1, 7]),
+            arrival=engine.now - rng.choice([0.0, 0.0, 0.02, 5.0]),
+            samples_before=rng.choice([0, 0, 0, 1, 7]),
             stops=stops,
             min_tokens=min_tokens,
             prompt_logprobs=scores,
@@ -139,14 +139,12 @@ class _Script:
             self.work += n * (len(prompt) + max_tokens + 1)
 
     def _output(self, prompt: list[int], max_tokens: int, stops: list[int], min_tokens: int, seed: int) -> list[int]:
-        """Return output that the request brings, like one that is submitted again after a scheduler's death."""
-        chance = self.chance
-        if chance.random() > 0.15 or max_tokens < 2:
+        """Return output that the request comes with, like one that is resubmitted after a scheduler's death."""
+        rng = self.rng
+        if rng.random() > 0.15 or max_tokens < 2:
             return []
-        output = [
-            chance.choice([token for token in range(VOCABULARY) if token not in stops]) for _ in range(max_tokens)
-        ]
-        return output[: chance.randint(1, max_tokens - 1)]
+        output = [rng.choice([token for token in range(VOCABULARY) if token not in stops]) for _ in range(max_tokens)]
+        return output[: rng.randint(1, max_tokens - 1)]
 
     def _tokens(self, count: int) -> list[int]:
-        return [self.chance.randrange(VOCABULARY) for _ in range(count)]
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]

@@ -1,12 +1,12 @@
-"""Accept or refuse a `Submit`, at once and for good: what is accepted can be served.
+"""Accept or refuse a `Submit`. The decision is final: an accepted request can be served.
 
 This is the only check of a request on the engine's side. Gateways check what their clients ask for; this checks what
-gateways send, since a token id out of range would end a worker's process. Ranges that depend on nothing are in the
-messages' types.
+gateways send, since a token id out of range would end a worker's process. Bounds that are the same for every engine are
+in the types of the messages.
 
 The length limit applies to one sequence, since the samples of a request need not run together; the limit of the queue
-counts them all. A resubmission (a request that comes with output) is never refused for load, since somebody is in the
-middle of reading it.
+counts them all. A resubmission (a request that comes with output) is never refused for load, since its client has
+already received a part of the output.
 """
 
 from array import array
@@ -22,22 +22,22 @@ from shared.protocol import Refusal, Refused, Sampling, Submit, unpack_tokens
 class Load(Struct, frozen=True):
     """The state of the engine when a request comes."""
 
-    waiting: int  # samples, those included that have not started
+    waiting: int  # samples, including those that have not started
     waiting_tokens: int
     draining: bool
     id_in_use: bool
     retry_after: float  # seconds
 
     def has_too_many_requests(self, samples: int, limits: Limits) -> bool:
-        """Return whether a new request of so many samples is refused for those that wait, however short they are.
+        """Return whether the queue has no place for a new request of so many samples.
 
-        One request alone always has room: it could never come in otherwise.
+        An empty queue has a place for any request, since a large one could never come in otherwise.
         """
         return self.waiting > 0 and self.waiting + samples > limits.max_queued_requests
 
 
 def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused":
-    """Return the tokens of a request that is accepted, or the refusal."""
+    """Return the tokens of an accepted request, or the refusal."""
     try:
         tokens = unpack_tokens(submit.tokens)
     except ProtocolError as error:
@@ -83,16 +83,16 @@ def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load)
 
 
 def _unknown_token(tokens: "array[int]", sampling: Sampling, vocab_size: int) -> int | None:
-    """Return a token id that the model does not have, or None if it has all that the request names."""
+    """Return a token id of the request that is not in the vocabulary, or None if all are."""
     for ids in (tokens, sampling.stop_token_ids, [token for token, _ in sampling.logit_bias]):
-        for extreme in (min(ids, default=0), max(ids, default=0)):  # far faster than a check of each id
+        for extreme in (min(ids, default=0), max(ids, default=0)):  # much faster than checking each id
             if not 0 <= extreme < vocab_size:
                 return extreme
     return None
 
 
 def _overload(samples: int, tokens: "array[int]", limits: Limits, load: Load) -> str:
-    """Return why the queue takes no request of so many samples and these tokens; empty if it does."""
+    """Return why the queue has no place for a request of so many samples and these tokens; empty if it has."""
     if load.has_too_many_requests(samples, limits):
         more = f", and {samples} more are too many" if samples > 1 else ""
         return f"{load.waiting} requests are waiting already" + more

@@ -1,4 +1,4 @@
-"""`BlockPool`: which blocks of KV memory are held, how often, and in which order the free ones are reused.
+"""`BlockPool`: the reference counts of the blocks of KV memory, and the free ones in the order of their reuse.
 
 It knows neither sequences nor content: whoever releases a block says whether it is worth keeping.
 
@@ -30,29 +30,29 @@ class BlockPool:
         return block in self._free
 
     def take(self) -> int:
-        """Return the coldest free block, which is held once from now on. Raise KeyError if none is free."""
+        """Take the coldest free block and return it, with one reference. Raise KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
         self.refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Hold a block once more, whether it was free or not."""
+        """Add a reference to a block, which may be free."""
         if not self.refs[block]:
             self._free.pop(block, None)  # it may be pinned only
         self.refs[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
-        """Hold a block once less. If it comes free, `keep` puts it at the hot end, else it is the next to be taken."""
+        """Drop a reference to a block. If it becomes free, `keep` puts it at the hot end, else it is taken next."""
         self.refs[block] -= 1
         self._free_if_unused(block, keep)
 
     def pin(self, block: int) -> None:
-        """Keep a block that a plan reads from coming free before `unpin`. Writing to it stays allowed (memory.py)."""
+        """Keep a block that a plan copies from off the free list until `unpin`. Its holder may still write to it."""
         self._free.pop(block, None)
         self._pins[block] = self._pins.get(block, 0) + 1
 
     def unpin(self, block: int, *, keep: bool) -> None:
-        """Undo one `pin`. `keep` means what it means to `release`."""
+        """Undo one `pin`. `keep` is as in `release`."""
         self._pins[block] -= 1
         if not self._pins[block]:
             del self._pins[block]

@@ -1,4 +1,4 @@
-"""`Counters`: what the core counts since its start, for the metrics."""
+"""`Counters`: the numbers that the core has counted since its start, for the metrics."""
 
 from bisect import bisect_left
 
@@ -37,7 +37,7 @@ class Counters(Struct):
         self.step_tokens_sum += num_computed
         self.generation_tokens += num_generated
 
-    def count_prompt(self, num_tokens: int, *, cached: bool = False) -> None:
+    def count_prompt_tokens(self, num_tokens: int, *, cached: bool = False) -> None:
         """Count tokens of a prompt: `cached` ones were found in the prefix index, the others computed."""
         self.prompt_tokens += num_tokens
         if cached:
@@ -73,5 +73,5 @@ class Counters(Struct):
         setattr(self, name, getattr(self, name) + 1)
 
     def count_worker_loss(self) -> None:
-        """Count a worker group that died."""
+        """Count a worker that died, hung or failed."""
         self.worker_losses += 1

@@ -1,4 +1,4 @@
-"""`Limits`: the sizes that a core keeps to, checked where they are made, and the fit of a context to a pool.
+"""`Limits`: the sizes that a core keeps to, checked when they are made.
 
 The module knows nothing of flags or files, but its errors name the flags, since a user corrects a wrong size there.
 """
@@ -10,7 +10,7 @@ from msgspec import Struct
 from shared.errors import ConfigError
 
 MAX_DEPTH = 2
-"""More steps in flight would hide nothing more: the device always has one to run while another is committed."""
+"""Maximum number of steps in flight. With two, the device always has one to run while the other is committed."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ def check_pool(max_model_len: int, num_blocks: int, block_size: int) -> None:
 
 
 def fit_model_len(requested: int, num_blocks: int, block_size: int) -> int:
-    """Return `requested` tokens of context, or as many as the pool holds. Raise `ConfigError` if those are below 2."""
+    """Return `requested` tokens of context, or as many as the pool holds. Raise `ConfigError` below 2."""
     max_model_len = min(requested, num_blocks * block_size)
     if max_model_len < 2:  # one token of prompt and one of output
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""`PlanBuilder`, which collects one step's plan, and `InFlightPlan`, what is kept of it until its result is back.
+"""`PlanBuilder`, which collects one step's plan, and `InFlightPlan`, the part of it kept until its result is back.
 
-They collect and remember; nothing is decided here.
+The planner decides what goes into a plan.
 """
 
 from typing import NamedTuple
@@ -10,13 +10,13 @@ from shared.protocol import Epoch, Fork, NewSequence, Row, StepPlan, TableWrite,
 
 
 class InFlightPlan(NamedTuple):
-    """A plan whose result is not back. Row i is of sequence i; a fork's child has an empty row behind the prompt."""
+    """A plan whose result is not back. `rows[i]` is of `sequences[i]`; a fork's child has a row without positions."""
 
     step: int
     rows: list[Row]
     sequences: list[Sequence]
     pinned_blocks: list[int]  # blocks that the plan copies from
-    num_tokens: int  # positions that it computes
+    num_tokens: int  # positions to compute, of all rows
 
 
 class PlanBuilder:
@@ -38,7 +38,7 @@ class PlanBuilder:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
         self.num_tokens = 0  # positions of all rows
-        self.num_skipped = 0  # running sequences without a row, each for want of one block
+        self.num_skipped = 0  # running sequences that get no row because a block is missing, one each
         self.new_sequences: list[NewSequence] = []
         self.forks: list[Fork] = []
         self.children: list[Sequence] = []
@@ -48,13 +48,13 @@ class PlanBuilder:
     def add_sequence(self, sequence: Sequence) -> None:
         """Put a sequence that has been admitted into its slot."""
         tokens = pack_tokens(sequence.tokens)
-        blocks = list(sequence.table.blocks)  # the table grows on, the message does not
+        blocks = list(sequence.table.blocks)  # a copy, since the table grows on
         self.new_sequences.append(
             NewSequence(sequence.slot, tokens, sequence.prompt_len, blocks, sequence.sampling, sequence.sample)
         )
 
     def add_rows(self, sequences: list[Sequence], count: int) -> None:
-        """Hand out the next `count` positions of each sequence."""
+        """Add a row for the next `count` positions of each sequence."""
         for sequence in sequences:
             progress = sequence.progress
             self.rows.append(Row(sequence.slot, progress.num_scheduled, count, progress.schedule(count)))
@@ -69,7 +69,7 @@ class PlanBuilder:
         """Begin the children's slots as copies of the parent's, which has a sampling row in this plan."""
         self.forks.append(Fork(parent.slot, [(child.slot, child.sample) for child in children]))
         for child in children:
-            child.progress.join(parent.progress)
+            child.progress.fork_from(parent.progress)
         self.children += children
 
     def write_table(self, slot: int, index: int, block: int) -> None:
@@ -94,7 +94,7 @@ class PlanBuilder:
         )
 
     def in_flight_plan(self, step: int) -> InFlightPlan:
-        """Return what is to be remembered until the plan's result is back."""
+        """Return the part of the plan that is kept until its result is back."""
         child_rows = [Row(child.slot, child.progress.num_scheduled, 0, 1) for child in self.children]
         pinned_blocks = [source for source, _ in self.block_copies]
         return InFlightPlan(

@@ -1,15 +1,15 @@
-"""`Planner`: makes one step's plan out of the running sequences, the memory and the queue.
+"""`Planner`: makes one step's plan from the running sequences, the free blocks and the queue.
 
-It decides who gets positions, who is admitted and who is preempted; queues.py and memory.py carry the moves out. A plan
-is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head of the
-queue; chunks of more than one position, which share the rest of the budget; forks.
+It decides who gets positions, who is admitted and who is preempted; queues.py and block_manager.py carry that out. A
+plan is made in this order: rows that continue an output, since streams are waiting for them; admissions from the head
+of the queue; chunks of more than one position, which share the rest of the budget; forks.
 """
 
 from collections import deque
 
+from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.memory import Allocation, Memory
 from services.scheduler.core.plan_builder import PlanBuilder
 from services.scheduler.core.policy import may_preempt, split_budget
 from services.scheduler.core.quarantine import Quarantine
@@ -18,13 +18,13 @@ from services.scheduler.core.sequence import Sequence, State
 
 
 class Planner:
-    """Makes plans over queues and a memory. Keeps nothing from one plan to the next."""
+    """Makes plans from the state of the queues and the block manager. It keeps nothing from one plan to the next."""
 
     def __init__(
-        self, limits: Limits, memory: Memory, queues: Queues, quarantine: Quarantine, counters: Counters
+        self, limits: Limits, block_manager: BlockManager, queues: Queues, quarantine: Quarantine, counters: Counters
     ) -> None:
         self._limits = limits
-        self._memory = memory
+        self._block_manager = block_manager
         self._queues = queues
         self._quarantine = quarantine
         self._counters = counters
@@ -38,7 +38,7 @@ class Planner:
             self._admit(builder, chunked, budget, now)
         if chunked:
             self._share_budget(builder, chunked, budget)
-        self._memory.count_scheduled(builder.num_tokens)
+        self._block_manager.count_scheduled(builder.num_tokens)
         return builder
 
     def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: int) -> None:
@@ -47,7 +47,7 @@ class Planner:
         running = dict.fromkeys(sequence for sequence in chunked if sequence.state is State.RUNNING)
         chunked = sorted(running, key=lambda sequence: sequence.key)
         demands = [sequence.progress.num_unscheduled for sequence in chunked]
-        for sequence, count in zip(chunked, split_budget(budget, demands, self._memory.block_size), strict=True):
+        for sequence, count in zip(chunked, split_budget(budget, demands, self._block_manager.block_size), strict=True):
             if count:
                 builder.add_rows([sequence], count)
                 if sequence.request.unstarted_samples and sequence.progress.num_tokens > sequence.prompt_len:
@@ -71,25 +71,29 @@ class Planner:
         return chunked
 
     def _extend(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Make the next position writable. Return whether that is possible in this step.
+        """Make the next position writable. Return False if it has to wait for plans in flight.
 
-        Sequences behind it are preempted until there is a block for it, or will be when plans in flight are back.
+        Sequences behind it are preempted until there is a block for it, or will be when those plans are committed.
         """
-        memory, queues = self._memory, self._queues
-        while memory.needs_block(sequence) and memory.num_free + memory.blocks_pending_free <= builder.num_skipped:
+        block_manager, queues = self._block_manager, self._queues
+        while (
+            block_manager.needs_block(sequence)
+            and block_manager.num_free + block_manager.blocks_pending_free <= builder.num_skipped
+        ):
             if queues.running.items[-1] is sequence:
                 break
             queues.preempt(queues.running.items[-1])  # which may have been the other holder of a shared block
-        if memory.needs_block(sequence) and memory.num_free <= builder.num_skipped:
+        if block_manager.needs_block(sequence) and block_manager.num_free <= builder.num_skipped:
             builder.skip()
             return False
-        memory.extend(sequence, builder)
+        block_manager.extend(sequence, builder)
         return True
 
     def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: int, now: float) -> None:
         """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
-        minimum = self._memory.block_size  # positions that the budget gives each sequence before any gets more
-        ahead, taken = deque(chunked), 0  # positions that go to sequences ahead in the order
+        minimum = self._block_manager.block_size  # positions that the budget gives each sequence before any gets more
+        ahead = deque(chunked)
+        taken = 0  # positions that go to sequences ahead in the order
         while (sequence := self._next_waiting()) is not None:
             while ahead and ahead[0].key < sequence.key:
                 taken += min(ahead.popleft().progress.num_unscheduled, minimum)
@@ -101,7 +105,7 @@ class Planner:
             self._queues.dequeue(sequence)
             self._queues.admit(sequence)
             sequence.stats.admit(now - sequence.request.accepted_at)
-            num_cached = self._memory.allocate(sequence, allocation, builder)
+            num_cached = self._block_manager.allocate(sequence, allocation, builder)
             sequence.progress.skip(num_cached)
             self._count_cached(sequence, num_cached)
             builder.add_sequence(sequence)
@@ -109,7 +113,7 @@ class Planner:
             taken += min(sequence.progress.num_unscheduled, minimum)
 
     def _next_waiting(self) -> Sequence | None:
-        """Return the sequence to admit next, or None if none is, or one that comes before it is still stopping."""
+        """Return the sequence to admit next, or None if none waits or one that comes before it is still stopping."""
         if self._quarantine.active:
             group = [sequence for sequence in self._quarantine.group if sequence.state is State.WAITING]
             return min(group, key=lambda sequence: sequence.key, default=None)
@@ -130,31 +134,31 @@ class Planner:
         return bool(queues.free_slots)
 
     def _find_blocks(self, sequence: Sequence) -> Allocation | None:
-        """Return what the sequence needs, or None if that is not free, even after the preemptions that are allowed.
+        """Return the allocation for a sequence, or None if its blocks are not free, even after allowed preemptions.
 
         One more block stays free for sequences that run, so that the new one is not preempted soon.
         """
-        memory, running = self._memory, self._queues.running
-        while sequence.checked_at_version != (version := (memory.free_version, len(running))):
+        block_manager, running = self._block_manager, self._queues.running
+        while sequence.checked_at_version != (version := (block_manager.free_version, len(running))):
             spare = 1 if running else 0
-            allocation = memory.match_prefix(sequence, spare)
-            if allocation.num_free_needed + spare <= memory.num_free:
+            allocation = block_manager.match_prefix(sequence, spare)
+            if allocation.num_free_needed + spare <= block_manager.num_free:
                 return allocation
             if not self._preempt_for(sequence, allocation.num_free_needed, spare):
                 sequence.checked_at_version = version  # the answer stays the same until blocks come free
         return None
 
     def _preempt_for(self, sequence: Sequence, num_needed: int, spare: int) -> bool:
-        """Preempt less urgent sequences, if enough blocks come free by that. Return whether any were preempted."""
-        num_missing = num_needed - self._memory.num_free - self._memory.blocks_pending_free
+        """Preempt less urgent sequences, if that frees enough blocks. Return whether any were preempted."""
+        num_missing = num_needed - self._block_manager.num_free - self._block_manager.blocks_pending_free
         victims: list[Sequence] = []
         for other in reversed(self._queues.running.items):
             if num_missing <= -spare or other.key < sequence.key:
                 break
             if may_preempt(self._limits, sequence, other):
                 victims.append(other)
-                num_missing -= self._memory.num_exclusive(other)
-        if len(victims) < len(self._queues.running):  # else nobody is left to spare a block for
+                num_missing -= self._block_manager.num_exclusive(other)
+        if len(victims) < len(self._queues.running):  # otherwise nobody is left that needs a spare block
             num_missing += spare
         if num_missing > 0:
             return False
@@ -163,24 +167,21 @@ class Planner:
         return bool(victims)
 
     def _count_cached(self, sequence: Sequence, num_cached: int) -> None:
-        if self._memory.may_hit(sequence):
+        if self._block_manager.may_hit(sequence):
             self._counters.count_prefix_query(len(sequence.tokens), num_cached)
         in_prompt = min(num_cached, sequence.prompt_len)
         sequence.stats.note_cached(in_prompt)
-        self._counters.count_prompt(sequence.stats.count_prompt(in_prompt), cached=True)
+        self._counters.count_prompt_tokens(sequence.stats.count_prompt_up_to(in_prompt), cached=True)
 
     def _fork(self, builder: PlanBuilder, parent: Sequence) -> None:
-        """Start the other samples, since this plan computes the last of their prompt: in slots, as far as any is free.
-
-        Those without a slot wait.
-        """
+        """Start the other samples, since this plan completes their prompt. Those that find no free slot wait."""
         queues = self._queues
         children: list[Sequence] = []
         for child in queues.start_samples(parent):
             if queues.free_slots and not self._quarantine.active:  # in quarantine, only members of the group may run
-                self._memory.fork(parent, child)
+                self._block_manager.fork(parent, child)
                 queues.admit(child)
-                child.stats.join(parent.stats)
+                child.stats.fork_from(parent.stats)
                 children.append(child)
             else:
                 queues.enqueue(child)

@@ -5,15 +5,15 @@ arrival + priority × ageing, so a request of any priority is served in time; wi
 which is strict and may starve. Ties go by the order of submission, then by sample. Since the key of a sequence never
 changes, two of them cannot preempt each other in turn.
 
-A user's request of many samples (prompts times n) takes turns with others: each of its samples counts as arrived a
-little later than the one before, so that as many as there are slots span `SPREAD` seconds. Others' samples come
-between, and may preempt those of its samples that run beyond half the slots. Each sample still has its fixed place, so
-it waits only for what comes before that.
+A user's request of many samples (prompts times n) takes turns with others: each of its samples counts as arriving a
+little later than the one before, so that `max_num_seqs` samples span `REQUEST_SPAN` seconds. Samples of other requests
+come between, and may preempt those of its samples that run beyond half the slots. The place of each sample is fixed, so
+it waits only for those before it.
 
 A step's budget goes first to sequences that continue their output, one position each. The rest is for longer chunks
 (of prompts, and of outputs that are computed again), in order: each takes half of what is left, but no less than a
-block, and what nobody took then goes to the first in order. So a long prompt gets the larger part of each step and is
-never stopped by later ones, while a short prompt behind it gets through within a few steps.
+block, and the rest goes to the first in order. So a long prompt gets the larger part of each step and later ones never
+stop it, while a short prompt behind it is computed within a few steps.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,28 +21,30 @@ from bisect import bisect_left, bisect_right
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.sequence import Key, Sequence
 
-SPREAD = 600.0
-"""Seconds, more than most outputs take. A request whose outputs take longer is in time again with all its samples."""
+REQUEST_SPAN = 600.0
+"""Seconds, more than most outputs take."""
 
 
-def rank(limits: Limits, priority: int, arrival: float, serial: int) -> tuple[float, float, int]:
-    """Return a request's place in the order, which is that of its first sample if nothing comes before that."""
+def order_key(limits: Limits, priority: int, arrival: float, serial: int) -> tuple[float, float, int]:
+    """Return a request's place in the order: (priority, arrival in seconds, serial).
+
+    With ageing it is (0, arrival plus the aged priority, serial)."""
     if limits.priority_ageing:
         return (0.0, arrival + priority * limits.priority_ageing, serial)
     return (priority, arrival, serial)
 
 
-def spread(limits: Limits) -> float:
+def sample_spacing(limits: Limits) -> float:
     """Return the seconds by which each sample of a user's request counts as later than the one before."""
-    return SPREAD / limits.max_num_seqs
+    return REQUEST_SPAN / limits.max_num_seqs
 
 
 def may_preempt(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
     """Return whether a running sequence may be preempted to admit a waiting one.
 
-    The waiting one must come before it in the order. It must also be more urgent, not only older, since arrivals of
-    equals are no reason to throw work away; or else the running one must be beyond its request's share, which is half
-    the slots, and the waiting one within.
+    The waiting one must come before it in the order. It must also be more urgent by priority, since an earlier arrival
+    alone is no reason to throw work away. With equal priorities, the running one must be beyond its request's share
+    of half the slots, and the waiting one within its own.
     """
     share = max(limits.max_num_seqs // 2, 1)
     urgent = waiting.request.priority < running.request.priority
@@ -53,7 +55,7 @@ def may_preempt(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
 
 
 def split_budget(budget: int, demands: list[int], minimum: int) -> list[int]:
-    """Return how much of `budget` each of `demands` gets. They are in order.
+    """Return how many positions of `budget` each of `demands` gets, in their order.
 
     Each gets `minimum`, or its demand if that is less, before others get more, as far as the budget goes.
     """

@@ -1,35 +1,35 @@
-"""`PrefixIndex`: finds the block that holds given tokens behind a given prefix.
+"""`PrefixIndex`: finds the blocks that hold the beginning of a prompt.
 
-It is a trie written as a dict. The key of a block is (serial of the block before it, bytes of its own tokens). That is
-the content itself, with no hash that could collide, so a hit is always right. A serial names one publication and is
-never used again. When a block is forgotten, whatever was published behind it can no longer be reached, and is dropped
-when its own block is taken. The index does not know who holds a block.
+It is a trie written as a dict. The key of a block is (node of the block before it, bytes of its own tokens). That is
+the content itself, with no hash that could collide, so a hit is always right. A node is a number, new for each block
+that is published and never used again. When a block is forgotten, blocks published behind it cannot be reached any
+more; they are dropped when they are taken. The index does not know who holds a block.
 """
 
 from array import array
 from typing import NamedTuple
 
 ROOT = 0
-"""The serial that stands before every first block."""
+"""The node that stands before every first block."""
 
 
 class Entry(NamedTuple):
     """A published block."""
 
     block: int
-    serial: int
+    node: int
 
 
 class PrefixIndex:
     """Published blocks of `block_size` tokens each."""
 
-    __slots__ = ("_block_size", "_entries", "_keys", "_serial")
+    __slots__ = ("_block_size", "_entries", "_keys", "_last_node")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._entries: dict[tuple[int, bytes], Entry] = {}
         self._keys: dict[int, tuple[int, bytes]] = {}  # of the published blocks
-        self._serial = ROOT
+        self._last_node = ROOT
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -40,28 +40,28 @@ class PrefixIndex:
     def match_prefix(self, tokens: "array[int]") -> list[Entry]:
         """Return the published blocks that hold the beginning of `tokens`, in order, up to the first missing one."""
         hits: list[Entry] = []
-        size, serial = self._block_size, ROOT
+        size, node = self._block_size, ROOT
         for start in range(0, len(tokens) - size + 1, size):
-            entry = self._entries.get((serial, tokens[start : start + size].tobytes()))
+            entry = self._entries.get((node, tokens[start : start + size].tobytes()))
             if entry is None:
                 break
             hits.append(entry)
-            serial = entry.serial
+            node = entry.node
         return hits
 
     def publish(self, parent: int, tokens: "array[int]", block: int) -> int:
-        """Publish `block` behind the serial `parent`. Return the serial to publish the next block behind.
+        """Publish `block` behind the node `parent`. Return the node to publish the next block behind.
 
         If the same content is published already, that stays, and `block` remains private to its holder. If another
-        holder has published `block`, behind a serial that this one did not see, its key stays as well.
+        holder has published `block`, behind a node that this one did not see, its key stays as well.
         """
         key = self._keys.get(block) or (parent, tokens.tobytes())
         entry = self._entries.get(key)
         if entry is None:
-            self._serial += 1
-            entry = self._entries[key] = Entry(block, self._serial)
+            self._last_node += 1
+            entry = self._entries[key] = Entry(block, self._last_node)
             self._keys[block] = key
-        return entry.serial
+        return entry.node
 
     def forget(self, block: int) -> None:
         """Drop a block that is about to hold something else. Nothing happens if it was not published."""

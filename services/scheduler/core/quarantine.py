@@ -1,12 +1,12 @@
 """`Quarantine`: finds the request that kills workers, and lets its neighbours live.
 
-When a worker dies, every sequence in a plan in flight is a suspect. Suspects run again in groups, one group at a time
-and nothing else beside it. A member is cleared when it has got past the last position that it had been handed when the
-worker died, or has finished; the next group runs when all members are cleared. If another worker dies meanwhile, the
-group is halved. If a member was in flight alone, it is the culprit when that happens for the second time in a row.
-Clearing it starts the count again, so that two unrelated deaths in the life of a long stream do no harm.
+When a worker dies, every sequence in a plan in flight is a suspect. Suspects run again in groups: one group at a time,
+and no other sequence. A member is cleared when it has finished, or has computed all positions that were scheduled when
+the worker died. The next group runs when all members are cleared. If another worker dies meanwhile, the group is
+halved. A member that was in flight alone when two workers in a row died is the culprit. Clearing a member resets its
+count of deaths, so that two unrelated deaths in the life of a long stream do no harm.
 
-It says who may run. The planner sees to it, and the scheduler starts a group only when nothing is in flight.
+This class says who may run. The planner enforces it, and the scheduler starts a group only when nothing is in flight.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from collections import deque
 from services.scheduler.core.sequence import Sequence
 
 MAX_DEATHS_ALONE = 2
-"""Workers in a row that die while they run nothing else than one sequence, before that is ended as the culprit."""
+"""Consecutive workers that die while they run one sequence alone, before it is ended as the culprit."""
 
 
 class Quarantine:
@@ -41,14 +41,15 @@ class Quarantine:
         return self._group
 
     def lose_worker(self, in_flight: list[Sequence]) -> Sequence | None:
-        """Suspect the sequences of the plans in flight of a worker that died. Return the culprit, if that is clear."""
+        """Suspect the sequences in flight at a worker that died. Return the culprit, or None if it is not certain."""
         suspects = [sequence for sequence in in_flight if sequence.finish_reason is None]
         not_run = [sequence for sequence in self._uncleared if sequence not in suspects]
         if not_run:
             self._groups.appendleft(not_run)
         self._group, self._uncleared = [], []
-        for sequence in suspects:  # one that is computed again may not have got there yet
+        for sequence in suspects:
             suspicion = sequence.suspicion
+            # An earlier death counts too: a sequence that is computed again may not have got that far yet.
             suspicion.cleared_at = max(suspicion.cleared_at, sequence.progress.num_scheduled)
         if len(in_flight) == 1 and suspects:
             suspects[0].suspicion.deaths_alone += 1

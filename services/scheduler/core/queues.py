@@ -10,9 +10,9 @@ sequence keeps its slot and its blocks until no plan in flight names it.
 
 from array import array
 
+from services.scheduler.core.block_manager import BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
-from services.scheduler.core.memory import Memory
 from services.scheduler.core.policy import SortedSequences
 from services.scheduler.core.sequence import Request, Sequence, State
 from shared.protocol import FinishReason
@@ -21,14 +21,14 @@ from shared.protocol import FinishReason
 class Queues:
     """The requests and sequences of one engine."""
 
-    def __init__(self, limits: Limits, memory: Memory, counters: Counters) -> None:
+    def __init__(self, limits: Limits, block_manager: BlockManager, counters: Counters) -> None:
         self.requests: dict[int, Request] = {}  # by id
         self.num_unstarted = 0  # unstarted samples of `requests`
         self.waiting = SortedSequences()
         self.waiting_tokens = 0
         self.running = SortedSequences()
         self.stopping: dict[Sequence, None] = {}  # in the order in which they were stopped
-        self._memory = memory
+        self._block_manager = block_manager
         self._counters = counters
         self._max_num_seqs = limits.max_num_seqs
         self.free_slots = self._all_slots()
@@ -69,7 +69,7 @@ class Queues:
         self.drop_unstarted(request)
         for child in children:
             child.stats.note_cached(parent.stats.num_cached_tokens)
-            child.stats.count_prompt(child.prompt_len)  # which is counted for the parent
+            child.stats.count_prompt_up_to(child.prompt_len)  # which is counted for the parent
         return children
 
     def drop_unstarted(self, request: Request, sample: int = -1) -> list[int]:
@@ -80,13 +80,13 @@ class Queues:
         return dropped
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the queue, as soon as no plan in flight names it."""
+        """Stop a running sequence. It goes back to the queue as soon as no plan in flight names it."""
         self._counters.count_preemption()
         sequence.stats.preempt()
         self._stop(sequence)
 
     def finish(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """End a sequence. It keeps what it holds until no plan in flight names it."""
+        """End a sequence. It keeps its slot and blocks until no plan in flight names it."""
         sequence.finish_reason = finish_reason
         self._counters.count_finish(finish_reason)
         self._remove_from_request(sequence)
@@ -97,12 +97,12 @@ class Queues:
             sequence.move(State.FINISHED)
 
     def finish_stopping(self, sequence: Sequence) -> None:
-        """Release what a stopping sequence holds, now that the last plan that named it is back."""
+        """Release the slot and blocks of a stopping sequence, which no plan in flight names any more."""
         del self.stopping[sequence]
         self._release(sequence)
 
     def take_released_slots(self) -> list[int]:
-        """Return the slots that were released since the last plan, which has to name them."""
+        """Return the slots that were released since the last call. The next plan has to name them."""
         released, self.released_slots = self.released_slots, []
         return released
 
@@ -121,10 +121,10 @@ class Queues:
             return
         sequence.move(State.STOPPING)
         self.stopping[sequence] = None
-        self._memory.expect_release(sequence)
+        self._block_manager.expect_release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._memory.release(sequence)
+        self._block_manager.release(sequence)
         self.free_slots.append(sequence.slot)
         self.released_slots.append(sequence.slot)
         sequence.rewind()
@@ -137,11 +137,11 @@ class Queues:
     def _remove_from_request(self, sequence: Sequence) -> None:
         request = sequence.request
         del request.unfinished[sequence.sample]
-        if request.unstarted_samples and not request.unfinished:  # nobody computes the prompt any more
+        if request.unstarted_samples and not request.unfinished:  # another sample has to compute the prompt
             sample = request.unstarted_samples[0]
             self.drop_unstarted(request, sample)
             successor = request.start(sample, _prompt(sequence))
-            successor.stats.count_prompt(sequence.stats.num_prompt_counted)  # which is counted already
+            successor.stats.count_prompt_up_to(sequence.stats.num_prompt_counted)  # which is counted already
             self.enqueue(successor)
         if not request.unfinished:
             del self.requests[request.id]

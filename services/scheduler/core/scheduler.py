@@ -1,11 +1,11 @@
-"""`Scheduler`: the verbs of the core. Values in, values out; no sockets, clock, randomness, tensors or text.
+"""`Scheduler`: the methods of the core. Values in, values out; no sockets, clock, randomness, tensors or text.
 
 The rules of this package, all of which the simulation checks after every step:
 
 - Every accepted request ends in exactly one terminal row for each of its samples; rows of a sample come in order.
 - Committed tokens are never lost, sampled again or sent twice, whatever happens to blocks and workers.
-- A sequence with a plan in flight keeps its slot and its blocks until that plan is back (queues.py); memory.py says
-  what a block may be used for.
+- A sequence with a plan in flight keeps its slot and its blocks until that plan's result is back (queues.py);
+  block_manager.py says what a block may be used for.
 - A result counts only if it answers the oldest plan in flight of the present epoch. Others change nothing.
 - The outcome depends on the inputs and their order alone: no sets are iterated, no hashes ordered. The same inputs
   lead to the same state, plan by plan.
@@ -13,22 +13,21 @@ The rules of this package, all of which the simulation checks after every step:
 
 Why every accepted request comes to its end (none starves, except by strict priority, which is meant to starve):
 
-1. There is one static order (policy.py). In it, a sequence's turn among its siblings counts as so much later an
-   arrival, so that only finitely many come before it. A running sequence takes blocks only from those behind it, so
-   nobody takes them from the first, and two sequences cannot preempt each other in turn. A sequence that is skipped
-   keeps what it has.
+1. There is one static order (policy.py). Each sample of a request counts as a little later an arrival than the one
+   before, so only finitely many sequences come before any other. A running sequence takes blocks only from those behind
+   it, so nobody takes them from the first, and two sequences cannot preempt each other in turn. A sequence that is
+   skipped keeps what it has.
 2. One sequence of the longest context fits the pool alone (limits.py), and admission allocates blocks for all its
    tokens at once. So the first in order, once running, always gets its next block, now or as soon as the plans that
-   name its victims are back, and it ends after at most `max_num_computed` positions. Then another is the first.
-3. A waiting sequence is not passed by others behind it, so the first in order is admitted at the latest when those
-   before it have ended.
+   name its victims are committed, and it ends after at most `max_num_computed` positions. Then another is the first.
+3. Sequences are admitted in order, so the first that waits is admitted at the latest when those before it have ended.
 4. A plan has more positions than there are slots, and every admitted sequence gets at least one, so some chunk moves
    on in every step, however many streams there are.
 5. A quarantine (quarantine.py) ends. The members of its group move on by 1 to 4 among themselves, and each death makes
    a group smaller or ends its only member.
 
-Where to look: sequence.py (numbers and states), blocks.py and prefix.py under memory.py (tables), queues.py (places),
-planner.py and plan_builder.py (a step is planned), commit.py (a step takes effect), admission.py, policy.py,
+Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
+(places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), admission.py, policy.py,
 quarantine.py, counters.py.
 """
 
@@ -38,20 +37,20 @@ from collections.abc import KeysView
 import msgspec
 
 from services.scheduler.core.admission import Load, accept
-from services.scheduler.core.commit import commit, match_answers
+from services.scheduler.core.block_manager import BlockManager
+from services.scheduler.core.commit import commit, match_sampled_rows
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits, check_pool
-from services.scheduler.core.memory import Memory
 from services.scheduler.core.plan_builder import InFlightPlan
 from services.scheduler.core.planner import Planner
-from services.scheduler.core.policy import rank, spread
+from services.scheduler.core.policy import order_key, sample_spacing
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Request, Sequence
 from shared.protocol import Epoch, FinishReason, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
 
-RECENT = 32
-"""Ends of samples from which the rate of ends is estimated."""
+MAX_RECENT_ENDS = 32
+"""Number of samples that ended last, from which the rate of ends is estimated."""
 
 
 class Scheduler:
@@ -60,17 +59,17 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._counters = Counters()
-        self._memory = Memory(limits.num_blocks, limits.block_size, limits.prefix_caching)
-        self._queues = Queues(limits, self._memory, self._counters)
+        self._block_manager = BlockManager(limits.num_blocks, limits.block_size, limits.prefix_caching)
+        self._queues = Queues(limits, self._block_manager, self._counters)
         self._quarantine = Quarantine()
-        self._planner = Planner(limits, self._memory, self._queues, self._quarantine, self._counters)
+        self._planner = Planner(limits, self._block_manager, self._queues, self._quarantine, self._counters)
         self._in_flight: deque[InFlightPlan] = deque()
         self._epoch: Epoch | None = None
         self._step = 0
         self._next_serial = 0  # of the next request
         self._draining = False
-        self._now = 0.0  # the latest that was given
-        self._recent_ends: deque[float] = deque(maxlen=RECENT)
+        self._now = 0.0  # at the last call that told the time
+        self._recent_ends: deque[float] = deque(maxlen=MAX_RECENT_ENDS)
 
     @property
     def idle(self) -> bool:
@@ -88,7 +87,7 @@ class Scheduler:
         return len(self._in_flight)
 
     def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
-        """Begin with a worker group that was just configured: its memory is empty, and steps count from 0.
+        """Begin an epoch with a worker that was just configured: its memory is empty, and steps count from 0.
 
         Raise ConfigError if the pool is too small for the longest context that was promised.
         """
@@ -98,7 +97,7 @@ class Scheduler:
         self._step = 0
 
     def lose_worker(self, now: float) -> list[ProgressRow]:
-        """Give up the worker group, which died, hangs or is at fault. There is no plan before the next epoch.
+        """Give up the worker, which died, hangs or is at fault. There is no plan before the next epoch.
 
         No committed token is lost. Return the last row of a request that killed a worker twice while it ran alone.
         """
@@ -108,7 +107,7 @@ class Scheduler:
         self._counters.count_worker_loss()
         in_flight = dict.fromkeys(sequence for plan in self._in_flight for sequence in plan.sequences)
         culprit = self._quarantine.lose_worker(list(in_flight))
-        self._forget_worker(self._memory.pool.num_blocks)
+        self._forget_worker(self._block_manager.pool.num_blocks)
         if culprit is None:
             return []
         return self._finish(
@@ -125,43 +124,43 @@ class Scheduler:
             id_in_use=request.id in self.unfinished,
             retry_after=self._retry_after(),
         )
-        verdict = accept(request, self.limits, load)
-        if isinstance(verdict, Refused):
+        tokens = accept(request, self.limits, load)
+        if isinstance(tokens, Refused):
             self._counters.count_refusal()
-            if verdict.reason is Refusal.QUEUE_FULL:
+            if tokens.reason is Refusal.QUEUE_FULL:
                 by_requests = load.has_too_many_requests(request.n, self.limits)
                 self._counters.count_rejection(by_requests=by_requests)
-            return verdict
+            return tokens
         self._counters.count_acceptance()
         accepted = Request(
             request.id,
             request.prompt_len,
             request.sampling,
-            rank(self.limits, request.priority, request.arrival or now, self._next_serial),
+            order_key(self.limits, request.priority, request.arrival or now, self._next_serial),
             request.priority,
             now,
             request.samples_before,
-            spread(self.limits),
+            sample_spacing(self.limits),
         )
         self._next_serial += 1
-        self._queues.add(accepted, verdict, list(range(request.sample, request.sample + request.n)))
+        self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))
         return None
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
         """End a request, or one sample of it. Return the last rows of the samples that this ended. Idempotent.
 
-        Their blocks come free when the plans in flight are back.
+        Their blocks become free when no plan in flight names them.
         """
         request = self._queues.requests.get(id)
         return [] if request is None else self._finish(request, sample, FinishReason.ABORT)
 
     def plan(self, now: float) -> StepPlan | None:
-        """Return the next step to send, or None if there is nothing to do or as many plans are in flight as may be."""
+        """Return the next step to send, or None if there is nothing to do or enough plans are in flight."""
         self._now = now
         if self._epoch is None or len(self._in_flight) >= self.limits.depth:
             return None
         if self._quarantine.group_due:
-            if self._in_flight:  # a group of suspects has the worker to itself
+            if self._in_flight:  # a group of suspects runs alone
                 return None
             self._start_group()
         builder = self._planner.schedule(now)
@@ -173,16 +172,18 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> list[ProgressRow]:
-        """Take the result of a step and return its news. Change nothing if it is not the oldest plan's result.
+        """Apply the result of a step and return the new output. Change nothing if it is not the oldest plan's result.
 
         Raise ProtocolError, and change nothing, if it lacks a token that was to be sampled: the worker is at fault.
         """
         if not self._in_flight or result.epoch != self._epoch or result.step != self._in_flight[0].step:
             return []
-        answers = match_answers(self._in_flight[0], result)
-        news = commit(self._in_flight.popleft(), answers, self._queues, self._memory, self._counters)
-        self._note_ends(news)
-        return news
+        sampled_rows = match_sampled_rows(self._in_flight[0], result)
+        progress_rows = commit(
+            self._in_flight.popleft(), sampled_rows, self._queues, self._block_manager, self._counters
+        )
+        self._note_ends(progress_rows)
+        return progress_rows
 
     def drain(self) -> None:
         """Accept no new requests from now on."""
@@ -190,7 +191,7 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Return the state in numbers."""
-        queues, memory = self._queues, self._memory
+        queues, block_manager = self._queues, self._block_manager
         counters = msgspec.structs.asdict(self._counters)
         held_back = self._epoch is None or self._quarantine.active
         return Snapshot(
@@ -198,13 +199,13 @@ class Scheduler:
             waiting=queues.num_waiting,
             waiting_deferred=(len(queues.waiting) if held_back else 0) + queues.num_unstarted,
             waiting_tokens=queues.waiting_tokens,
-            blocks=memory.pool.num_blocks,
-            blocks_free=memory.num_free,
-            blocks_cached=len(memory.index),
-            tokens_held=memory.tokens_held,
-            block_size=memory.block_size,
+            blocks=block_manager.pool.num_blocks,
+            blocks_free=block_manager.num_free,
+            blocks_cached=len(block_manager.index),
+            tokens_held=block_manager.tokens_held,
+            block_size=block_manager.block_size,
             in_flight=len(self._in_flight),
-            prefix_caching=memory.prefix_caching,
+            prefix_caching=block_manager.prefix_caching,
             max_model_len=self.limits.max_model_len,
             **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
@@ -212,7 +213,7 @@ class Scheduler:
     def _finish(
         self, request: Request, sample: int, finish_reason: FinishReason, detail: str = ""
     ) -> list[ProgressRow]:
-        """End what is unfinished of a request, or of one sample."""
+        """End the unfinished samples of a request, or one of them."""
         # After an error, nothing of the request may run again: samples that have not started would run the same prompt.
         failed = finish_reason is FinishReason.ERROR
         dropped = self._queues.drop_unstarted(request, -1 if failed else sample)
@@ -226,8 +227,8 @@ class Scheduler:
         self._note_ends(rows)
         return rows
 
-    def _note_ends(self, news: list[ProgressRow]) -> None:
-        self._recent_ends.extend(self._now for row in news if row.finish_reason is not None)
+    def _note_ends(self, progress_rows: list[ProgressRow]) -> None:
+        self._recent_ends.extend(self._now for row in progress_rows if row.finish_reason is not None)
         if self._quarantine.active:
             self._quarantine.update()
 
@@ -243,7 +244,7 @@ class Scheduler:
         self._epoch = None
         self._in_flight.clear()
         self._queues.reset()
-        self._memory.reset(num_blocks)
+        self._block_manager.reset(num_blocks)
 
     def _retry_after(self) -> float:
         """Return the seconds until a place comes free at the rate of the last ends: at least 1, at most 60."""
@@ -252,7 +253,9 @@ class Scheduler:
         return min(max((self._now - self._recent_ends[0]) / len(self._recent_ends), 1.0), 60.0)
 
     def __repr__(self) -> str:
-        return f"<Scheduler step={self._step} in_flight={len(self._in_flight)} {self._queues!r} {self._memory!r}>"
+        return (
+            f"<Scheduler step={self._step} in_flight={len(self._in_flight)} {self._queues!r} {self._block_manager!r}>"
+        )
 
 
 def _last_row(sequence: Sequence, finish_reason: FinishReason, detail: str) -> ProgressRow:

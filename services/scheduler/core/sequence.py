@@ -1,23 +1,23 @@
 """`Sequence`, one sample of a request while it is generated, and `Request`, the samples that came in one `Submit`.
 
-They hold state and check moves between states; who may run, and in which blocks, is decided elsewhere. Everybody may
-read every part of a sequence. Each part is changed by its owner alone:
+They hold state and check moves between states. They do not decide who may run, or in which blocks. Any module may read
+any part of a sequence, but only the part's owner changes it:
 
-    table                           memory.py
-    progress                        planner.py and plan_builder.py hand out positions, commit.py commits them
+    table                           block_manager.py
+    progress                        planner.py and plan_builder.py schedule positions, commit.py commits them
     tokens                          commit.py
     suspicion                       quarantine.py
     state, slot, finish_reason      queues.py, which also rewinds a sequence that has given up its slot
-    stats                           whoever sees what happens says so, through its verbs
+    stats                           whoever sees an event calls the method for it
     checked_at_version              planner.py
 
-The numbers of a `Progress` are positions, counted from the first token of the prompt:
+The numbers of a `SequenceProgress` are positions, counted from the first token of the prompt:
 
     0 ── num_computed ── num_scheduled ── num_tokens ── max_num_tokens
-         committed       handed out       tokens that exist or are being sampled by plans in flight
+         committed       scheduled        tokens that exist or are being sampled by plans in flight
 
-A plan hands out positions from `num_scheduled` on; the row that reaches `num_tokens` samples one more. Nothing else
-tells a prompt from an output, or a new sequence from a resumed one.
+A plan schedules positions from `num_scheduled` on; the row that reaches `num_tokens` samples one more. These numbers
+are the only difference between prefill and decode, or between a new sequence and a resumed one.
 """
 
 from array import array
@@ -28,7 +28,7 @@ import msgspec
 from shared.protocol import FinishReason, Sampling, SchedulingInfo, TokenLogprobs
 
 Key = tuple[float, float, int, int]
-"""Place in the one static order; see policy.py."""
+"""Place in the static order of all sequences; see policy.py."""
 
 
 class State(Enum):
@@ -48,7 +48,7 @@ MOVES: dict[State, frozenset[State]] = {
 }
 
 
-class Progress:
+class SequenceProgress:
     """The progress of a sequence, in positions."""
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Progress:
 
     @property
     def num_unscheduled(self) -> int:
-        """The positions that could be handed out now."""
+        """The number of positions that can be scheduled now."""
         return min(self.num_tokens, self.max_num_computed) - self.num_scheduled
 
     def skip(self, num_cached: int) -> None:
@@ -79,7 +79,7 @@ class Progress:
         self.num_computed = self.num_scheduled = num_cached
 
     def schedule(self, count: int) -> int:
-        """Hand out the next `count` positions to one row of a plan. Return how many tokens the row samples."""
+        """Give the next `count` positions to one row of a plan. Return how many tokens the row samples."""
         self.in_flight += 1
         self.num_scheduled = end = self.num_scheduled + count
         if end != self.num_tokens:
@@ -87,13 +87,13 @@ class Progress:
         self.num_tokens = end + self.row_samples
         return self.row_samples
 
-    def join(self, parent: "Progress") -> None:
-        """Begin as a fork of `parent`: the plan that computes its last position samples for this sequence as well."""
+    def fork_from(self, parent: "SequenceProgress") -> None:
+        """Begin as a fork of `parent`: the plan that samples its next token samples one for this sequence as well."""
         self.in_flight = 1
         self.num_scheduled, self.num_tokens = parent.num_scheduled, parent.num_tokens
 
     def commit(self, end: int) -> None:
-        """Note that a plan is back which computed the positions below `end`."""
+        """Note that the result of a plan is back, which computed the positions below `end`."""
         self.in_flight -= 1
         self.num_computed = end
 
@@ -106,7 +106,7 @@ class Progress:
 class BlockTable:
     """The blocks of a sequence, in order, and how far they can be written and are published."""
 
-    __slots__ = ("blocks", "last_serial", "num_pending_free", "num_writable", "publish_at")
+    __slots__ = ("blocks", "last_node", "num_pending_free", "num_writable", "publish_at")
 
     def __init__(self) -> None:
         self.clear()
@@ -115,8 +115,8 @@ class BlockTable:
         """Hold no blocks."""
         self.blocks: list[int] = []
         self.num_writable = 0  # positions below this one can be written without a new block
-        self.publish_at = 0  # `num_computed` from which on the next block is full
-        self.last_serial = 0  # of the block before that one in the prefix index
+        self.publish_at = 0  # value of `num_computed` at which the next block is full and can be published
+        self.last_node = 0  # node in the prefix index of the block before that one
         self.num_pending_free = 0  # blocks that come free when the sequence has stopped
 
 
@@ -126,12 +126,12 @@ class Suspicion:
     __slots__ = ("cleared_at", "deaths_alone")
 
     def __init__(self) -> None:
-        self.cleared_at = 0  # `num_computed` from which on it is no suspect
-        self.deaths_alone = 0  # workers in a row that died while they ran nothing else
+        self.cleared_at = 0  # value of `num_computed` at which it is no suspect any more
+        self.deaths_alone = 0  # consecutive workers that died while they ran nothing else
 
 
 class SequenceStats:
-    """The numbers that progress rows and metrics report of a sequence, apart from its tokens."""
+    """The numbers of a sequence that progress rows and metrics report."""
 
     __slots__ = (
         "num_cached_tokens",
@@ -151,12 +151,12 @@ class SequenceStats:
         self.num_prompt_logprobs_sent = 0  # positions 1 to this one were sent
 
     def admit(self, queued_seconds: float) -> None:
-        """Note an admission, for the first time or again. Only the first one is reported."""
+        """Note an admission. Only the first one is reported."""
         if self.queued_seconds < 0:
             self.queued_seconds = max(queued_seconds, 0.0)
             self._report_scheduling()
 
-    def join(self, parent: "SequenceStats") -> None:
+    def fork_from(self, parent: "SequenceStats") -> None:
         """Note the admission of a fork of `parent`, which shares its wait."""
         self.queued_seconds = parent.queued_seconds
         self._report_scheduling()
@@ -171,14 +171,14 @@ class SequenceStats:
         if self.num_cached_tokens < 0:
             self.num_cached_tokens = num_tokens
 
-    def count_prompt(self, num_tokens: int) -> int:
+    def count_prompt_up_to(self, num_tokens: int) -> int:
         """Count the first `num_tokens` tokens of the prompt. Return how many of them were not counted before."""
         new = max(num_tokens - self.num_prompt_counted, 0)
         self.num_prompt_counted += new
         return new
 
     def take_scheduling(self) -> SchedulingInfo | None:
-        """Return what the next row says of the admission, which is sent once."""
+        """Return the scheduling info for the next row, or None if it has not changed since it was last taken."""
         scheduling, self.scheduling = self.scheduling, None
         return scheduling
 
@@ -222,22 +222,24 @@ class Sequence:
         self.sampling = sampling
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.samples_before = request.samples_before + sample
-        first, arrival, serial = request.rank
-        self.key: Key = (first, arrival + self.samples_before * request.spread, serial, sample)
+        priority, arrival, serial = request.order_key
+        self.key: Key = (priority, arrival + self.samples_before * request.sample_spacing, serial, sample)
 
         self.tokens = tokens  # prompt and output, as far as committed
-        self.progress = Progress(len(tokens), self.prompt_len + sampling.max_tokens, 1 if sampling.max_tokens else 0)
+        row_samples = 1 if sampling.max_tokens else 0
+        self.progress = SequenceProgress(len(tokens), self.prompt_len + sampling.max_tokens, row_samples)
         self.table = BlockTable()
         self.suspicion = Suspicion()
         self.stats = SequenceStats()
         self.state = State.WAITING
         self.slot = -1
-        self.finish_reason: FinishReason | None = None  # set at its end, even if plans in flight still name it
-        self.checked_at_version: tuple[int, int] | None = None  # of memory and queues, at its last failed admission
+        self.finish_reason: FinishReason | None = None  # set when it ends, even if plans in flight still name it
+        # free version and number of running sequences when an admission last failed
+        self.checked_at_version: tuple[int, int] | None = None
 
     @property
     def output_len(self) -> int:
-        """The output tokens committed so far."""
+        """The number of output tokens committed so far."""
         return len(self.tokens) - self.prompt_len
 
     def append_token(self, token: int) -> FinishReason | None:
@@ -256,7 +258,7 @@ class Sequence:
         self.state = state
 
     def rewind(self) -> None:
-        """Forget the slot and all progress; the tokens stay. Memory must have taken the table back."""
+        """Forget the slot and all progress; the tokens stay. The block manager must have released the table."""
         self.slot = -1
         self.progress.rewind(len(self.tokens))
 
@@ -277,12 +279,12 @@ class Request:
     __slots__ = (
         "accepted_at",
         "id",
+        "order_key",
         "priority",
         "prompt_len",
-        "rank",
+        "sample_spacing",
         "samples_before",
         "sampling",
-        "spread",
         "unfinished",
         "unstarted_samples",
     )
@@ -292,20 +294,20 @@ class Request:
         id: int,
         prompt_len: int,
         sampling: Sampling,
-        rank: tuple[float, float, int],
+        order_key: tuple[float, float, int],
         priority: int = 0,
         accepted_at: float = 0.0,
         samples_before: int = 0,
-        spread: float = 0.0,
+        sample_spacing: float = 0.0,
     ) -> None:
         self.id = id
         self.prompt_len = prompt_len
         self.sampling = sampling
-        self.rank = rank
+        self.order_key = order_key
         self.priority = priority
         self.accepted_at = accepted_at
-        self.samples_before = samples_before  # samples of the same user's request before sample 0 of this one
-        self.spread = spread  # seconds by which each sample's place is behind that of the one before
+        self.samples_before = samples_before  # samples of the same user's request in earlier `Submit`s
+        self.sample_spacing = sample_spacing  # seconds by which each sample counts as later than the one before
         self.unfinished: dict[int, Sequence] = {}  # sequences by sample index
         self.unstarted_samples: list[int] = []  # sample indices that start when the prompt has been computed once
 
@@ -316,7 +318,7 @@ class Request:
         return sequence
 
     def sampling_of(self, sample: int) -> Sampling:
-        """Return the sampling of one sample: the prompt is scored for sample 0 alone, so the others may take hits."""
+        """Return the sampling of one sample. Only sample 0 scores the prompt, so the others may take prefix hits."""
         if sample == 0 or self.sampling.prompt_logprobs < 0:
             return self.sampling
         return msgspec.structs.replace(self.sampling, prompt_logprobs=-1)

@@ -1,4 +1,4 @@
-"""A scheduler without sockets, for tests that play its gateways and workers."""
+"""`SchedulerHarness`: a scheduler without sockets, for tests that act as its gateways and workers."""
 
 import itertools
 import time
@@ -34,8 +34,8 @@ from tests.scheduler.fake_listener import FakeListener, as_listener
 GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 
 
-class World:
-    """A scheduler with a gateway and a worker, and what it has sent to them."""
+class SchedulerHarness:
+    """A scheduler whose listeners are fakes, with a clock that `turn` moves."""
 
     def __init__(self, **settings: Any) -> None:
         self.gateways, self.workers = FakeListener(), FakeListener()
@@ -48,9 +48,9 @@ class World:
         for _ in range(times):
             self.now += 0.3  # more than a tick
             for name in (WORKER, SPARE):
-                self.workers.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
+                self.workers.hear(name + b".heartbeat", Heartbeat(name.decode(), ProcessStats()), 1)
             for name in (GOOD, BAD):
-                self.gateways.hear(name + b".beat", Heartbeat(name.decode(), ProcessStats()), 1)
+                self.gateways.hear(name + b".heartbeat", Heartbeat(name.decode(), ProcessStats()), 1)
             self.service._turn(self.now)
 
     def connect(self, name: bytes) -> int:
@@ -78,7 +78,7 @@ class World:
     def serves(self) -> bool:
         """Return whether a gateway and a worker that come now get a request done."""
         for worker in self.service._workers._registered.copy().values():
-            self.workers.leave(worker.fd)  # whoever is left makes room
+            self.workers.leave(worker.fd)  # so that the next one is configured
         self.turn()
         gateway, worker = self.connect(GOOD), self.register(SPARE)
         self.configured(SPARE, worker)

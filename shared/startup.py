@@ -1,4 +1,4 @@
-"""The first steps of every service: logging to stderr, and ending with the supervisor that started it.
+"""The first calls of every service: log to stderr, and end with the supervisor that started it.
 
 Log lines quote what clients sent: paths, names, texts in errors. None of it may look like a log line of its own or
 control a terminal, so `LogFormatter` escapes every record.
@@ -50,13 +50,13 @@ def start_logging() -> None:
 
 
 def set_log_level(level: str) -> None:
-    """Drop lines below `level`. Called once the settings are read."""
+    """Drop lines below `level`, which the settings name."""
     logging.getLogger().setLevel(level.upper())
 
 
 def report_error(service: str, error: QuireError) -> int:
-    """Write one line to stderr that says why a service cannot run, and return its exit status."""
-    print(printable(f"{service}: {error}"), file=sys.stderr)  # noqa: T201  (the line for people)
+    """Write the error to stderr as one line, and return the exit status of a service that cannot start."""
+    print(printable(f"{service}: {error}"), file=sys.stderr)  # noqa: T201
     return EXIT_CANNOT_START
 
 
@@ -70,5 +70,5 @@ def end_with_supervisor(supervisor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:  # it ended before the call above
+    if os.getppid() != supervisor:  # the supervisor ended before the call above
         sys.exit(1)

@@ -7,11 +7,11 @@ import sys
 import psutil
 import pytest
 
-from shared.process import LogFormatter, printable
+from shared.startup import LogFormatter, printable
 
 CHILD = """
 import os, time
-from shared.process import end_with_supervisor
+from shared.startup import end_with_supervisor
 end_with_supervisor(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
@@ -30,7 +30,7 @@ def test_a_service_ends_with_its_supervisor() -> None:
 
 
 def test_a_service_whose_supervisor_is_gone_does_not_start() -> None:
-    argv = [sys.executable, "-c", "from shared.process import end_with_supervisor; end_with_supervisor(1_000_000_000)"]
+    argv = [sys.executable, "-c", "from shared.startup import end_with_supervisor; end_with_supervisor(1_000_000_000)"]
     assert subprocess.run(argv, check=False).returncode == 1
 
 

@@ -1,17 +1,17 @@
-"""`Memory`: the block tables of sequences, over the pool of blocks and the prefix index.
+"""`BlockManager`: the block tables of sequences, over the pool of blocks and the prefix index.
 
 It owns how tables begin, grow, are shared and are given back. It does not decide who gets blocks: callers look at
 `num_free` first. Rules that hold between any two calls:
 
 - A block stands in as many tables as its reference count says, and a sequence keeps its table until no plan in flight
-  names it. So a block with one reference is written by one sequence at most, plans in flight included.
+  names it. So at most one sequence writes to a block with one reference, plans in flight included.
 - A row writes only blocks with one reference. Where the next position lies in a shared block, `extend` has the worker
-  copy it first. The source is pinned until that plan is back, so that it is not taken for something else meanwhile, and
-  is never the destination of a copy in the same plan. Its last holder may write to it, even in that plan, since a
-  worker copies before it computes.
-- Committed steps have computed what is published, and it is never written again, since only full blocks are published.
-- Blocks come free from the tail of a table to its head. Published ones go to the hot end of the free list, so that the
-  prefix, which more requests share, outlives what follows it. Others hold nothing of use and are taken next.
+  copy it first. The source is pinned until the result of that plan is back, so that nobody else takes it meanwhile and
+  it is never the destination of a copy in the same plan. A holder that is left alone with the source may write to it,
+  even in that plan, since a worker copies before it computes.
+- Only full blocks that committed steps have computed are published. Nobody writes to them again.
+- A table frees its blocks from tail to head. Published ones go to the hot end of the free list, so that the beginning
+  of a prompt, which more requests share, is evicted after what follows it. The others are of no use and are taken next.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ NEVER = 1 << 62
 
 
 class Allocation(NamedTuple):
-    """The blocks that a waiting sequence would use of the memory as it is now."""
+    """The blocks that a waiting sequence would get at this moment."""
 
     hits: list[Entry]  # blocks to share
     copied: Entry | None  # a hit on the block of the last token: copied, because that token must be computed
@@ -34,7 +34,7 @@ class Allocation(NamedTuple):
     num_free_needed: int  # blocks that the free list would lose
 
 
-class Memory:
+class BlockManager:
     """Tables over `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool) -> None:
@@ -47,13 +47,13 @@ class Memory:
         """Make all blocks free and publish none. All tables must have been released."""
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(self.block_size)
-        self.tokens_held = 0  # positions handed out in held blocks, shared ones once
+        self.tokens_held = 0  # positions scheduled in held blocks, each shared one counted once
         self.blocks_pending_free = 0  # blocks that stopping sequences will give back
         self.free_version += 1
 
     @property
     def num_free(self) -> int:
-        """The blocks that can be taken now."""
+        """The number of blocks that can be taken now."""
         return self.pool.num_free
 
     def match_prefix(self, sequence: Sequence, spare: int) -> Allocation:
@@ -63,9 +63,9 @@ class Memory:
         copied = hits.pop() if len(hits) * size == len(tokens) else None  # one token is always left to compute
         num_new = -(-len(tokens) // size) - len(hits)
         num_free_needed = num_new + sum(self.pool.is_free(entry.block) for entry in hits)
-        if copied is not None and self.pool.is_free(copied.block):  # it is pinned beside its copy
+        if copied is not None and self.pool.is_free(copied.block):  # the copy and its pinned source are held at once
             if num_free_needed + 1 + spare > self.num_free:
-                copied = None  # a full pool does not hold both: the block is computed again
+                copied = None  # there is no room for both, so the block is computed again
             else:
                 num_free_needed += 1
         return Allocation(hits, copied, num_new, num_free_needed)
@@ -73,7 +73,7 @@ class Memory:
     def allocate(self, sequence: Sequence, allocation: Allocation, builder: PlanBuilder) -> int:
         """Give a sequence its table. Return the number of tokens that its blocks hold already."""
         pool, size = self.pool, self.block_size
-        for entry in allocation.hits:  # before any is taken, which might be one of these
+        for entry in allocation.hits:  # before `_take`, which might take one of these
             self.tokens_held += 0 if pool.refs[entry.block] else size
             pool.share(entry.block)
         if allocation.copied is not None:
@@ -81,7 +81,7 @@ class Memory:
         table = sequence.table
         table.blocks = [entry.block for entry in allocation.hits] + [self._take() for _ in range(allocation.num_new)]
         num_cached = len(allocation.hits) * size
-        table.last_serial = allocation.hits[-1].serial if allocation.hits else ROOT
+        table.last_node = allocation.hits[-1].node if allocation.hits else ROOT
         table.publish_at = num_cached + size if self.prefix_caching else NEVER
         if allocation.copied is not None:
             builder.copy_block(allocation.copied.block, table.blocks[-1])
@@ -91,13 +91,13 @@ class Memory:
         return num_cached
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Share all blocks of the parent, which has just been handed its last known position, with the child."""
+        """Share with the child all blocks of the parent, whose last position has just been scheduled."""
         for block in parent.table.blocks:
             self.pool.share(block)
         child.table.blocks = list(parent.table.blocks)
-        child.table.last_serial, child.table.publish_at = parent.table.last_serial, parent.table.publish_at
-        full = parent.progress.num_scheduled // self.block_size * self.block_size
-        parent.table.num_writable = child.table.num_writable = full  # the last block, if not full, is shared
+        child.table.last_node, child.table.publish_at = parent.table.last_node, parent.table.publish_at
+        full = parent.progress.num_scheduled // self.block_size * self.block_size  # positions in full blocks
+        parent.table.num_writable = child.table.num_writable = full  # a last block that is not full is shared now
 
     def needs_block(self, sequence: Sequence) -> bool:
         """Return whether the next position, which is not writable yet, needs a block from the free list."""
@@ -120,7 +120,7 @@ class Memory:
         table.num_writable = len(table.blocks) * self.block_size
 
     def count_scheduled(self, num_tokens: int) -> None:
-        """Note that a plan has handed out `num_tokens` positions, all in blocks that are held."""
+        """Note that a plan schedules `num_tokens` positions, all in blocks that are held."""
         self.tokens_held += num_tokens
 
     def publish(self, sequence: Sequence) -> None:
@@ -129,7 +129,7 @@ class Memory:
         while table.publish_at <= sequence.progress.num_computed:
             start = table.publish_at - size
             content = sequence.tokens[start : table.publish_at]
-            table.last_serial = self.index.publish(table.last_serial, content, table.blocks[start // size])
+            table.last_node = self.index.publish(table.last_node, content, table.blocks[start // size])
             table.publish_at += size
 
     def num_exclusive(self, sequence: Sequence) -> int:
@@ -138,14 +138,14 @@ class Memory:
         return sum(refs[block] == 1 for block in sequence.table.blocks)
 
     def expect_release(self, sequence: Sequence) -> None:
-        """Note that the sequence gives its table back as soon as no plan in flight names it."""
+        """Count the blocks that the sequence will free as soon as no plan in flight names it."""
         sequence.table.num_pending_free = self.num_exclusive(sequence)
         self.blocks_pending_free += sequence.table.num_pending_free
 
     def release(self, sequence: Sequence) -> None:
         """Take the table back. No plan in flight may name the sequence."""
         table = sequence.table
-        filled = sequence.progress.num_scheduled - (len(table.blocks) - 1) * self.block_size  # of the last block
+        filled = sequence.progress.num_scheduled - (len(table.blocks) - 1) * self.block_size  # in the last block
         for block in reversed(table.blocks):
             if self.pool.refs[block] == 1:
                 self.tokens_held -= min(max(filled, 0), self.block_size)
@@ -156,13 +156,13 @@ class Memory:
         self.free_version += 1
 
     def unpin(self, blocks: list[int]) -> None:
-        """Note that a plan is back which copied from `blocks`."""
+        """Unpin the blocks that a plan copied from, now that its result is back."""
         for block in blocks:
             self.pool.unpin(block, keep=block in self.index)
             self.free_version += 1
 
     def may_hit(self, sequence: Sequence) -> bool:
-        """Return whether a sequence takes prefix hits at all: scores of the prompt come from computing it."""
+        """Return whether a sequence takes prefix hits: a prompt with log-probabilities has to be computed for them."""
         return self.prefix_caching and sequence.sampling.prompt_logprobs < 0
 
     def _take(self) -> int:
@@ -177,4 +177,4 @@ class Memory:
         return block
 
     def __repr__(self) -> str:
-        return f"<Memory {self.pool!r} {self.index!r} {self.tokens_held} tokens held>"
+        return f"<BlockManager {self.pool!r} {self.index!r} {self.tokens_held} tokens held>"
