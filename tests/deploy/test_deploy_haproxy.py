@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.quire.quire_server import free_ports
+from tests.ports import free_ports
 
 CONFIG = (Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg").read_text()
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.load import ops
-from tests.exactness.margin import Run, assert_same, compare
+from tests.exactness.margin_rule import Run, assert_same, compare
 
 EXACT = ops(torch.device("cpu")).mixes_types
 

@@ -15,9 +15,9 @@ from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
 from shared.protocol import NewSequence, StepPlan, StepResult
 from shared.text.tokenizer import Tokenizer
+from tests.exactness.embedded_model import EDGES, Output, Request, draw_requests, engine, serve
 from tests.exactness.equality import EXACT, assert_alike, differ
-from tests.exactness.margin import Run, assert_same
-from tests.exactness.workload import EDGES, Output, Request, draw_requests, engine, serve
+from tests.exactness.margin_rule import Run, assert_same
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests to run one by one
 

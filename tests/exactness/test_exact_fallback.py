@@ -15,10 +15,10 @@ from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.protocol import Sampling
-from tests.exactness.margin import MOST, TOLERANCE
-from tests.exactness.workload import Output, Request, serve
+from tests.exactness.embedded_model import Output, Request, serve
+from tests.exactness.margin_rule import MOST, TOLERANCE
 from tests.models.fallback_models import MODELS
-from tests.models.tiny import reference_logits, save
+from tests.models.tiny_models import reference_logits, save
 
 BLOCK = 8
 TOKENS = 20  # of output

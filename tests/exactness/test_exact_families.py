@@ -17,11 +17,11 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling
+from tests.exactness.embedded_model import Output, Request, serve
 from tests.exactness.equality import assert_alike
-from tests.exactness.margin import TOLERANCE, Run
-from tests.exactness.workload import Output, Request, serve
-from tests.models.tiny import reference_logits, save
-from tests.models.variants import VARIANTS
+from tests.exactness.margin_rule import TOLERANCE, Run
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import reference_logits, save
 
 SERVED = (
     "llama", "opt", "mistral", "qwen2, window above", "qwen3", "gemma", "gemma2", "gemma3", "phi3",

@@ -15,8 +15,8 @@ from kernels.reference.logprobs import logprobs
 from kernels.reference.philox import token_noise
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
-from tests.exactness.margin import TOLERANCE, Comparison, Kept, Run, compare, kept_of, sure_token
-from tests.exactness.workload import SAMPLED
+from tests.exactness.embedded_model import SAMPLED
+from tests.exactness.margin_rule import TOLERANCE, Comparison, Kept, Run, compare, kept_of, sure_token
 from tests.worker.test_worker_sampler import Table
 
 VOCAB = 400

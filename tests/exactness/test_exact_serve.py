@@ -19,9 +19,9 @@ from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
 from shared.text.tokenizer import Tokenizer
 from tests.exactness.equality import assert_alike
-from tests.exactness.margin import Run
+from tests.exactness.margin_rule import Run
 from tests.quire.quire_server import Server, health, serving
-from tests.system.processes import until
+from tests.waiting import until
 
 NAME = "smol"
 PATIENCE = 90.0  # seconds; reached only by tests that fail

@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.bounds import MIB
 from tests.gateway.fakes import Client, FakeBackend, endless, serve
-from tests.gateway.hostile import CHAT, COMPLETION, bodies, stall
+from tests.gateway.large_bodies import CHAT, COMPLETION, bodies, stall
 
 BOUND = 0.25  # seconds
 ROUNDS = 4

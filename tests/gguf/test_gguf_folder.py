@@ -18,7 +18,7 @@ from shared.errors import ModelError
 from shared.gguf import folder as gguf_folder
 from shared.gguf.folder import FORMAT, POINTER, model_folder, read_pointer
 from tests.gguf.gguf_writer import plain_vocabulary, write
-from tests.models.tiny import llama
+from tests.models.tiny_models import llama
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -16,7 +16,7 @@ from transformers import (
     VaultGemmaConfig,
 )
 
-from tests.models.tiny import tiny
+from tests.models.tiny_models import tiny
 
 SIZES: dict[str, Any] = {
     "vocab_size": 263,

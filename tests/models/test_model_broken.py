@@ -21,8 +21,8 @@ from services.worker.config import WorkerConfig
 from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
-from tests.models.tiny import llama, opt, save
-from tests.models.variants import VARIANTS
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import llama, opt, save
 
 CPU = torch.device("cpu")
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {**VARIANTS, "llama": llama, "opt": opt, "granite": granite}

@@ -18,8 +18,8 @@ from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import TransformersModel
 from services.worker.models.load import load_model
 from shared.errors import ModelError
-from tests.models.tiny import Forward, llama, opt, our_logits, rewrite, save, set_config, transformers_logits
-from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3_moe
+from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3_moe
+from tests.models.tiny_models import Forward, llama, opt, our_logits, rewrite, save, set_config, transformers_logits
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
 Make = Callable[..., PreTrainedModel]

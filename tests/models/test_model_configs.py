@@ -14,7 +14,8 @@ from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.models.registry import choose_implementation, load_family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
-from tests.models.tiny import (
+from tests.models.family_variants import VARIANTS, longrope
+from tests.models.tiny_models import (
     LLAMA,
     Forward,
     draw_the_rest,
@@ -25,7 +26,6 @@ from tests.models.tiny import (
     set_config,
     transformers_logits,
 )
-from tests.models.variants import VARIANTS, longrope
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
 

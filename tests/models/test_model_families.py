@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models.tiny import Forward, reference_logits, save
-from tests.models.variants import VARIANTS
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import Forward, reference_logits, save
 
 MADE: dict[str, PreTrainedModel] = {}
 

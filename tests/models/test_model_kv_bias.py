@@ -12,8 +12,8 @@ from kernels.load import ops, reference
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import load_model
-from tests.models.tiny import Forward, llama, opt, reference_logits, save
-from tests.models.variants import gpt2, qwen2, qwen3
+from tests.models.family_variants import gpt2, qwen2, qwen3
+from tests.models.tiny_models import Forward, llama, opt, reference_logits, save
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

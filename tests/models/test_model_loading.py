@@ -22,8 +22,8 @@ from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
-from tests.models.tiny import Forward, llama, opt, reference_logits, save, set_config
-from tests.models.variants import VARIANTS
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import Forward, llama, opt, reference_logits, save, set_config
 
 TOKENS = [5, 9, 100, 3, 77, 12]
 

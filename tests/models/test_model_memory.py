@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from tests.models.tiny import llama, save
+from tests.models.tiny_models import llama, save
 
 MEASURE = """
 import json, sys, threading

@@ -18,7 +18,8 @@ from services.worker.models.fallback.model import TransformersModel
 from services.worker.models.load import load_model, match_family
 from services.worker.models.registry import read_supported
 from shared.errors import ModelError
-from tests.models.tiny import (
+from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from tests.models.tiny_models import (
     LLAMA,
     Forward,
     draw_the_rest,
@@ -30,7 +31,6 @@ from tests.models.tiny import (
     set_config,
     transformers_logits,
 )
-from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {

@@ -18,9 +18,9 @@ from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
-from tests.models.packing import Scheme, save_packed
-from tests.models.tiny import Forward, llama, opt, reference_logits
-from tests.models.variants import gpt2, phi3
+from tests.models.family_variants import gpt2, phi3
+from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.tiny_models import Forward, llama, opt, reference_logits
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")

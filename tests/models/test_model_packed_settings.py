@@ -17,8 +17,8 @@ from services.worker.models.load import load_model
 from services.worker.models.registry import read_supported
 from shared.errors import ModelError
 from tests.models.fallback_models import stablelm
-from tests.models.packing import Scheme, save_packed
-from tests.models.tiny import Forward, llama, reference_logits
+from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.tiny_models import Forward, llama, reference_logits
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -6,7 +6,6 @@ Their sockets lie in one with a short path; the server would pass over one that 
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -101,15 +100,6 @@ def short_folder() -> Iterator[Path]:
     """A temporary folder whose path leaves room for sockets'."""
     with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as folder:
         yield Path(folder)
-
-
-def free_ports(count: int) -> list[int]:
-    """So many ports that are free now."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def health(url: str) -> int | None:

@@ -23,7 +23,8 @@ from shared.config import resolve
 from shared.errors import ConfigError, EngineFailure, ModelError, Unavailable
 from shared.hub.embedded import EMBEDDED
 from tests.system.http_client import figures, settled, talk
-from tests.system.processes import ROOT, Server, server, until
+from tests.system.processes import ROOT, Server, server
+from tests.waiting import until
 
 FLAGS = ["--random-input-len=20", "--random-output-len=6", "--num-prompts=12"]
 

@@ -13,7 +13,7 @@ from shared.hub import checkpoint
 from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.hub.download import files_to_fetch, gguf_files
 from tests.gguf.gguf_writer import write
-from tests.models.tiny import llama
+from tests.models.tiny_models import llama
 
 
 def test_a_folder_with_a_config_is_taken_as_it_is(tmp_path: Path) -> None:

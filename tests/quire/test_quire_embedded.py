@@ -13,7 +13,7 @@ from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.hub import embedded
 from shared.hub.checkpoint import cache_folder, locate
-from tests.gguf import second_opinion
+from tests.gguf import transformers_reference
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_transformers_reads_the_same_tensors_and_the_model_makes_sense(folder: Path) -> None:
-    described, theirs = second_opinion.read(embedded.embedded_file(), folder)
+    described, theirs = transformers_reference.read(embedded.embedded_file(), folder)
     config = json.loads((folder / "config.json").read_bytes())
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
         assert config[name] == described[name]
@@ -33,7 +33,7 @@ def test_transformers_reads_the_same_tensors_and_the_model_makes_sense(folder: P
     assert set(files.names) == set(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(files.get(name), tensor), name
-    model = second_opinion.from_tensors(folder, theirs)
+    model = transformers_reference.from_tensors(folder, theirs)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
 from tests.models.fallback_models import cohere2
-from tests.models.tiny import reference_logits, save
+from tests.models.tiny_models import reference_logits, save
 from tests.quire.quire_server import serving
 from tests.text.vocabulary import make_backend, write_model_folder
 

@@ -18,7 +18,7 @@ from kernels.load import ops
 from quire import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan, StepResult
-from tests.models.packing import Scheme, save_packed
+from tests.models.gptq_awq_writer import Scheme, save_packed
 from tests.text.vocabulary import make_vocabulary
 
 PROMPTS = [

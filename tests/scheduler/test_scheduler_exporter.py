@@ -7,7 +7,7 @@ from urllib.error import HTTPError
 from prometheus_client import CollectorRegistry, Gauge
 
 from services.scheduler.exporter import STALLED, export
-from tests.quire.quire_server import free_ports
+from tests.ports import free_ports
 
 
 def ask(url: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared import protocol
 from shared.errors import ProtocolError
 from shared.protocol import MAX_FRAME, Submit, decode_submit_id, encode, pack_tokens, unpack_tokens
-from tests.shared.hostile import FLOATS, INTEGERS, STRINGS, changed, leaves
+from tests.shared.invalid_messages import FLOATS, INTEGERS, STRINGS, changed, leaves
 from tests.shared.test_protocol_golden import EXAMPLES, SIDES
 
 DECODERS: list[Callable[[bytes], object]] = [decode for _, decode, _ in SIDES.values()]

@@ -33,6 +33,7 @@ from shared.transport import (
     new_identity,
     printable_identity,
 )
+from tests.ports import free_ports
 
 PATIENCE = 5000  # ms
 BOUND = 1_000_000  # of bytes that a peer may have unread, in these tests
@@ -79,9 +80,7 @@ def fill(listener: Listener, peer: bytes) -> int:
 @pytest.fixture
 def port() -> int:
     """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @pytest.mark.parametrize("over", ["ipc", "tcp"])

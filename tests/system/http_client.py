@@ -19,9 +19,9 @@ from msgspec import Struct
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.scripted import CHAIN, Reply, Script, expected_chain
-from tests.system.processes import PATIENCE
+from tests.scripted_worker import CHAIN, Reply, Script, expected_chain
 from tests.text.vocabulary import make_tokenizer
+from tests.waiting import PATIENCE
 
 TOKENIZER = make_tokenizer()
 MODEL = "tiny"

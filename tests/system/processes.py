@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -23,13 +23,14 @@ from quire.supervisor import is_healthy
 from services.gateway.backend import Backend
 from services.gateway.engine_request import EngineRequest
 from shared.protocol import FinishReason, Sampling, Snapshot
-from tests.quire.quire_server import free_ports
-from tests.scripted import Script
+from tests.ports import free_ports
+from tests.scripted_worker import Script
 from tests.text.vocabulary import write_model_folder
+from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PATIENCE = 20.0  # seconds; only failing tests reach it
-UNSTEADY = os.pathsep.join([str(ROOT / "tests/system/unsteady"), str(ROOT)])  # a PYTHONPATH, see there
+FAULT_INJECTION_PATH = os.pathsep.join([str(ROOT / "tests/system/fault_injection"), str(ROOT)])
+"""A PYTHONPATH with which Python processes load tests/system/fault_injection/sitecustomize.py."""
 
 
 class Child:
@@ -105,7 +106,7 @@ class Engine:
         sockets = [f"--gateways={self.address}", f"--workers={workers}"]
         self.scheduler = Child("scheduler", folder, ["-m", "services.scheduler", *sockets, supervisor, *flags])
         arguments = [f"--scheduler={workers}", f"--script={folder}/script.json", "--life={life}", supervisor]
-        self.worker = Child("worker", folder, ["tests/scripted.py", *arguments])
+        self.worker = Child("worker", folder, ["tests/scripted_worker.py", *arguments])
 
 
 class Gateway(Child):
@@ -184,16 +185,6 @@ async def server(script: Script, *flags: str, front: Sequence[str] = ()) -> Asyn
     """Run a whole server; `flags` are the scheduler's, `front` the gateway's."""
     async with engine(script, *flags) as behind, gateway(behind, *front) as gate:
         yield Server(behind, gate)
-
-
-async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(seconds):
-        while True:
-            result = holds()
-            if result if isinstance(result, bool) else await result:
-                return
-            await asyncio.sleep(0.01)
 
 
 def snapshot(backend: Backend) -> Snapshot:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import (
     BRIEF,
     ENDLESS,
@@ -32,8 +32,9 @@ from tests.system.http_client import (
     talk,
     wire,
 )
-from tests.system.processes import Server, until
+from tests.system.processes import Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.fakes import events, texts
-from tests.scripted import CHAIN, Misdeed
+from tests.scripted_worker import CHAIN, ScriptedFailure
 from tests.system.http_client import (
     ENDLESS,
     SAMPLES,
@@ -27,8 +27,9 @@ from tests.system.http_client import (
     streaming,
     talk,
 )
-from tests.system.processes import Gateway, Server, gateway, until
+from tests.system.processes import Gateway, Server, gateway
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,7 +38,7 @@ POISON = {kind: 200 + at for at, kind in enumerate(("raise", "memory", "garbage"
 SCRIPT = talk(
     delay=0.01,
     start_delay=0.2,  # so that a worker's absence can be seen
-    misdeeds=[Misdeed(token, kind) for kind, token in POISON.items()],
+    failures=[ScriptedFailure(token, kind) for kind, token in POISON.items()],
 )
 
 
@@ -109,7 +110,7 @@ async def test_a_request_that_breaks_every_step_fails_alone(server: Server) -> N
         assert await asyncio.gather(*innocent) == [chained(prompt, TOKENS) for prompt in prompts]
     grown = await settled(server, before, 9)
     assert ended(grown, SEQUENCES) == {"length": 6, "error": 3}
-    for said in ("RuntimeError: scripted failure", "MemoryError: scripted", "not a message", "in _misbehave"):
+    for said in ("RuntimeError: scripted failure", "MemoryError: scripted", "not a message", "in _fail"):
         assert said in server.engine.scheduler.log
     assert "Traceback" not in server.gateway.log
 

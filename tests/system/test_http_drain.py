@@ -8,10 +8,11 @@ import openai
 import pytest
 
 from tests.gateway.fakes import events, texts
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import ENDLESS, MODEL, Answer, chained, client, complete, figures, talk
-from tests.system.processes import Child, Server, until
+from tests.system.processes import Child, Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 STREAMS = PLAIN = 10
 TOKENS = 80

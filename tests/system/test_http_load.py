@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.fakes import ends, events, texts
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import (
     ENDLESS,
     MODEL,
@@ -27,8 +27,9 @@ from tests.system.http_client import (
     streaming,
     talk,
 )
-from tests.system.processes import UNSTEADY, Server, until
+from tests.system.processes import FAULT_INJECTION_PATH, Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -112,8 +113,8 @@ async def test_a_gateway_that_stands_still_loses_nothing(server: Server) -> None
 
 async def test_with_room_for_ten_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """PRC-06."""
-    monkeypatch.setenv("PYTHONPATH", UNSTEADY)
-    monkeypatch.setenv("UNSTEADY_HIGH_WATER", "10")
+    monkeypatch.setenv("PYTHONPATH", FAULT_INJECTION_PATH)
+    monkeypatch.setenv("HIGH_WATER", "10")
     async with serving(talk(delay=0.005), "--max-num-seqs=16") as narrow:
         await stand_still(narrow, 100, logprobs=5)  # large messages, or they would all find room in the socket
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from quire.serve import free_port
 from services.gateway.config import GatewayConfig
 from tests.gateway.fakes import events, texts
-from tests.scripted import CHAIN, Misdeed
+from tests.scripted_worker import CHAIN, ScriptedFailure
 from tests.system.http_client import (
     BRIEF,
     ENDLESS,
@@ -34,8 +34,9 @@ from tests.system.http_client import (
     talk,
     wire,
 )
-from tests.system.processes import UNSTEADY, Server, until
+from tests.system.processes import FAULT_INJECTION_PATH, Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,7 +45,7 @@ POISON = 200
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    script = talk(delay=0.005, misdeeds=[Misdeed(POISON, "raise")])
+    script = talk(delay=0.005, failures=[ScriptedFailure(POISON, "raise")])
     async with serving(script, "--max-num-seqs=32", "--max-num-batched-tokens=64") as system:
         yield system
 
@@ -186,8 +187,8 @@ async def test_counters_never_fall_and_failing_metrics_fail_alone(
 ) -> None:
     """MET-04: In processes whose wall clock steps back at every look."""
     broken, port = tmp_path / "broken", Port(free_port(GatewayConfig(host="127.0.0.1", port=0)))
-    monkeypatch.setenv("PYTHONPATH", UNSTEADY)
-    monkeypatch.setenv("UNSTEADY_METRICS", str(broken))
+    monkeypatch.setenv("PYTHONPATH", FAULT_INJECTION_PATH)
+    monkeypatch.setenv("FAIL_METRICS", str(broken))
     flags = ("--max-num-seqs=8", "--max-num-batched-tokens=64", f"--metrics-port={port.port}")
     async with serving(talk(delay=0.002, blocks=24), *flags) as server:
         scraper = asyncio.create_task(scrape(server))

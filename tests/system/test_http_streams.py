@@ -11,7 +11,7 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletionChunk
 
 from tests.gateway.fakes import ends, events, texts
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import MODEL, SAMPLES, chained, client, ended, says, settled, streaming, talk
 from tests.system.processes import Server
 from tests.system.processes import server as serving

@@ -9,8 +9,9 @@ import pytest
 
 from shared.errors import EngineFailure, Unavailable
 from shared.protocol import FinishReason, Sampling
-from tests.scripted import CHAIN, Script, expected_chain
-from tests.system.processes import Output, complete, serving, snapshot, until
+from tests.scripted_worker import CHAIN, Script, expected_chain
+from tests.system.processes import Output, complete, serving, snapshot
+from tests.waiting import until
 
 SLOW = Script(delay=0.02)
 

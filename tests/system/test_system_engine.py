@@ -8,8 +8,9 @@ import pytest
 from services.gateway.backend import Backend
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 from shared.protocol import FinishReason, Sampling
-from tests.scripted import CHAIN, Reply, Script, expected_chain
-from tests.system.processes import collect, complete, engine, rest, serving, snapshot, until
+from tests.scripted_worker import CHAIN, Reply, Script, expected_chain
+from tests.system.processes import collect, complete, engine, rest, serving, snapshot
+from tests.waiting import until
 
 SLOW = Script(delay=0.02)
 ENDLESS = 1500  # tokens

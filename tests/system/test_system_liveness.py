@@ -10,12 +10,13 @@ import pytest
 from services.gateway.engine_connection import ENGINE_TIMEOUT
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from shared.errors import EngineFailure, QuireError
-from tests.scripted import CHAIN, Misdeed, Script
-from tests.scripted import expected_chain as expected
+from tests.scripted_worker import CHAIN, Script, ScriptedFailure
+from tests.scripted_worker import expected_chain as expected
 from tests.system import http_client as asking
 from tests.system.http_client import talk
-from tests.system.processes import complete, gateway, rest, serving, until
+from tests.system.processes import complete, gateway, rest, serving
 from tests.system.processes import engine as running
+from tests.waiting import until
 
 STUCK = 666
 SOON = 10.0  # seconds: far more than the two that are meant, and far less than the half minute of an excuse
@@ -37,12 +38,12 @@ async def test_a_worker_that_is_stopped_in_its_first_step_is_found(tcp: bool) ->
         assert system.worker.lives == 2
 
 
-@pytest.mark.parametrize("kind", ["hang", "seize"])
+@pytest.mark.parametrize("kind", ["hang", "hang_with_gil"])
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool) -> None:
     """PRC-23. Beats go on beside the one; the other holds Python's lock, so that there are none."""
-    misdeeds = [Misdeed(STUCK, kind, lives=1)]
-    async with serving(Script(misdeeds=misdeeds), tcp=tcp) as (system, backend):
+    failures = [ScriptedFailure(STUCK, kind, lives=1)]
+    async with serving(Script(failures=failures), tcp=tcp) as (system, backend):
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
         said = "busy with one step for 2." if kind == "hang" else "silent for 2."
@@ -55,8 +56,8 @@ async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_step_that_takes_long_but_computes_is_left_alone(tcp: bool) -> None:
     """PRC-23. For half a minute, a step on a busy host cannot be told from an endless loop, which this one is."""
-    misdeeds = [Misdeed(STUCK, "loop", lives=1)]
-    async with serving(Script(misdeeds=misdeeds), "--worker-timeout=1", tcp=tcp) as (system, backend):
+    failures = [ScriptedFailure(STUCK, "loop", lives=1)]
+    async with serving(Script(failures=failures), "--worker-timeout=1", tcp=tcp) as (system, backend):
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
         await asyncio.sleep(4.0)  # the point: four times what it may be silent, and hang

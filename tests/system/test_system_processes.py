@@ -16,8 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.backend import Backend
-from tests.scripted import CHAIN, Misdeed, Script, expected_chain
-from tests.system.processes import ROOT, Child, complete, engine, until
+from tests.ports import free_ports
+from tests.scripted_worker import CHAIN, Script, ScriptedFailure, expected_chain
+from tests.system.processes import ROOT, Child, complete, engine
+from tests.waiting import until
 
 POISON = 666
 
@@ -64,9 +66,7 @@ async def test_a_metrics_port_that_is_taken_is_one_line(folder: Path) -> None:
 
 
 async def test_the_scheduler_exports_its_own_figures() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     async with engine(None, f"--metrics-port={port}", "--engine=east") as system, Backend([system.address]) as backend:
         await until(backend.ready)
         await complete(backend, [CHAIN], 9)
@@ -85,7 +85,7 @@ async def test_the_scheduler_exports_its_own_figures() -> None:
 
 async def test_a_worker_without_a_scheduler_gives_up_after_its_time(folder: Path) -> None:
     flags = [f"--scheduler=ipc://{folder}/w.sock", "--scheduler-timeout=1", f"--supervisor={os.getpid()}"]
-    child = Child("worker", folder, ["tests/scripted.py", *flags])
+    child = Child("worker", folder, ["tests/scripted_worker.py", *flags])
     child.restart = False
     await child.start()
     assert await child.ended() == 1
@@ -104,14 +104,14 @@ async def test_a_worker_whose_scheduler_does_not_come_back_gives_up() -> None:
 
 async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
     """Its first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
-    script = Script(misdeeds=[Misdeed(POISON, "hang", lives=1)])
+    script = Script(failures=[ScriptedFailure(POISON, "hang", lives=1)])
     async with engine(script, worker=False) as system, Backend([system.address]) as backend:
         system.worker.argv.append("--scheduler-timeout=2")
         await system.worker.start()
         await until(backend.ready)
         assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected_chain([CHAIN, POISON], 9)
         assert "Timeout" in system.worker.log
-        assert "_misbehave" in system.worker.log  # the watchdog shows where it hung
+        assert "_fail" in system.worker.log  # the watchdog shows where it hung
         assert system.worker.lives == 2
 
 
@@ -123,7 +123,7 @@ import os, subprocess, sys, time
 me = f"--supervisor={{os.getpid()}}"
 addresses = ["--gateways=ipc://{folder}/g.sock", "--workers=ipc://{folder}/w.sock"]
 one = subprocess.Popen([sys.executable, "-m", "services.scheduler", *addresses, me])
-two = subprocess.Popen([sys.executable, "tests/scripted.py", "--scheduler=ipc://{folder}/w.sock", me])
+two = subprocess.Popen([sys.executable, "tests/scripted_worker.py", "--scheduler=ipc://{folder}/w.sock", me])
 print(one.pid, two.pid, flush=True)
 time.sleep(60)
 """

@@ -29,9 +29,10 @@ from shared.protocol import (
 )
 from shared.transport import connect
 from shared.unread import MAX_UNREAD
-from tests.scripted import CHAIN, Script, ScriptedRunner, expected_chain
+from tests.scripted_worker import CHAIN, Script, ScriptedRunner, expected_chain
 from tests.shared.test_transport import frame, raw_peer
-from tests.system.processes import Child, Engine, complete, engine, rest, serving, until
+from tests.system.processes import Child, Engine, complete, engine, rest, serving
+from tests.waiting import until
 
 
 @asynccontextmanager

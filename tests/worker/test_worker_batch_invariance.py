@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.load import ops
 from tests.models.fallback_models import stablelm
-from tests.models.tiny import Forward, llama, opt, save
-from tests.models.variants import gemma2, qwen2, qwen3_moe
+from tests.models.family_variants import gemma2, qwen2, qwen3_moe
+from tests.models.tiny_models import Forward, llama, opt, save
 
 OPS = ops(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels are batch-invariant")

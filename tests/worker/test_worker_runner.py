@@ -12,7 +12,7 @@ from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
 from shared.errors import ModelError
 from shared.protocol import Epoch, Fork, Row, StepPlan, TableWrite, decode_from_worker, encode
-from tests.models.tiny import llama, reference_logits, save
+from tests.models.tiny_models import llama, reference_logits, save
 from tests.worker.runner_client import RunnerClient, sequence
 
 PROMPT = [5, 9, 100, 3, 77, 12, 8, 8, 41, 90]

@@ -3,7 +3,7 @@
 from services.worker.config import WorkerConfig
 from services.worker.service import Service
 from shared.protocol import Configure, Epoch
-from tests.scripted import Script, ScriptedRunner
+from tests.scripted_worker import Script, ScriptedRunner
 
 
 class LoggingRunner(ScriptedRunner):

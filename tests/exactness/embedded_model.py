@@ -19,7 +19,7 @@ from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.tokenizer import Tokenizer
-from tests.exactness.margin import Run
+from tests.exactness.margin_rule import Run
 
 TEXT = (
     "The lighthouse keeper wrote a letter every evening and gave it to the first ship that passed in the morning. "

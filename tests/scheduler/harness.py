@@ -28,13 +28,13 @@ from shared.protocol import (
     decode_to_worker,
     pack_tokens,
 )
-from tests.scheduler.examples import REGISTER
+from tests.scheduler.example_messages import REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
 
 GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 
 
-class World:
+class SchedulerHarness:
     """A scheduler with a gateway and a worker, and what it has sent to them."""
 
     def __init__(self, **settings: Any) -> None:

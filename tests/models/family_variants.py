@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.models.tiny import LLAMA, llama, opt, tiny
+from tests.models.tiny_models import LLAMA, llama, opt, tiny
 
 WINDOW = 7
 MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}

@@ -1,5 +1,5 @@
 """A worker without a model: the real worker service on `ScriptedRunner`, whose tokens follow from the prompt and whose
-failures are listed in a script. `python tests/scripted.py --scheduler ADDRESS --script FILE` starts one.
+failures are listed in a script. `python tests/scripted_worker.py --scheduler ADDRESS --script FILE` starts one.
 
 The next token of a sequence is
 - what a reply of the script says, for a prompt that contains the reply's `prompt` (then end-of-sequence, for ever);
@@ -47,7 +47,7 @@ class Reply(Struct):
     tokens: list[int]
 
 
-class Misdeed(Struct):
+class ScriptedFailure(Struct):
     """Makes a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes."""
 
     token: int
@@ -68,7 +68,7 @@ class Script(Struct):
     model: str = "scripted"
     text: str = ""
     replies: list[Reply] = []
-    misdeeds: list[Misdeed] = []
+    failures: list[ScriptedFailure] = []
 
 
 class Slot(Struct):
@@ -110,7 +110,7 @@ class ScriptedRunner:
         for new in plan.new_sequences:
             self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
         for row in plan.rows:
-            self._misbehave(self.slots[row.slot])
+            self._fail(self.slots[row.slot])
         time.sleep(self.script.delay)
         rows = [sampled for row in plan.rows if (sampled := self._compute(row)) is not None]
         for fork in plan.forks:
@@ -120,7 +120,7 @@ class ScriptedRunner:
                 self.slots[slot] = Slot(sequence, parent.tokens[:-1])
                 rows.append(self._sample(slot, self.slots[slot]))
         result = StepResult(plan.epoch, plan.step, rows, max(self.script.delay, 1e-4))
-        return self._falsify(plan, result)
+        return self._corrupt(plan, result)
 
     def _compute(self, row: Row) -> SampledRow | None:
         slot = self.slots[row.slot]
@@ -161,12 +161,12 @@ class ScriptedRunner:
         others = [(token + away) % self.script.vocab_size for away in range(count)]
         return TokenLogprobs(-0.25, 1, others, [-0.25 - away for away in range(count)])
 
-    def _misdeeds(self, slot: Slot) -> list[str]:
+    def _failures(self, slot: Slot) -> list[str]:
         prompt = slot.tokens[: slot.sequence.prompt_len]
-        return [one.kind for one in self.script.misdeeds if one.token in prompt and self.life < one.lives]
+        return [one.kind for one in self.script.failures if one.token in prompt and self.life < one.lives]
 
-    def _misbehave(self, slot: Slot) -> None:
-        for kind in self._misdeeds(slot):
+    def _fail(self, slot: Slot) -> None:
+        for kind in self._failures(slot):
             match kind:
                 case "raise":
                     raise RuntimeError("scripted failure")
@@ -174,18 +174,18 @@ class ScriptedRunner:
                     raise MemoryError("scripted lack of memory")
                 case "hang":
                     time.sleep(3600)
-                case "seize":
+                case "hang_with_gil":
                     ctypes.PyDLL(None).sleep(3600)
                 case "loop":
                     while True:
                         pass
-                case "churn":
+                case "loop_with_gil":
                     sum(range(10**15))
                 case "exit":
                     sys.exit(3)
 
-    def _falsify(self, plan: StepPlan, result: StepResult) -> StepResult:
-        kinds = {kind for row in plan.rows for kind in self._misdeeds(self.slots[row.slot])}
+    def _corrupt(self, plan: StepPlan, result: StepResult) -> StepResult:
+        kinds = {kind for row in plan.rows for kind in self._failures(self.slots[row.slot])}
         if "garbage" in kinds:
             return msgspec.structs.replace(result, step="nonsense")
         return msgspec.structs.replace(result, rows=[]) if "missing" in kinds else result
