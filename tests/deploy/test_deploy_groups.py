@@ -1,4 +1,4 @@
-"""Each image has the packages of one dependency group, and the scheduler's a part of the code: both must be enough."""
+"""Tests that each image's dependency group has the packages it needs, and the scheduler's image the code it needs."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def copy_code(name: str, app: Path) -> None:
 
 @pytest.fixture(scope="module")
 def scheduler_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the code of the scheduler's image."""
+    """Return a folder with the code of the scheduler's image."""
     app = tmp_path_factory.mktemp("app")
     copy_code("scheduler", app)
     return app

@@ -36,7 +36,7 @@ def requests(dtype: str) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(dtype: str) -> InProcessEngine:
-    """An engine that has room for all requests and shares nothing."""
+    """Return an engine that has room for all requests and shares nothing."""
     return engine(dtype, enable_prefix_caching=False)
 
 
@@ -56,7 +56,7 @@ def runs(outputs: Sequence[Output]) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def together(requests: list[Request], caching: InProcessEngine) -> list[Output]:
-    """The outputs of all requests in one batch, with an empty prefix cache."""
+    """Return the outputs of all requests in one batch, with an empty prefix cache."""
     return serve(caching, requests)
 
 

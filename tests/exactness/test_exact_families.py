@@ -1,4 +1,4 @@
-"""Each family through the engine: chunks, prefix hits and preemption give what transformers gives, and each alone.
+"""Tests each family in the engine: with chunks, prefix hits and preemption, it gives the tokens of transformers.
 
 Tiny random models, greedy, in float32. Where transformers' two likeliest tokens are closer than the margin rule's
 tolerance, either will do; among themselves, our runs are equal.
@@ -63,7 +63,7 @@ def runs(outputs: Sequence[Output]) -> list[Run]:
 
 
 def assert_greedy(model: PreTrainedModel, request: Request, run: Run) -> None:
-    """Each token is transformers' likeliest behind what was there before it."""
+    """Fail unless each token is the one that transformers finds likeliest after all tokens before it."""
     logits = reference_logits(model, request.prompt + run.tokens)[len(request.prompt) - 1 : -1]
     best, chosen = logits.amax(-1), logits[range(len(run.tokens)), run.tokens]
     assert (best - chosen).max() < TOLERANCE

@@ -1,4 +1,4 @@
-"""A GGUF file's folder is made once and never seen incomplete, is made anew when it must, and points to the weights."""
+"""Tests that a GGUF file's folder is made once, never seen incomplete, renewed if needed, and names the weights."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def file(original: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that were written, in order."""
+    """Return the list of folders that are written, in order."""
     folders: list[Path] = []
     write_folder = gguf_folder._write
 

@@ -1,4 +1,4 @@
-"""Models in GGUF files, computed by Quire's worker and by transformers with the same (dequantised) weights."""
+"""Compares models in GGUF files in Quire's worker with transformers, with the same (dequantised) weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.models.tiny_models import Forward, llama, reference_logits
 compiled = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-"""Sizes whose rows are whole blocks of 32, as the simple quantised types need."""
+"""Sizes of a model whose rows are whole blocks of 32, as the simple quantised types need."""
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}

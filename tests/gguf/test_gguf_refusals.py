@@ -1,4 +1,4 @@
-"""A broken GGUF file is refused in one line before anything starts, which names the file, the tensor and its type."""
+"""Tests that a broken GGUF file is refused before the start, in one line with the file, the tensor and its type."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A GGUF file is served with the tokenizer of another folder, since none can be made from the file."""
+"""Tests that a GGUF file is served with the tokenizer of another folder if none can be made from the file."""
 
 import signal
 from pathlib import Path

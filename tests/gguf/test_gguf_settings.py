@@ -1,4 +1,4 @@
-"""Metadata that no model can have, or that would be served as another model, is refused in one line naming the key."""
+"""Tests that metadata which no model can have, or which means another model, is refused in one line with its key."""
 
 import json
 import math

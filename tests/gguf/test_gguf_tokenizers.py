@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer and the original that it was made from give the same ids for texts."""
+"""Tests that a GGUF file's tokenizer gives texts the same ids as the original that it was made from."""
 
 import hashlib
 import inspect

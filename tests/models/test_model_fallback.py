@@ -1,4 +1,4 @@
-"""Architectures without a family of ours: transformers' code with our attention, compared with transformers alone."""
+"""Compares transformers' code with Quire's attention, for architectures without a family, with transformers alone."""
 
 import dataclasses
 import weakref

@@ -1,4 +1,4 @@
-"""Models that transformers can compute and Quire cannot serve are refused when they are loaded."""
+"""Tests that models which transformers can compute but Quire cannot serve are refused when they are loaded."""
 
 import json
 from pathlib import Path

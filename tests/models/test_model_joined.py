@@ -1,4 +1,4 @@
-"""A decoder's layers in one call give the bits of the single operations, for each kind of layer."""
+"""Tests that a decoder's layers in one call give the bits of single operations, for each type of layer."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -58,7 +58,7 @@ def theirs(model: PreTrainedModel, prompt: list[int], output: list[int]) -> Tens
 
 
 def test_greedy_as_transformers(prompts: list[list[int]]) -> None:
-    model = transformers_reference.from_ours(locate(""))
+    model = transformers_reference.from_quire_tensors(locate(""))
     compared = 0
     for prompt, output in zip(prompts, ours(prompts), strict=True):
         logits = theirs(model, prompt, output)
