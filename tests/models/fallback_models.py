@@ -40,7 +40,7 @@ def stablelm(**changes: Any) -> PreTrainedModel:
 
 
 def gpt_neox(**changes: Any) -> PreTrainedModel:
-    """Return a model with attention and MLP in parallel, one matmul for queries, keys and values, and a head with another name."""
+    """Return a model with attention and MLP in parallel, one matmul for q, k and v, and a head with another name."""
     return tiny(GPTNeoXConfig(**(SIZES | changes)))
 
 

@@ -130,7 +130,7 @@ def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("desc_act", [True, False, None])
 def test_g_idx_counts_where_it_is_meant(desc_act: bool | None, tmp_path: Path) -> None:
-    """A g_idx that gives each group as many inputs counts, zeros never do, and others contradict `desc_act` (LDG-26)."""
+    """A g_idx that gives each group as many inputs counts, zeros never do, others contradict `desc_act` (LDG-26)."""
     models, folders = [], []
     for name, scheme in (("order", Scheme(act_order=True)), ("zeros", Scheme(g_idx="zeros"))):
         models.append(llama(**WIDE))

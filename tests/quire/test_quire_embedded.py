@@ -1,4 +1,4 @@
-"""The embedded model: its folder says what loaders need, its text handling is right, and it makes sense."""
+"""Tests the embedded model: its folder has what loaders need, its text is handled right, and its answers make sense."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tests.gguf import transformers_reference
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The real model, in a cache of the tests' own."""
+    """Return the folder of the real model, in a cache for these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield locate("")

@@ -1,4 +1,4 @@
-"""`quire serve` as a user meets it: real processes, the tiny model, signals."""
+"""Tests `quire serve` as users run it: real processes, a tiny model, and signals."""
 
 import http.client
 import json
@@ -49,7 +49,7 @@ class OnSocket(http.client.HTTPConnection):
 
 
 def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Path) -> None:
-    """API-02: --uds and --uvicorn-log-level have their effect, and what has none is said."""
+    """API-02: --uds and --uvicorn-log-level have their effect, and a line names the flags that have none."""
     with short_folder() as place:
         path = str(place / "q.sock")
         flags = [f"--uds={path}", "--uvicorn-log-level", "error", "--enforce-eager", "--max_model_len", "1k"]
@@ -116,7 +116,7 @@ def test_what_is_killed_leaves_nothing_and_hurts_no_other(
 ) -> None:
     """PRC-01, PRC-04.
 
-    Servers die one after the other while their model loads: the supervisor alone, or every process of theirs.
+    Servers are killed one after the other while their model loads: the supervisor alone, or all processes.
     """
     temporary, shared = tmp_path / "temporary", Path("/dev/shm")
     temporary.mkdir()
@@ -128,7 +128,7 @@ def test_what_is_killed_leaves_nothing_and_hurts_no_other(
                 wait_for(lambda: server.files() >= SOCKETS and len(server.children()) == 3, server)
                 server.end(signal.SIGKILL, whole_family=at % 2 == 1)
             wait_for(lambda: set(shared.iterdir()) <= before, server)
-            assert len(list(place.iterdir())) == 2  # the last one's and the living one's
+            assert len(list(place.iterdir())) == 2  # those of the last one and of the one that lives
             assert list(temporary.iterdir()) == []
         with serving(folder, tmp_path / "next", port, place=place) as server:
             wait_for(lambda: len(server.children()) == 3, server)
@@ -162,7 +162,7 @@ def test_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -
 
 
 def test_a_broken_model_ends_the_start_with_the_reason(folder: Path, tmp_path: Path) -> None:
-    """One that only the worker can see to be broken."""
+    """Only the worker can see that this model is broken."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The supervisor over real processes: small fakes that end on SIGTERM and with their supervisor, as services do."""
+"""Tests the supervisor on real processes: small fakes that end on SIGTERM and with their supervisor, as services do."""
 
 import asyncio
 import io
@@ -83,7 +83,7 @@ class Fakes:
 
     @asynccontextmanager
     async def running(self, supervisor: Supervisor) -> AsyncIterator["asyncio.Task[int]"]:
-        """The supervisor at work; its children must all be gone at the end."""
+        """Run the supervisor for the time of the block. Fail if children are left at the end."""
         task = asyncio.create_task(supervisor.run())
         try:
             yield task
@@ -94,7 +94,7 @@ class Fakes:
 
 
 def own_children() -> Sequence[int]:
-    """Processes of fake services that still run."""
+    """Return the pids of fake services that still run."""
     return [
         child.pid
         for child in psutil.Process().children(recursive=True)

@@ -1,4 +1,4 @@
-"""Messages for the tests of this folder."""
+"""Example messages for the tests of the scheduler."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""A listener without sockets: peers are names, connections are numbers, and what is sent is kept to be looked at."""
+"""A listener without sockets: peers are names, connections are numbers, and sent messages are kept for the test."""
 
 from collections import deque
 from typing import Any, cast
@@ -57,7 +57,7 @@ class FakeListener:
         self.inbox.append(FakeMessage(peer, body, fd, pid))
 
     def disconnect_floods(self) -> None:
-        """Nobody floods it."""
+        """Do nothing, since no peer floods."""
 
     def leave(self, fd: int) -> None:
         """End a connection."""

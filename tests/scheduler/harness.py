@@ -1,4 +1,4 @@
-"""A scheduler without sockets, for tests that play its gateways and workers."""
+"""Runs a whole scheduler without sockets, for tests that play its gateways and workers."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 
 
 class SchedulerHarness:
-    """A scheduler with a gateway and a worker, and what it has sent to them."""
+    """A scheduler, and the messages that it received from and sent to gateways and workers."""
 
     def __init__(self, **settings: Any) -> None:
         self.gateways, self.workers = FakeListener(), FakeListener()
@@ -76,9 +76,9 @@ class SchedulerHarness:
         return self.workers.take(name, decode_to_worker)
 
     def serves(self) -> bool:
-        """Return whether a gateway and a worker that come now get a request done."""
+        """Return whether a new gateway gets a request served by a new worker."""
         for worker in self.service._workers._registered.copy().values():
-            self.workers.leave(worker.fd)  # whoever is left makes room
+            self.workers.leave(worker.fd)  # makes room for a new one
         self.turn()
         gateway, worker = self.connect(GOOD), self.register(SPARE)
         self.configured(SPARE, worker)

@@ -1,4 +1,4 @@
-"""The scheduler's /health is about its loop, and stands beside /metrics."""
+"""Tests that the scheduler serves /health, which is about its loop, beside /metrics."""
 
 import time
 import urllib.request

@@ -1,4 +1,4 @@
-"""Gateways: which request is whose, what is left when a gateway goes, and what waits for a slow one."""
+"""Tests which gateway a request belongs to, what remains when a gateway goes, and what waits for a slow one."""
 
 import math
 import time
@@ -50,7 +50,7 @@ class GatewaysHarness:
 
     @property
     def remembered(self) -> list[int]:
-        """The engine's ids of the requests whose gateways are known."""
+        """Return the engine's ids of the requests whose gateways are known."""
         return list(self.gateways._origins)
 
     def receive(self, now: float = 0.0, max_messages: int = 100) -> list[Submit | Abort]:
@@ -65,7 +65,7 @@ class GatewaysHarness:
         return request.id
 
     def deliver(self, rows: list[ProgressRow]) -> None:
-        """Deliver rows as an engine gives them: after the last row of a request it is unfinished no more."""
+        """Deliver rows as an engine does: a request is finished after its last row."""
         for row in rows:
             if row.finish_reason is not None:
                 self.unfinished[row.id] -= 1
@@ -84,7 +84,7 @@ class GatewaysHarness:
 
     @property
     def empty(self) -> bool:
-        """Nothing is remembered of any request."""
+        """Return whether no request is remembered."""
         return not self.remembered and all(not peer.ids for peer in self.gateways._gateways.values())
 
 
@@ -168,7 +168,7 @@ def test_only_so_many_messages_are_read_in_a_turn(harness: GatewaysHarness) -> N
 def test_a_claimed_arrival_is_kept_within_bounds(
     harness: GatewaysHarness, claimed: float, at_least: float, at_most: float
 ) -> None:
-    """PRC-26: no gateway's clock puts its requests before or behind all others'."""
+    """PRC-26: no gateway's clock puts its requests before or after all others."""
     before = time.time()
     harness.net.hear(A, submit(1, arrival=claimed), 1)
     (request,) = harness.receive()
@@ -185,7 +185,7 @@ def test_an_arrival_just_now_is_kept(harness: GatewaysHarness) -> None:
 
 
 def test_what_was_accepted_is_said_once_and_before_its_news(harness: GatewaysHarness) -> None:
-    """HTTP-05: all of a turn in one message, under the gateway's own ids."""
+    """HTTP-05: one message has all that a turn accepted, with the gateway's own ids."""
     ids = [harness.submit(A, id) for id in (5, 6)]
     harness.deliver([row(ids[0])])
     for id in ids:
@@ -198,7 +198,7 @@ def test_what_was_accepted_is_said_once_and_before_its_news(harness: GatewaysHar
 
 
 def test_an_acceptance_waits_for_a_gateway_that_is_slow_and_not_for_one_that_is_gone(harness: GatewaysHarness) -> None:
-    """HTTP-05: it is lost no more than news are."""
+    """HTTP-05: an acceptance is lost no more than progress is."""
     harness.net.slow.add(A)
     harness.gateways.accept(harness.submit(A, 5))
     assert harness.flush(A) == []
@@ -345,7 +345,7 @@ def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(harness: Ga
 def test_long_messages_end_a_turn(harness: GatewaysHarness) -> None:
     """PRC-28."""
     for id in range(4):
-        harness.net.hear(A, submit(id, [5] * (MAX_TURN_BYTES // 8 + 1)), 1)  # half of a turn's bytes each
+        harness.net.hear(A, submit(id, [5] * (MAX_TURN_BYTES // 8 + 1)), 1)  # each is half of a turn's bytes
     assert [len(harness.receive()) for _ in range(3)] == [2, 2, 0]
 
 

@@ -1,6 +1,6 @@
-"""A whole scheduler, without sockets, against peers that put an odd value into one field of a message.
+"""Tests a whole scheduler, without sockets, against peers that put an odd value into one field of a message.
 
-Whatever the value is, the scheduler's loop goes on, and another gateway is served by another worker afterwards.
+Whatever the value is, the scheduler's loop goes on, and another worker then serves another gateway.
 """
 
 import itertools
@@ -50,7 +50,7 @@ SCORES = [TokenLogprobs(-0.5, 2, [4], [-0.25])]
 
 
 def running() -> tuple[SchedulerHarness, int, int, list[StepPlan]]:
-    """A harness in which the bad gateway has a request running; its connection, the worker's, and the plans."""
+    """Return a harness in which a request of the bad gateway runs, both connections, and the plans."""
     harness = SchedulerHarness()
     gateway, worker = harness.connect(BAD), harness.register(WORKER)
     harness.configured(WORKER, worker)
@@ -65,7 +65,7 @@ FROM_GATEWAY = (Hello(VERSION, "bad"), SUBMIT, Abort(1, 0), Heartbeat("bad", Pro
 
 @pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda message: type(message).__name__)
 def test_no_value_of_a_gateway_ends_the_scheduler(message: Any) -> None:
-    """PRC-26: a message is served or refused, and anything else costs its sender at most its connection."""
+    """PRC-26: a message is served or refused, or at worst costs its sender the connection."""
     whole = encode(message)
     harness, *_ = running()
     for path, _ in leaves(msgspec.msgpack.decode(whole)):
@@ -73,7 +73,7 @@ def test_no_value_of_a_gateway_ends_the_scheduler(message: Any) -> None:
             gateway = harness.connect(BAD)
             harness.gateways.hear(BAD, changed(whole, path, value), gateway)
             harness.turn(1)
-            harness.gateways.hear(BAD, encode(SUBMIT), gateway)  # something to be put in order with it
+            harness.gateways.hear(BAD, encode(SUBMIT), gateway)  # another request, which is put in order with it
             harness.gateways.hear(BAD, encode(Abort(2)), gateway)
             harness.turn(1)
     assert harness.serves()
@@ -102,7 +102,7 @@ def test_no_value_of_a_worker_ends_the_scheduler(kind: int) -> None:
 
 
 def test_no_figure_of_a_worker_ends_the_scheduler() -> None:
-    """PRC-27: of the first worker or a later one. Only too little memory in the first is an error of the settings."""
+    """PRC-27: this holds for the first worker and later ones. Only too little memory in the first is a settings error."""
     whole = encode(REGISTER)
     later, *_ = running()
     for path, _ in leaves(msgspec.msgpack.decode(whole)):
@@ -131,7 +131,7 @@ TOO_SMALL = msgspec.structs.replace(REGISTER, kv_memory=160 * 49)
 def test_a_spare_worker_with_less_memory_is_dismissed_and_the_next_one_is_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """PRC-27: it could not hold what was promised, which is no reason for the scheduler to end."""
+    """PRC-27: it could not hold the promised context, which must not end the scheduler."""
     harness = SchedulerHarness(max_model_len=800)
     first = harness.register(WORKER)
     harness.register(b"small", TOO_SMALL)
@@ -183,7 +183,7 @@ def test_a_token_of_one_byte_makes_no_table_of_gigabytes() -> None:
 
 
 def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
-    """PRC-26: arrivals far in the past or the future are taken for now, or for a little earlier."""
+    """PRC-26: arrivals far in the past or the future count as now, or as a little earlier."""
     harness = SchedulerHarness(max_num_seqs=1, max_num_batched_tokens=4)
     gateway, worker = harness.connect(BAD), harness.register(WORKER)
     harness.configured(WORKER, worker)
@@ -203,7 +203,7 @@ def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
 
 
 def test_a_submit_out_of_range_does_not_cost_its_gateway_the_others() -> None:
-    """PRC-26: it is refused by its id; the request before it goes on."""
+    """PRC-26: the request is refused by its id; the one before it goes on."""
     harness, gateway, worker, (plan, *_) = running()
     body = changed(encode(SUBMIT), (8,), float("nan"))
     with pytest.raises(Exception, match="not a message"):

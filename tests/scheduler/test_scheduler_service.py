@@ -1,4 +1,4 @@
-"""The scheduler's service before its first worker has come: it has no engine yet."""
+"""Tests the scheduler's service before its first worker has come, when it has no engine yet."""
 
 from shared.protocol import (
     Abort,

@@ -1,4 +1,4 @@
-"""Workers: which one computes, which of its messages count, and how its loss is seen."""
+"""Tests which worker computes, which of its messages count, and how its loss is noticed."""
 
 import os
 import signal
@@ -79,7 +79,7 @@ def harness() -> WorkersHarness:
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """Something that can be killed and does nothing."""
+    """Yield a process that sleeps and can be killed."""
     with subprocess.Popen(["sleep", "60"]) as child:
         wait_until(lambda: psutil.Process(child.pid).name() == "sleep")
         wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_SLEEPING)
@@ -144,7 +144,7 @@ def test_a_fault_is_a_loss(harness: WorkersHarness, caplog: pytest.LogCaptureFix
 def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
     how: str, local: bool, process: "subprocess.Popen[bytes]"
 ) -> None:
-    """Killed, if the kernel says that its process is here; told to stop otherwise."""
+    """It is killed if the kernel says that its process is on this host, and told to stop otherwise."""
     harness = WorkersHarness.__new__(WorkersHarness)
     harness.net = FakeListener()
     harness.workers = Workers(as_listener(harness.net), TIMEOUT, has_cpu)
@@ -172,7 +172,7 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
 def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
     device: str, seconds: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside a GPU a thread may spin while it waits, which says nothing."""
+    """With a GPU, a thread may spin while it waits, so its CPU time proves nothing."""
     clock = [0.0]
     monkeypatch.setattr(Process, "cpu_usage", lambda self: CpuUsage(clock[0], 0.0, True))
     net = FakeListener()
@@ -196,9 +196,9 @@ def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
 
 @pytest.mark.parametrize("phase", ["configuring", "first step", "idle"])
 def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subprocess.Popen[bytes]") -> None:
-    """PRC-24. It is seen to do nothing, so it has no more time than any other, and meanwhile nobody says that it works.
+    """PRC-24: /proc shows that it does nothing, so it gets no extra time.
 
-    Nothing needs to be excused on a host that is short of CPU: one that waits for a CPU would be seen to be runnable.
+    A host that is short of CPU is no excuse: a process that waits for a CPU would be runnable.
     """
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, lambda now: True)
@@ -223,7 +223,7 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: int) -> None:
-    """Over a network: what it does is known by its beats alone, and they say that it does nothing."""
+    """Over a network only heartbeats tell what it does, and they say that it does nothing."""
     harness = WorkersHarness()
     harness.activate()
     for number in range(step):
@@ -246,7 +246,7 @@ def test_beats_of_another_name_are_no_sign_of_life(harness: WorkersHarness) -> N
 
 
 def test_no_more_than_so_many_messages_are_read_in_a_turn(harness: WorkersHarness) -> None:
-    """PRC-28. A flood at this socket leaves the scheduler time for all else."""
+    """PRC-28: a flood at this socket leaves the scheduler time for everything else."""
     harness.activate()
     for _ in range(MESSAGES + 1):
         harness.net.hear(b"flood", beat(), 2)
@@ -255,7 +255,7 @@ def test_no_more_than_so_many_messages_are_read_in_a_turn(harness: WorkersHarnes
 
 
 def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:
-    """A worker says a number that is not what the kernel says of its connection."""
+    """The worker's pid is not the one that the kernel has for its connection."""
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=os.getpid())
@@ -295,7 +295,7 @@ def test_a_spare_that_leaves_is_no_loss(harness: WorkersHarness) -> None:
 
 
 def test_a_process_that_registers_again_takes_its_own_place() -> None:
-    """It has seen the connection end before the scheduler has."""
+    """The process has seen the connection end before the scheduler has."""
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     me = replace(REGISTER, pid=os.getpid())

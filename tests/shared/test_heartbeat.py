@@ -1,4 +1,4 @@
-"""Processes send heartbeats over real sockets, and /proc shows what they do."""
+"""Tests heartbeats over real sockets, and what /proc shows of processes."""
 
 import os
 import signal
@@ -106,7 +106,7 @@ def test_a_process_that_computes_is_told_from_one_that_is_stopped() -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel does not tell of delays")
 def test_waiting_for_a_cpu_is_counted_and_never_falls() -> None:
-    """Two processes on one CPU; threads of one end meanwhile."""
+    """Two processes share one CPU, and threads of one of them end meanwhile."""
     cpu = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
     threads = f"""

@@ -1,4 +1,4 @@
-"""Examples: one of each message, with every field set."""
+"""One example of each message, with every field set."""
 
 from msgspec import Struct
 
