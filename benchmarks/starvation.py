@@ -3,9 +3,9 @@
     python -m benchmarks.starvation [--over ipc tcp] [--seconds 600] [--loops 4] [--nice 19] [--model PATH]
     python -m benchmarks.starvation --hangs [--over ipc tcp]
 
-The first serves the embedded model, every process of it at `--nice`, beside so many busy loops of ordinary priority,
+The first serves the embedded model, with every process at `--nice`, beside `--loops` busy loops of ordinary priority,
 while `--streams` clients ask for completions all the time. It counts deaths: processes that were killed, and peers that
-were given up. All of these are false. Over tcp the services connect over loopback and see nothing of each other's
+were given up. All of them are false. Over tcp the services connect over loopback and see nothing of each other's
 processes, as between hosts; the supervisor always does.
 
 The second makes a worker hang in different ways, on an idle host, and prints how long it takes to find it. (Where

@@ -1,8 +1,9 @@
-"""A worker without a model: the real worker service on `ScriptedRunner`, whose tokens follow from the prompt and whose
-failures are listed in a script. `python tests/scripted_worker.py --scheduler ADDRESS --script FILE` starts one.
+"""A worker without a model: the real worker service with `ScriptedRunner`.
 
-The next token of a sequence is
-- what a reply of the script says, for a prompt that contains the reply's `prompt` (then end-of-sequence, for ever);
+    python tests/scripted_worker.py --scheduler ADDRESS --script FILE
+
+The script lists replies and failures. The next token of a sequence is
+- the next one of a reply of the script, for a prompt that contains the reply's `prompt` (then end-of-sequence forever);
 - else, if the first token of the prompt is CHAIN, a digest of all tokens before it and of the sample's index, so that
   any token lost, doubled or out of order changes all that follow;
 - else the last token plus one.
@@ -41,22 +42,29 @@ CHAIN = 2
 
 
 class Reply(Struct):
-    """Output of the prompts that contain `prompt`."""
+    """The output for prompts that contain `prompt`."""
 
     prompt: list[int]
     tokens: list[int]
 
 
 class ScriptedFailure(Struct):
-    """Makes a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes."""
+    """Lets a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes.
+
+    `kind` is one of
+    - "raise", "memory", "exit": raise an error, run out of memory, or end the process;
+    - "hang", "loop": sleep or compute forever;
+    - "hang_with_gil", "loop_with_gil": the same without releasing the GIL;
+    - "garbage", "missing": return a malformed result, or one without rows.
+    """
 
     token: int
-    kind: str  # raise, memory, hang, seize (hang and hold the GIL), loop, churn (loop and hold the GIL), garbage, ...
+    kind: str
     lives: int = 1_000_000
 
 
 class Script(Struct):
-    """The runner's behaviour."""
+    """The behaviour of a `ScriptedRunner`."""
 
     vocab_size: int = 1000
     eos: int = 0
@@ -79,7 +87,7 @@ class Slot(Struct):
 
 
 class ScriptedRunner:
-    """`life` counts the processes that ran this script before."""
+    """A runner that follows a script. `life` is the number of processes that ran this script before."""
 
     def __init__(self, script: Script, life: int = 0) -> None:
         self.script = script

@@ -1,6 +1,6 @@
 """Runs a peer: a server over HTTP, or a program of `inside/` that takes jobs on its stdin.
 
-Either is ready when it has answered a first request of one token, and is ended with all its children.
+A peer is ready when it has answered a request of one token. It is ended with all its children.
 """
 
 import contextlib

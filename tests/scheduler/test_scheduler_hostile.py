@@ -102,7 +102,7 @@ def test_no_value_of_a_worker_ends_the_scheduler(kind: int) -> None:
 
 
 def test_no_figure_of_a_worker_ends_the_scheduler() -> None:
-    """PRC-27: this holds for the first worker and later ones. Only too little memory in the first is a settings error."""
+    """PRC-27: this holds for first and later workers. Only too little memory in the first is a settings error."""
     whole = encode(REGISTER)
     later, *_ = running()
     for path, _ in leaves(msgspec.msgpack.decode(whole)):

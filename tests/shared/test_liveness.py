@@ -160,7 +160,7 @@ def test_a_loop_that_stands_still_has_longer_while_it_works(peer: Peer, cpu_is_p
 
 
 def test_one_that_is_starved_in_a_step_has_minutes_though_it_hardly_finds_a_word() -> None:
-    """PRC-23: seen over tcp, a step takes 59 s and heartbeats are seconds apart. A burst of CPU time changes nothing."""
+    """PRC-23: over tcp, a step takes 59 s with heartbeats seconds apart. A burst of CPU time changes nothing."""
 
     def heartbeat(now: float) -> ProcessStats | None:
         return ProcessStats(now, now * 0.01 + (0.5 if now > 60.0 else 0.0), now * 1.5) if now % 2.25 == 0.0 else None

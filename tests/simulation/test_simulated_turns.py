@@ -30,7 +30,7 @@ def _large(engine: SimulatedEngine, prompts: int, n: int, max_tokens: int) -> li
 
 
 def _steps(engine: SimulatedEngine, count: int, seconds: float) -> None:
-    """Take some steps of `seconds` each."""
+    """Take `count` steps of `seconds` each."""
     for _ in range(count):
         engine.now += seconds
         engine.plan()

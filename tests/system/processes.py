@@ -1,4 +1,4 @@
-"""Real processes for system tests: gateways, a scheduler and a scripted worker, with a stand-in for their supervisor.
+"""Real processes for system tests: gateways, a scheduler and a scripted worker, supervised by the test.
 
 They use a temporary folder with a short path (paths of ipc sockets are limited) and end with the test, even if the test
 is killed.
@@ -40,7 +40,7 @@ class Child:
         self.name = name
         self.restart = True
         self.lives = 0
-        self.status: int | None = None  # of the last life that ended
+        self.status: int | None = None  # of the last process that ended
         self.argv = argv
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -68,7 +68,7 @@ class Child:
         os.kill(self.pid, number)
 
     async def ended(self) -> int:
-        """Wait until the process, which is not restarted, ends; return its exit status."""
+        """Wait for the end of the process, which must not be restarted, and return its exit status."""
         assert self._keeper is not None
         await asyncio.wait_for(self._keeper, PATIENCE)
         assert self.status is not None
@@ -194,7 +194,7 @@ def snapshot(backend: Backend) -> Snapshot:
 
 
 async def rest(backend: Backend) -> Snapshot:
-    """Wait for a new status of the only engine that says that it holds nothing; return its snapshot."""
+    """Wait for a new status of the only engine that says that it holds nothing, and return its snapshot."""
     last = next(iter(backend.statuses().values()), None)
 
     def at_rest() -> bool:

@@ -1,4 +1,4 @@
-"""How a whole server ends when it is asked to, as its clients see it."""
+"""Tests how a whole server stops when it is asked to, as its clients see it."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ TOKENS = 80
 
 
 async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio.Task[Answer]"]:
-    """Streams and plain requests; all of them run when it returns, and have said something."""
+    """Start streams and plain requests. Return when all of them run and the streams have sent something."""
     kinds = [True] * STREAMS + [False] * PLAIN
     answers = [complete(server, [*prompt, 20 + at], tokens, stream=kind) for at, kind in enumerate(kinds)]
     tasks = [asyncio.create_task(answer) for answer in answers]

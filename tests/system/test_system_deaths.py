@@ -1,4 +1,4 @@
-"""What clients see when processes are killed, stopped, hang or talk nonsense. The promise: worker deaths are pauses."""
+"""Tests what clients see when processes are killed, stopped, hang or send garbage. Worker deaths must be pauses."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ POISON = 666
 
 @asynccontextmanager
 async def streams(backend: Backend, count: int) -> AsyncIterator[list["asyncio.Task[Output]"]]:
-    """So many requests, of which some are running and have some of their tokens."""
+    """Run `count` requests for the block, which starts once some of them have some of their tokens."""
     prompts = [[CHAIN, 10 + at] for at in range(count)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
@@ -71,7 +71,7 @@ async def test_a_worker_that_is_stopped_in_its_steps_is_replaced() -> None:
     async with serving(SLOW, "--worker-timeout=1") as (system, backend):
         async with streams(backend, 8):
             system.worker.signal(signal.SIGSTOP)
-        assert "silent for 1." in system.scheduler.log  # sooner than the time of its step would be over
+        assert "silent for 1." in system.scheduler.log  # sooner than its step would time out
         await assert_recovered(system, backend)
 
 

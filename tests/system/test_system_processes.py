@@ -1,4 +1,4 @@
-"""Scheduler and worker as programs: how they start and end when things are not as they should be."""
+"""Tests the scheduler and the worker as programs: how they start and end when something is wrong."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ async def folder() -> AsyncIterator[Path]:
 
 
 def refusal(module: str, *flags: str) -> str:
-    """The one line of a program that does not start."""
+    """Return the one line on stderr of a program that does not start."""
     argv = [sys.executable, "-m", module, *flags]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert result.returncode == 2
@@ -103,7 +103,7 @@ async def test_a_worker_whose_scheduler_does_not_come_back_gives_up() -> None:
 
 
 async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
-    """Its first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
+    """It is the first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
     script = Script(failures=[ScriptedFailure(POISON, "hang", lives=1)])
     async with engine(script, worker=False) as system, Backend([system.address]) as backend:
         system.worker.argv.append("--scheduler-timeout=2")
@@ -116,7 +116,7 @@ async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
 
 
 async def test_services_end_with_their_supervisor(folder: Path) -> None:
-    """However it ends: here by SIGKILL."""
+    """The supervisor may end in any way, here by SIGKILL."""
     (folder / "script.json").write_bytes(msgspec.json.encode(Script()))
     code = f"""
 import os, subprocess, sys, time
@@ -139,7 +139,7 @@ time.sleep(60)
 
 
 def alive(pid: int) -> bool:
-    """Not counting those that are dead but have not been waited for."""
+    """Return whether the process lives. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Batch invariance: on a CPU, the bits of a row depend on that row, its context and its position only.
+"""Tests batch invariance: on a CPU, the bits of a row depend on that row, its context and its position only.
 
 They do not depend on how many rows there are, which they are and in what order, where a prompt was cut into chunks,
 whether a position was computed with a prompt or after it, or on the number of threads.

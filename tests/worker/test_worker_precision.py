@@ -1,4 +1,4 @@
-"""The types in which a model is computed: which are chosen or refused, and batch invariance in each."""
+"""Tests the data types of a computation: which are chosen or refused, and batch invariance in each."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The runner executes plans on a tiny model: its tokens, log-probabilities and facts about itself."""
+"""Tests the runner on a tiny model: tokens, log-probabilities, and its worker info."""
 
 from pathlib import Path
 
@@ -165,7 +165,7 @@ def test_logprobs_of_output(runner: ModelRunner, model: PreTrainedModel) -> None
 def test_logprobs_of_the_prompt(runner: ModelRunner, model: PreTrainedModel, chunks: list[int]) -> None:
     client = RunnerClient(runner)
     entries, start = [], 0
-    client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that requests none
+    client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that without log-probabilities
     entered = [sequence(0, PROMPT, range(4), prompt_logprobs=2)]
     for count in chunks:
         last = start + count == 10

@@ -1,4 +1,4 @@
-"""The service with a scripted runner, without sockets. The system tests have real ones."""
+"""Tests the service with a scripted runner, without sockets. The system tests have real ones."""
 
 from services.worker.config import WorkerConfig
 from services.worker.service import Service

@@ -1,4 +1,4 @@
-"""Greedy continuations of the embedded model, all in one batch, compared with transformers in float32."""
+"""Compares greedy continuations of the embedded model, all in one batch, with transformers in float32."""
 
 import pytest
 import torch

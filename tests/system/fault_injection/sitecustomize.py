@@ -1,7 +1,7 @@
-"""Loaded by every Python process that finds this folder in PYTHONPATH, to make its surroundings worse than they are.
+"""Injects faults into every Python process that has this folder in PYTHONPATH, by environment variables.
 
-FAIL_METRICS=FILE: its wall clock is an hour earlier at each look, and its engine metrics cannot be collected while
-that file is there. HIGH_WATER=N: so many messages may wait on a connection.
+FAIL_METRICS=FILE: the wall clock goes back by an hour at each look, and engine metrics cannot be collected while FILE
+exists. HIGH_WATER=N: at most N messages may wait on a connection.
 """
 
 import itertools
