@@ -242,7 +242,7 @@ class BrokenWatch(Watch):
     def __init__(self) -> None:
         """Watch nothing."""
 
-    def look(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
+    def find_hung(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
         """Fail."""
         raise LookupError("of mine")
 
