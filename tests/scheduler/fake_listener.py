@@ -1,4 +1,4 @@
-"""A listener without sockets: peers are names, connections are numbers, and sent messages are kept for the test."""
+"""A listener without sockets: peers are names, connections are numbers, and what is sent is kept to be looked at."""
 
 from collections import deque
 from typing import Any, cast
@@ -57,7 +57,7 @@ class FakeListener:
         self.inbox.append(FakeMessage(peer, body, fd, pid))
 
     def disconnect_floods(self) -> None:
-        """Do nothing, since no peer floods."""
+        """Nobody floods it."""
 
     def leave(self, fd: int) -> None:
         """End a connection."""

@@ -10,7 +10,7 @@ from services.scheduler.engine import Engine
 from shared.config import load
 from shared.errors import ConfigError
 from shared.protocol import Refusal, Refused, Sampling
-from tests.scheduler.example_messages import MODEL, REGISTER, submit
+from tests.scheduler.examples import MODEL, REGISTER, submit
 
 
 def engine() -> Engine:

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from services.scheduler.deadlines import CONFIGURE_TIMEOUT, FIRST_STEP_TIMEOUT, STEP_FACTOR, Deadlines
-from tests.scheduler.example_messages import REGISTER
+from tests.scheduler.examples import REGISTER
 
 TIMEOUT = 2.0
 

@@ -1,4 +1,4 @@
-"""Tests which gateway a request belongs to, what remains when a gateway goes, and what waits for a slow one."""
+"""Gateways: which request is whose, what is left when a gateway goes, and what waits for a slow one."""
 
 import math
 import time
@@ -29,7 +29,7 @@ from shared.protocol import (
     Welcome,
     decode_to_gateway,
 )
-from tests.scheduler.example_messages import MODEL, submit
+from tests.scheduler.examples import MODEL, submit
 from tests.scheduler.fake_listener import FakeListener, as_listener
 
 WELCOME = Welcome(VERSION, "0", "boot", MODEL, 100, 8)
@@ -37,7 +37,7 @@ STATUS = Status(True, False, Snapshot())
 A, B = b"gateway-a", b"gateway-b"
 
 
-class GatewaysHarness:
+class World:
     """Two gateways that have said Hello, over connections 1 and 2."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class GatewaysHarness:
 
     @property
     def remembered(self) -> list[int]:
-        """Return the engine's ids of the requests whose gateways are known."""
+        """The engine's ids of the requests whose gateways are known."""
         return list(self.gateways._origins)
 
     def receive(self, now: float = 0.0, max_messages: int = 100) -> list[Submit | Abort]:
@@ -65,7 +65,7 @@ class GatewaysHarness:
         return request.id
 
     def deliver(self, rows: list[ProgressRow]) -> None:
-        """Deliver rows as an engine does: a request is finished after its last row."""
+        """Deliver rows as an engine gives them: after the last row of a request it is unfinished no more."""
         for row in rows:
             if row.finish_reason is not None:
                 self.unfinished[row.id] -= 1
@@ -84,75 +84,75 @@ class GatewaysHarness:
 
     @property
     def empty(self) -> bool:
-        """Return whether no request is remembered."""
+        """Nothing is remembered of any request."""
         return not self.remembered and all(not peer.ids for peer in self.gateways._gateways.values())
 
 
 @pytest.fixture
-def harness() -> GatewaysHarness:
-    return GatewaysHarness()
+def world() -> World:
+    return World()
 
 
 def row(id: int, *, sample: int = 0, position: int = 0, finish: FinishReason | None = None) -> ProgressRow:
     return ProgressRow(id, sample, position, [7], finish_reason=finish)
 
 
-def test_requests_of_two_gateways_under_the_same_id_are_two(harness: GatewaysHarness) -> None:
-    first, second = harness.submit(A, 5), harness.submit(B, 5)
+def test_requests_of_two_gateways_under_the_same_id_are_two(world: World) -> None:
+    first, second = world.submit(A, 5), world.submit(B, 5)
     assert first != second
-    harness.deliver([row(first), row(second, position=3)])
-    assert harness.flush(A) == [Progress([row(5)])]
-    assert harness.flush(B) == [Progress([row(5, position=3)])]
+    world.deliver([row(first), row(second, position=3)])
+    assert world.flush(A) == [Progress([row(5)])]
+    assert world.flush(B) == [Progress([row(5, position=3)])]
 
 
-def test_a_step_is_one_message_a_gateway(harness: GatewaysHarness) -> None:
-    ids = [harness.submit(A, id) for id in range(3)]
-    harness.deliver([row(id) for id in ids])
-    harness.deliver([row(ids[0], position=1)])
-    assert harness.flush(A) == [Progress([row(0), row(1), row(2), row(0, position=1)])]
-    assert harness.flush(A) == []
+def test_a_step_is_one_message_a_gateway(world: World) -> None:
+    ids = [world.submit(A, id) for id in range(3)]
+    world.deliver([row(id) for id in ids])
+    world.deliver([row(ids[0], position=1)])
+    assert world.flush(A) == [Progress([row(0), row(1), row(2), row(0, position=1)])]
+    assert world.flush(A) == []
 
 
-def test_a_request_is_forgotten_with_its_last_sample(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 5, n=2)
-    harness.deliver([row(id, sample=1, finish=FinishReason.STOP)])
-    assert harness.remembered == [id]
-    harness.deliver([row(id, sample=0, finish=FinishReason.LENGTH)])
-    assert harness.empty
-    harness.deliver([row(id)])  # nobody's
-    assert [len(message.rows) for message in harness.flush(A) if isinstance(message, Progress)] == [2]
-    assert harness.submit(A, 5) != id
+def test_a_request_is_forgotten_with_its_last_sample(world: World) -> None:
+    id = world.submit(A, 5, n=2)
+    world.deliver([row(id, sample=1, finish=FinishReason.STOP)])
+    assert world.remembered == [id]
+    world.deliver([row(id, sample=0, finish=FinishReason.LENGTH)])
+    assert world.empty
+    world.deliver([row(id)])  # nobody's
+    assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [2]
+    assert world.submit(A, 5) != id
 
 
-def test_a_refused_request_is_forgotten_and_said_under_its_own_id(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 5)
-    harness.gateways.refuse(Refused(id, Refusal.QUEUE_FULL, "full", 2.0))
-    assert harness.flush(A) == [Refused(5, Refusal.QUEUE_FULL, "full", 2.0)]
-    assert harness.empty
+def test_a_refused_request_is_forgotten_and_said_under_its_own_id(world: World) -> None:
+    id = world.submit(A, 5)
+    world.gateways.refuse(Refused(id, Refusal.QUEUE_FULL, "full", 2.0))
+    assert world.flush(A) == [Refused(5, Refusal.QUEUE_FULL, "full", 2.0)]
+    assert world.empty
 
 
-def test_an_id_in_use_is_refused_and_the_first_request_lives(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 5)
-    harness.net.hear(A, submit(5), 1)
-    assert harness.receive() == []
-    (refused,) = harness.flush(A)
+def test_an_id_in_use_is_refused_and_the_first_request_lives(world: World) -> None:
+    id = world.submit(A, 5)
+    world.net.hear(A, submit(5), 1)
+    assert world.receive() == []
+    (refused,) = world.flush(A)
     assert isinstance(refused, Refused)
     assert (refused.id, refused.reason) == (5, Refusal.INVALID)
-    harness.deliver([row(id)])
-    assert harness.flush(A) == [Progress([row(5)])]
+    world.deliver([row(id)])
+    assert world.flush(A) == [Progress([row(5)])]
 
 
-def test_aborts_go_to_the_engine_under_its_id_and_those_of_others_nowhere(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 5)
+def test_aborts_go_to_the_engine_under_its_id_and_those_of_others_nowhere(world: World) -> None:
+    id = world.submit(A, 5)
     for peer, fd, abort in ((A, 1, Abort(5, 2)), (A, 1, Abort(6)), (B, 2, Abort(5)), (b"stranger", 3, Abort(5))):
-        harness.net.hear(peer, abort, fd)
-    assert harness.receive() == [Abort(id, 2)]
+        world.net.hear(peer, abort, fd)
+    assert world.receive() == [Abort(id, 2)]
 
 
-def test_only_so_many_messages_are_read_in_a_turn(harness: GatewaysHarness) -> None:
+def test_only_so_many_messages_are_read_in_a_turn(world: World) -> None:
     for id in range(10):
-        harness.net.hear(A, submit(id), 1)
-    assert [len(harness.receive(max_messages=4)) for _ in range(4)] == [4, 4, 2, 0]
+        world.net.hear(A, submit(id), 1)
+    assert [len(world.receive(max_messages=4)) for _ in range(4)] == [4, 4, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -165,238 +165,236 @@ def test_only_so_many_messages_are_read_in_a_turn(harness: GatewaysHarness) -> N
         (5e-324, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
     ],
 )
-def test_a_claimed_arrival_is_kept_within_bounds(
-    harness: GatewaysHarness, claimed: float, at_least: float, at_most: float
-) -> None:
-    """PRC-26: no gateway's clock puts its requests before or after all others."""
+def test_a_claimed_arrival_is_kept_within_bounds(world: World, claimed: float, at_least: float, at_most: float) -> None:
+    """PRC-26: no gateway's clock puts its requests before or behind all others'."""
     before = time.time()
-    harness.net.hear(A, submit(1, arrival=claimed), 1)
-    (request,) = harness.receive()
+    world.net.hear(A, submit(1, arrival=claimed), 1)
+    (request,) = world.receive()
     assert isinstance(request, Submit)
     assert before + at_least <= request.arrival <= time.time() + at_most
 
 
-def test_an_arrival_just_now_is_kept(harness: GatewaysHarness) -> None:
+def test_an_arrival_just_now_is_kept(world: World) -> None:
     arrival = time.time() - MAX_CLOCK_SKEW / 2
-    harness.net.hear(A, submit(1, arrival=arrival), 1)
-    (request,) = harness.receive()
+    world.net.hear(A, submit(1, arrival=arrival), 1)
+    (request,) = world.receive()
     assert isinstance(request, Submit)
     assert request.arrival == arrival
 
 
-def test_what_was_accepted_is_said_once_and_before_its_news(harness: GatewaysHarness) -> None:
-    """HTTP-05: one message has all that a turn accepted, with the gateway's own ids."""
-    ids = [harness.submit(A, id) for id in (5, 6)]
-    harness.deliver([row(ids[0])])
+def test_what_was_accepted_is_said_once_and_before_its_news(world: World) -> None:
+    """HTTP-05: all of a turn in one message, under the gateway's own ids."""
+    ids = [world.submit(A, id) for id in (5, 6)]
+    world.deliver([row(ids[0])])
     for id in ids:
-        harness.gateways.accept(id)
-    assert not harness.gateways.flushed
-    assert harness.flush(A) == [Accepted([5, 6]), Progress([row(5)])]
-    assert harness.flush(A) == []
-    assert harness.gateways.flushed
-    assert harness.flush(B) == []
+        world.gateways.accept(id)
+    assert not world.gateways.flushed
+    assert world.flush(A) == [Accepted([5, 6]), Progress([row(5)])]
+    assert world.flush(A) == []
+    assert world.gateways.flushed
+    assert world.flush(B) == []
 
 
-def test_an_acceptance_waits_for_a_gateway_that_is_slow_and_not_for_one_that_is_gone(harness: GatewaysHarness) -> None:
-    """HTTP-05: an acceptance is lost no more than progress is."""
-    harness.net.slow.add(A)
-    harness.gateways.accept(harness.submit(A, 5))
-    assert harness.flush(A) == []
-    harness.gateways.accept(harness.submit(A, 6))
-    harness.net.slow.clear()
-    assert harness.flush(A) == [Accepted([5]), Accepted([6])]
-    last = harness.submit(B, 7)
-    harness.net.leave(2)
-    harness.receive()
-    harness.gateways.accept(last)
-    assert harness.flush(B) == []
+def test_an_acceptance_waits_for_a_gateway_that_is_slow_and_not_for_one_that_is_gone(world: World) -> None:
+    """HTTP-05: it is lost no more than news are."""
+    world.net.slow.add(A)
+    world.gateways.accept(world.submit(A, 5))
+    assert world.flush(A) == []
+    world.gateways.accept(world.submit(A, 6))
+    world.net.slow.clear()
+    assert world.flush(A) == [Accepted([5]), Accepted([6])]
+    last = world.submit(B, 7)
+    world.net.leave(2)
+    world.receive()
+    world.gateways.accept(last)
+    assert world.flush(B) == []
 
 
-def test_a_submit_out_of_range_is_refused_alone(harness: GatewaysHarness) -> None:
+def test_a_submit_out_of_range_is_refused_alone(world: World) -> None:
     """PRC-26: the gateway's other requests go on."""
-    id = harness.submit(A, 5)
-    harness.net.hear(A, msgspec.structs.replace(submit(6), arrival=math.nan), 1)
-    assert harness.receive() == []
-    harness.deliver([row(id)])
-    refused, progress = harness.flush(A)
+    id = world.submit(A, 5)
+    world.net.hear(A, msgspec.structs.replace(submit(6), arrival=math.nan), 1)
+    assert world.receive() == []
+    world.deliver([row(id)])
+    refused, progress = world.flush(A)
     assert isinstance(refused, Refused)
     assert (refused.id, refused.reason) == (6, Refusal.INVALID)
     assert progress == Progress([row(5)])
 
 
-def leave(harness: GatewaysHarness) -> None:
-    harness.net.leave(1)
-    harness.receive()
+def leave(world: World) -> None:
+    world.net.leave(1)
+    world.receive()
 
 
-def nonsense(harness: GatewaysHarness) -> None:
-    harness.net.hear(A, b"nonsense", 1)
-    harness.receive()
+def nonsense(world: World) -> None:
+    world.net.hear(A, b"nonsense", 1)
+    world.receive()
 
 
-def silence(harness: GatewaysHarness) -> None:
-    harness.beat(B)
-    harness.receive(GATEWAY_TIMEOUT + 1)
-    harness.gateways.expire(GATEWAY_TIMEOUT + 1)
+def silence(world: World) -> None:
+    world.beat(B)
+    world.receive(GATEWAY_TIMEOUT + 1)
+    world.gateways.expire(GATEWAY_TIMEOUT + 1)
 
 
-def unreachable(harness: GatewaysHarness) -> None:
-    harness.net.unreachable.add(A)
-    harness.gateways.status(STATUS)
-    harness.gateways.flush(0.0)
+def unreachable(world: World) -> None:
+    world.net.unreachable.add(A)
+    world.gateways.status(STATUS)
+    world.gateways.flush(0.0)
 
 
-def stuck(harness: GatewaysHarness) -> None:
-    harness.net.slow.add(A)
-    harness.gateways.status(STATUS)
-    harness.gateways.flush(1.0)
+def stuck(world: World) -> None:
+    world.net.slow.add(A)
+    world.gateways.status(STATUS)
+    world.gateways.flush(1.0)
     for peer in (A, B):
-        harness.beat(peer)
-    harness.receive(GATEWAY_TIMEOUT + 2)
-    harness.gateways.expire(GATEWAY_TIMEOUT + 2)
+        world.beat(peer)
+    world.receive(GATEWAY_TIMEOUT + 2)
+    world.gateways.expire(GATEWAY_TIMEOUT + 2)
 
 
-def comes_again(harness: GatewaysHarness) -> None:
-    harness.net.hear(A, Hello(VERSION, "a"), 9)
-    harness.receive()
+def comes_again(world: World) -> None:
+    world.net.hear(A, Hello(VERSION, "a"), 9)
+    world.receive()
 
 
-def descriptor_reused(harness: GatewaysHarness) -> None:
-    harness.net.leave(1)
-    harness.net.hear(b"newcomer", Hello(VERSION, "newcomer"), 1)
-    harness.receive()
-    harness.net.hear(b"newcomer", submit(1), 1)
-    assert len(harness.receive()) == 1  # the newcomer stays
+def descriptor_reused(world: World) -> None:
+    world.net.leave(1)
+    world.net.hear(b"newcomer", Hello(VERSION, "newcomer"), 1)
+    world.receive()
+    world.net.hear(b"newcomer", submit(1), 1)
+    assert len(world.receive()) == 1  # the newcomer stays
 
 
 @pytest.mark.parametrize("go", [leave, nonsense, silence, unreachable, stuck, comes_again, descriptor_reused])
-def test_who_goes_has_its_requests_aborted_and_nobody_else_s(harness: GatewaysHarness, go: object) -> None:
+def test_who_goes_has_its_requests_aborted_and_nobody_else_s(world: World, go: object) -> None:
     assert callable(go)
-    mine, other = [harness.submit(A, 1), harness.submit(A, 2)], harness.submit(B, 1)
-    harness.deliver([row(mine[0])])
-    go(harness)
-    assert harness.gateways.take_orphans() == [Abort(id) for id in mine]
-    assert harness.gateways.take_orphans() == []
-    assert other in harness.remembered
-    assert not set(mine) & set(harness.remembered)
-    harness.deliver([row(mine[1], finish=FinishReason.ABORT)])  # their rows are nobody's now
-    harness.net.slow.clear()
+    mine, other = [world.submit(A, 1), world.submit(A, 2)], world.submit(B, 1)
+    world.deliver([row(mine[0])])
+    go(world)
+    assert world.gateways.take_orphans() == [Abort(id) for id in mine]
+    assert world.gateways.take_orphans() == []
+    assert other in world.remembered
+    assert not set(mine) & set(world.remembered)
+    world.deliver([row(mine[1], finish=FinishReason.ABORT)])  # their rows are nobody's now
+    world.net.slow.clear()
     if go is not comes_again:
-        harness.net.hear(A, submit(9), 1)
-        assert harness.receive() == []  # it has to say Hello first
-    harness.deliver([row(other)])
-    assert harness.flush(B)[-1] == Progress([row(1)])
+        world.net.hear(A, submit(9), 1)
+        assert world.receive() == []  # it has to say Hello first
+    world.deliver([row(other)])
+    assert world.flush(B)[-1] == Progress([row(1)])
 
 
-def test_one_that_is_heard_is_not_given_up(harness: GatewaysHarness) -> None:
-    harness.submit(A, 1)
+def test_one_that_is_heard_is_not_given_up(world: World) -> None:
+    world.submit(A, 1)
     for now in (5.0, 14.0, 23.0):
         for peer in (A, B):
-            harness.beat(peer)
-        harness.receive(now)
-        harness.gateways.expire(now)
-    harness.net.slow.add(A)
-    harness.gateways.status(STATUS)
-    harness.gateways.flush(23.0)
-    harness.gateways.postpone(100.0)
-    harness.gateways.expire(123.0)
-    assert harness.gateways.take_orphans() == []
+            world.beat(peer)
+        world.receive(now)
+        world.gateways.expire(now)
+    world.net.slow.add(A)
+    world.gateways.status(STATUS)
+    world.gateways.flush(23.0)
+    world.gateways.postpone(100.0)
+    world.gateways.expire(123.0)
+    assert world.gateways.take_orphans() == []
 
 
 @pytest.mark.parametrize(
     "content", [submit(9), Abort(9), Heartbeat("gateway-a", ProcessStats())], ids=["submit", "abort", "beat"]
 )
-def test_one_that_was_given_up_is_told_so_whatever_it_says(harness: GatewaysHarness, content: Struct) -> None:
+def test_one_that_was_given_up_is_told_so_whatever_it_says(world: World, content: Struct) -> None:
     """PRC-21."""
-    harness.gateways.expire(GATEWAY_TIMEOUT + 1.0)
+    world.gateways.expire(GATEWAY_TIMEOUT + 1.0)
     for peer in (A, b"reporter"):
-        harness.net.hear(peer, content, 1)
-    harness.net.unreachable.add(B)
-    harness.net.hear(B, submit(9), 2)
-    assert harness.receive(GATEWAY_TIMEOUT + 2.0) == []
-    assert set(harness.flush(A)) == {UnknownGateway()}
-    assert harness.flush(B) == []
+        world.net.hear(peer, content, 1)
+    world.net.unreachable.add(B)
+    world.net.hear(B, submit(9), 2)
+    assert world.receive(GATEWAY_TIMEOUT + 2.0) == []
+    assert set(world.flush(A)) == {UnknownGateway()}
+    assert world.flush(B) == []
 
 
-def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(harness: GatewaysHarness) -> None:
-    mine, other = harness.submit(A, 1), harness.submit(B, 1)
+def test_one_whose_loop_hangs_is_given_up_though_its_reporter_beats(world: World) -> None:
+    mine, other = world.submit(A, 1), world.submit(B, 1)
     given_up = []
     for quarter in range(4 * 12):
-        harness.beat(A, ProcessStats(busy_seconds=quarter / 4))
-        harness.beat(B)
-        harness.receive(quarter / 4)
-        harness.gateways.expire(quarter / 4)
-        given_up += [(quarter / 4, orphan) for orphan in harness.gateways.take_orphans()]
+        world.beat(A, ProcessStats(busy_seconds=quarter / 4))
+        world.beat(B)
+        world.receive(quarter / 4)
+        world.gateways.expire(quarter / 4)
+        given_up += [(quarter / 4, orphan) for orphan in world.gateways.take_orphans()]
     assert given_up == [(GATEWAY_TIMEOUT + 0.25, Abort(mine))]
-    assert harness.remembered == [other]
+    assert world.remembered == [other]
 
 
-def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 1)
+def test_one_that_was_short_of_cpu_when_it_was_last_heard_has_longer(world: World) -> None:
+    id = world.submit(A, 1)
     for quarter in range(5):
-        harness.beat(A, ProcessStats(cpu_wait_seconds=quarter / 4))
-        harness.receive(quarter / 4)
-    harness.gateways.expire(1.0 + GATEWAY_TIMEOUT + GRACE_PERIOD)
-    assert id in harness.remembered
-    harness.gateways.expire(1.1 + GATEWAY_TIMEOUT + GRACE_PERIOD)
-    assert harness.gateways.take_orphans() == [Abort(id)]
+        world.beat(A, ProcessStats(cpu_wait_seconds=quarter / 4))
+        world.receive(quarter / 4)
+    world.gateways.expire(1.0 + GATEWAY_TIMEOUT + GRACE_PERIOD)
+    assert id in world.remembered
+    world.gateways.expire(1.1 + GATEWAY_TIMEOUT + GRACE_PERIOD)
+    assert world.gateways.take_orphans() == [Abort(id)]
 
 
-def test_long_messages_end_a_turn(harness: GatewaysHarness) -> None:
+def test_long_messages_end_a_turn(world: World) -> None:
     """PRC-28."""
     for id in range(4):
-        harness.net.hear(A, submit(id, [5] * (MAX_TURN_BYTES // 8 + 1)), 1)  # each is half of a turn's bytes
-    assert [len(harness.receive()) for _ in range(3)] == [2, 2, 0]
+        world.net.hear(A, submit(id, [5] * (MAX_TURN_BYTES // 8 + 1)), 1)  # half of a turn's bytes each
+    assert [len(world.receive()) for _ in range(3)] == [2, 2, 0]
 
 
-def test_a_message_from_a_connection_that_has_ended_makes_no_gateway(harness: GatewaysHarness) -> None:
-    harness.net.hear(b"late", Hello(VERSION, "late"), 5)
-    harness.net.leave(5)
-    harness.receive()
-    harness.gateways.status(STATUS)
-    assert harness.flush(b"late") == []
+def test_a_message_from_a_connection_that_has_ended_makes_no_gateway(world: World) -> None:
+    world.net.hear(b"late", Hello(VERSION, "late"), 5)
+    world.net.leave(5)
+    world.receive()
+    world.gateways.status(STATUS)
+    assert world.flush(b"late") == []
 
 
-def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 5)
-    harness.net.slow.add(A)
+def test_what_a_slow_gateway_cannot_take_waits_and_is_merged(world: World) -> None:
+    id = world.submit(A, 5)
+    world.net.slow.add(A)
     for position in range(100):
-        harness.deliver([row(id, position=position)])
-        harness.gateways.status(STATUS)
-        assert harness.flush(A) == []
-    assert not harness.gateways.flushed
-    harness.net.slow.clear()
-    messages = harness.flush(A, 2.0)
+        world.deliver([row(id, position=position)])
+        world.gateways.status(STATUS)
+        assert world.flush(A) == []
+    assert not world.gateways.flushed
+    world.net.slow.clear()
+    messages = world.flush(A, 2.0)
     positions = [one.position for message in messages if isinstance(message, Progress) for one in message.rows]
     assert positions == list(range(100))
     assert len(messages) <= 3  # what was stuck first (news and a status), and all the rest
-    assert harness.gateways.flushed
-    harness.gateways.expire(2.0 + GATEWAY_TIMEOUT / 2)
-    assert harness.remembered == [id]
+    assert world.gateways.flushed
+    world.gateways.expire(2.0 + GATEWAY_TIMEOUT / 2)
+    assert world.remembered == [id]
 
 
-def test_messages_stay_far_below_the_limit_of_a_frame(harness: GatewaysHarness) -> None:
-    id = harness.submit(A, 5)
-    harness.deliver([row(id, position=position) for position in range(MAX_ROWS + 1)])
-    assert [len(message.rows) for message in harness.flush(A) if isinstance(message, Progress)] == [MAX_ROWS, 1]
+def test_messages_stay_far_below_the_limit_of_a_frame(world: World) -> None:
+    id = world.submit(A, 5)
+    world.deliver([row(id, position=position) for position in range(MAX_ROWS + 1)])
+    assert [len(message.rows) for message in world.flush(A) if isinstance(message, Progress)] == [MAX_ROWS, 1]
 
 
-def test_hello_is_answered_when_there_is_something_to_say(harness: GatewaysHarness) -> None:
-    assert harness.flush(A) == []
-    harness.gateways.welcome(WELCOME)
-    assert harness.flush(A) == harness.flush(B) == [WELCOME]
-    harness.net.hear(b"late", Hello(VERSION, "late"), 5)
-    harness.receive()
-    assert harness.flush(b"late") == [WELCOME]
+def test_hello_is_answered_when_there_is_something_to_say(world: World) -> None:
+    assert world.flush(A) == []
+    world.gateways.welcome(WELCOME)
+    assert world.flush(A) == world.flush(B) == [WELCOME]
+    world.net.hear(b"late", Hello(VERSION, "late"), 5)
+    world.receive()
+    assert world.flush(b"late") == [WELCOME]
     again = Welcome(VERSION, "0", "boot", ModelInfo("m", "Llama", "float32", 1000, 100, "g"), 50, 8)
-    harness.gateways.welcome(again)
-    assert harness.flush(A) == [again]
+    world.gateways.welcome(again)
+    assert world.flush(A) == [again]
 
 
-def test_another_version_is_not_served(harness: GatewaysHarness) -> None:
-    harness.gateways.welcome(WELCOME)
-    harness.net.hear(b"old", Hello(VERSION - 1, "old"), 5)
-    harness.net.hear(b"old", submit(1), 5)
-    assert harness.receive() == []
-    harness.gateways.status(STATUS)
-    assert harness.flush(b"old") == [UnknownGateway()]
+def test_another_version_is_not_served(world: World) -> None:
+    world.gateways.welcome(WELCOME)
+    world.net.hear(b"old", Hello(VERSION - 1, "old"), 5)
+    world.net.hear(b"old", submit(1), 5)
+    assert world.receive() == []
+    world.gateways.status(STATUS)
+    assert world.flush(b"old") == [UnknownGateway()]

@@ -1,6 +1,6 @@
-"""Tests a whole scheduler, without sockets, against peers that put an odd value into one field of a message.
+"""A whole scheduler, without sockets, against peers that put an odd value into one field of a message.
 
-Whatever the value is, the scheduler's loop goes on, and another worker then serves another gateway.
+Whatever the value is, the scheduler's loop goes on, and another gateway is served by another worker afterwards.
 """
 
 import itertools
@@ -40,8 +40,8 @@ from shared.protocol import (
     encode,
     pack_tokens,
 )
-from tests.scheduler.example_messages import MODEL, REGISTER
-from tests.scheduler.harness import BAD, SPARE, WORKER, SchedulerHarness
+from tests.scheduler.examples import MODEL, REGISTER
+from tests.scheduler.world import BAD, SPARE, WORKER, World
 from tests.shared.invalid_messages import FLOATS, INTEGERS, ODD, STRINGS, changed, leaves
 
 HOSTILE: tuple[Any, ...] = (*FLOATS, *INTEGERS, *STRINGS, *ODD)
@@ -49,14 +49,14 @@ SAMPLING = Sampling(4, 7, 0.5, 0.9, 4, 0.1, 0.1, 0.1, 1.1, [(7, 1.0)], 1, [9], 1
 SCORES = [TokenLogprobs(-0.5, 2, [4], [-0.25])]
 
 
-def running() -> tuple[SchedulerHarness, int, int, list[StepPlan]]:
-    """Return a harness in which a request of the bad gateway runs, both connections, and the plans."""
-    harness = SchedulerHarness()
-    gateway, worker = harness.connect(BAD), harness.register(WORKER)
-    harness.configured(WORKER, worker)
-    harness.gateways.hear(BAD, Submit(1, pack_tokens([1, 2, 3]), 3, SAMPLING), gateway)
-    harness.turn()
-    return harness, gateway, worker, [plan for plan in harness.sent_to(WORKER) if isinstance(plan, StepPlan)]
+def running() -> tuple[World, int, int, list[StepPlan]]:
+    """A world in which the bad gateway has a request running; its connection, the worker's, and the plans."""
+    world = World()
+    gateway, worker = world.connect(BAD), world.register(WORKER)
+    world.configured(WORKER, worker)
+    world.gateways.hear(BAD, Submit(1, pack_tokens([1, 2, 3]), 3, SAMPLING), gateway)
+    world.turn()
+    return world, gateway, worker, [plan for plan in world.sent_to(WORKER) if isinstance(plan, StepPlan)]
 
 
 SUBMIT = Submit(2, pack_tokens([1, 2, 70]), 3, SAMPLING, 2, 0, 0, 1.5)
@@ -65,18 +65,18 @@ FROM_GATEWAY = (Hello(VERSION, "bad"), SUBMIT, Abort(1, 0), Heartbeat("bad", Pro
 
 @pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda message: type(message).__name__)
 def test_no_value_of_a_gateway_ends_the_scheduler(message: Any) -> None:
-    """PRC-26: a message is served or refused, or at worst costs its sender the connection."""
+    """PRC-26: a message is served or refused, and anything else costs its sender at most its connection."""
     whole = encode(message)
-    harness, *_ = running()
+    world, *_ = running()
     for path, _ in leaves(msgspec.msgpack.decode(whole)):
         for value in HOSTILE:
-            gateway = harness.connect(BAD)
-            harness.gateways.hear(BAD, changed(whole, path, value), gateway)
-            harness.turn(1)
-            harness.gateways.hear(BAD, encode(SUBMIT), gateway)  # another request, which is put in order with it
-            harness.gateways.hear(BAD, encode(Abort(2)), gateway)
-            harness.turn(1)
-    assert harness.serves()
+            gateway = world.connect(BAD)
+            world.gateways.hear(BAD, changed(whole, path, value), gateway)
+            world.turn(1)
+            world.gateways.hear(BAD, encode(SUBMIT), gateway)  # something to be put in order with it
+            world.gateways.hear(BAD, encode(Abort(2)), gateway)
+            world.turn(1)
+    assert world.serves()
 
 
 def results(plan: StepPlan) -> list[msgspec.Struct]:
@@ -95,20 +95,20 @@ def test_no_value_of_a_worker_ends_the_scheduler(kind: int) -> None:
     *_, plans = running()
     paths = [path for path, _ in leaves(msgspec.msgpack.decode(encode(results(plans[0])[kind])))]
     for path, value in itertools.product(paths, HOSTILE):
-        harness, _, worker, (plan, *_) = running()
-        harness.workers.hear(WORKER, changed(encode(results(plan)[kind]), path, value), worker)
-        harness.turn()
-    assert harness.serves()
+        world, _, worker, (plan, *_) = running()
+        world.workers.hear(WORKER, changed(encode(results(plan)[kind]), path, value), worker)
+        world.turn()
+    assert world.serves()
 
 
 def test_no_figure_of_a_worker_ends_the_scheduler() -> None:
-    """PRC-27: this holds for first and later workers. Only too little memory in the first is a settings error."""
+    """PRC-27: of the first worker or a later one. Only too little memory in the first is an error of the settings."""
     whole = encode(REGISTER)
     later, *_ = running()
     for path, _ in leaves(msgspec.msgpack.decode(whole)):
         for value in HOSTILE:
             body = changed(whole, path, value)
-            first, fd = SchedulerHarness(), 5
+            first, fd = World(), 5
             first.workers.hear(WORKER, body, fd)
             try:
                 first.turn()
@@ -131,15 +131,15 @@ TOO_SMALL = msgspec.structs.replace(REGISTER, kv_memory=160 * 49)
 def test_a_spare_worker_with_less_memory_is_dismissed_and_the_next_one_is_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """PRC-27: it could not hold the promised context, which must not end the scheduler."""
-    harness = SchedulerHarness(max_model_len=800)
-    first = harness.register(WORKER)
-    harness.register(b"small", TOO_SMALL)
-    harness.workers.leave(first)
-    harness.turn()
-    assert [type(message) for message in harness.sent_to(b"small")] == [Stop]
+    """PRC-27: it could not hold what was promised, which is no reason for the scheduler to end."""
+    world = World(max_model_len=800)
+    first = world.register(WORKER)
+    world.register(b"small", TOO_SMALL)
+    world.workers.leave(first)
+    world.turn()
+    assert [type(message) for message in world.sent_to(b"small")] == [Stop]
     assert "its memory holds 784 tokens, but requests of 800" in caplog.text
-    assert harness.serves()
+    assert world.serves()
 
 
 ABSURD: list[dict[str, Any]] = [
@@ -163,55 +163,55 @@ def test_figures_beyond_reason_are_refused_at_once(
     figures: dict[str, Any], is_first: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """PRC-27: the worker is told to end, with a line in the log, and the next one is waited for."""
-    harness = SchedulerHarness()
+    world = World()
     if not is_first:
-        harness.register(WORKER)
+        world.register(WORKER)
     with caplog.at_level(logging.WARNING):
-        harness.register(b"absurd", msgspec.structs.replace(REGISTER, **figures))
-    assert [type(message) for message in harness.sent_to(b"absurd")] == [Stop]
+        world.register(b"absurd", msgspec.structs.replace(REGISTER, **figures))
+    assert [type(message) for message in world.sent_to(b"absurd")] == [Stop]
     assert "absurd" in caplog.text
-    assert harness.serves()
+    assert world.serves()
 
 
 def test_a_token_of_one_byte_makes_no_table_of_gigabytes() -> None:
     """PRC-27: a pool has no more blocks than can be of use."""
-    harness = SchedulerHarness()
-    harness.register(WORKER, msgspec.structs.replace(REGISTER, kv_memory=2**40, kv_bytes_per_token=1))
-    (configure,) = harness.sent_to(WORKER)
+    world = World()
+    world.register(WORKER, msgspec.structs.replace(REGISTER, kv_memory=2**40, kv_bytes_per_token=1))
+    (configure,) = world.sent_to(WORKER)
     assert isinstance(configure, Configure)
     assert configure.num_blocks == MAX_BLOCKS
 
 
 def test_a_gateway_with_a_wrong_clock_is_neither_first_nor_last() -> None:
-    """PRC-26: arrivals far in the past or the future count as now, or as a little earlier."""
-    harness = SchedulerHarness(max_num_seqs=1, max_num_batched_tokens=4)
-    gateway, worker = harness.connect(BAD), harness.register(WORKER)
-    harness.configured(WORKER, worker)
-    harness.turn()
+    """PRC-26: arrivals far in the past or the future are taken for now, or for a little earlier."""
+    world = World(max_num_seqs=1, max_num_batched_tokens=4)
+    gateway, worker = world.connect(BAD), world.register(WORKER)
+    world.configured(WORKER, worker)
+    world.turn()
     chance = random.Random(26)
     arrivals = [0.0, 1.0, 5e-324, 1e11, time.time() + 3600, time.time() - 3600]
     chance.shuffle(arrivals)
     for id, arrival in enumerate(arrivals):
-        harness.gateways.hear(BAD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0), arrival=arrival), gateway)
+        world.gateways.hear(BAD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0), arrival=arrival), gateway)
     before = time.time()
-    harness.turn(1)
-    assert harness.service.engine is not None
-    core = harness.service.engine._core
+    world.turn(1)
+    assert world.service.engine is not None
+    core = world.service.engine._core
     waiting = [sequence.request.rank[1] for sequence in core._queues.waiting.items]
     assert len(waiting) == len(arrivals) - 1
     assert all(before - 11 < arrival <= time.time() for arrival in waiting)
 
 
 def test_a_submit_out_of_range_does_not_cost_its_gateway_the_others() -> None:
-    """PRC-26: the request is refused by its id; the one before it goes on."""
-    harness, gateway, worker, (plan, *_) = running()
+    """PRC-26: it is refused by its id; the request before it goes on."""
+    world, gateway, worker, (plan, *_) = running()
     body = changed(encode(SUBMIT), (8,), float("nan"))
     with pytest.raises(Exception, match="not a message"):
         decode_from_gateway(body)
-    harness.gateways.hear(BAD, body, gateway)
-    harness.turn()
-    harness.workers.hear(WORKER, results(plan)[0], worker)
-    harness.turn()
-    messages = harness.gateways.take(BAD, decode_to_gateway)
+    world.gateways.hear(BAD, body, gateway)
+    world.turn()
+    world.workers.hear(WORKER, results(plan)[0], worker)
+    world.turn()
+    messages = world.gateways.take(BAD, decode_to_gateway)
     assert [message.id for message in messages if isinstance(message, Refused)] == [2]
     assert [row.tokens for message in messages if isinstance(message, Progress) for row in message.rows] == [[5]]

@@ -1,4 +1,4 @@
-"""Tests the scheduler's service before its first worker has come, when it has no engine yet."""
+"""The scheduler's service before its first worker has come: it has no engine yet."""
 
 from shared.protocol import (
     Abort,
@@ -8,33 +8,33 @@ from shared.protocol import (
     Welcome,
     decode_to_gateway,
 )
-from tests.scheduler.example_messages import submit
-from tests.scheduler.harness import GOOD, WORKER, SchedulerHarness
+from tests.scheduler.examples import submit
+from tests.scheduler.world import GOOD, WORKER, World
 
 
 def test_requests_before_the_first_worker_are_refused_and_no_gateway_is_welcomed() -> None:
-    harness = SchedulerHarness()
-    gateway = harness.connect(GOOD)
-    harness.gateways.hear(GOOD, submit(1), gateway)
-    harness.gateways.hear(GOOD, Abort(1), gateway)
-    harness.turn()
-    messages = harness.gateways.take(GOOD, decode_to_gateway)
+    world = World()
+    gateway = world.connect(GOOD)
+    world.gateways.hear(GOOD, submit(1), gateway)
+    world.gateways.hear(GOOD, Abort(1), gateway)
+    world.turn()
+    messages = world.gateways.take(GOOD, decode_to_gateway)
     refusals = [message for message in messages if isinstance(message, Refused)]
     assert refusals == [Refused(1, Refusal.NOT_READY, "the engine has not started yet")]
     assert not any(isinstance(message, Welcome | Progress) for message in messages)
-    assert harness.service.model == ""
-    assert harness.serves()
+    assert world.service.model == ""
+    assert world.serves()
 
 
 def test_a_service_that_drains_before_its_first_worker_takes_nothing_later_either() -> None:
-    harness = SchedulerHarness()
-    gateway = harness.connect(GOOD)
-    harness.service.stop()
-    assert harness.service._should_end(harness.now)
-    harness.configured(WORKER, harness.register(WORKER))
-    harness.gateways.hear(GOOD, submit(1), gateway)
-    harness.turn()
-    messages = harness.gateways.take(GOOD, decode_to_gateway)
+    world = World()
+    gateway = world.connect(GOOD)
+    world.service.stop()
+    assert world.service._should_end(world.now)
+    world.configured(WORKER, world.register(WORKER))
+    world.gateways.hear(GOOD, submit(1), gateway)
+    world.turn()
+    messages = world.gateways.take(GOOD, decode_to_gateway)
     assert [message.reason for message in messages if isinstance(message, Refused)] == [Refusal.DRAINING]
-    assert harness.service.engine is not None
-    assert not harness.service.engine.unfinished
+    assert world.service.engine is not None
+    assert not world.service.engine.unfinished

@@ -1,4 +1,4 @@
-"""Tests which worker computes, which of its messages count, and how its loss is noticed."""
+"""Workers: which one computes, which of its messages count, and how its loss is seen."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from shared.protocol import (
     Stop,
     decode_to_worker,
 )
-from tests.scheduler.example_messages import EPOCH, REGISTER
+from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
 from tests.waiting import wait_until
 
@@ -46,7 +46,7 @@ def beat(process: ProcessStats | None = None, name: bytes = A) -> Heartbeat:
     return Heartbeat(name.decode(), process or ProcessStats())
 
 
-class WorkersHarness:
+class World:
     """A worker that has registered over connection 1."""
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class WorkersHarness:
 
 
 @pytest.fixture
-def harness() -> WorkersHarness:
-    return WorkersHarness()
+def world() -> World:
+    return World()
 
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """Yield a process that sleeps and can be killed."""
+    """Something that can be killed and does nothing."""
     with subprocess.Popen(["sleep", "60"]) as child:
         wait_until(lambda: psutil.Process(child.pid).name() == "sleep")
         wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_SLEEPING)
@@ -91,17 +91,17 @@ def plan(step: int) -> StepPlan:
     return StepPlan(EPOCH, step, [Row(0, 0, 5, 1)])
 
 
-def test_a_worker_is_configured_then_ready_then_gets_plans(harness: WorkersHarness) -> None:
-    assert harness.workers.candidate == REGISTER
-    assert not harness.workers.ready
-    harness.activate()
-    assert harness.workers.candidate is None
-    assert harness.workers.ready
-    harness.workers.send(plan(0), 1.0)
-    harness.workers.send(plan(1), 1.0)
-    assert harness.sent(A) == [plan(0), plan(1)]
+def test_a_worker_is_configured_then_ready_then_gets_plans(world: World) -> None:
+    assert world.workers.candidate == REGISTER
+    assert not world.workers.ready
+    world.activate()
+    assert world.workers.candidate is None
+    assert world.workers.ready
+    world.workers.send(plan(0), 1.0)
+    world.workers.send(plan(1), 1.0)
+    assert world.sent(A) == [plan(0), plan(1)]
     results = [StepResult(EPOCH, step, []) for step in (0, 1)]
-    assert [*harness.hear(results[0], 1.0), *harness.hear(results[1], 1.0)] == results
+    assert [*world.hear(results[0], 1.0), *world.hear(results[1], 1.0)] == results
 
 
 @pytest.mark.parametrize(
@@ -113,30 +113,30 @@ def test_a_worker_is_configured_then_ready_then_gets_plans(harness: WorkersHarne
         StepResult(Epoch("toob", 1), 0, []),
     ],
 )
-def test_results_of_another_step_or_epoch_are_dropped(harness: WorkersHarness, result: StepResult) -> None:
-    harness.activate()
-    harness.workers.send(plan(0), 0.0)
-    assert harness.hear(result) == []
-    assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, [])]
-    assert harness.hear(StepResult(EPOCH, 0, [])) == []  # once
+def test_results_of_another_step_or_epoch_are_dropped(world: World, result: StepResult) -> None:
+    world.activate()
+    world.workers.send(plan(0), 0.0)
+    assert world.hear(result) == []
+    assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, [])]
+    assert world.hear(StepResult(EPOCH, 0, [])) == []  # once
 
 
-def test_the_end_of_the_connection_is_a_loss_and_last_words_count(harness: WorkersHarness) -> None:
-    harness.activate()
-    harness.workers.send(plan(0), 0.0)
-    harness.net.leave(1)
-    assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), WorkerLost()]
-    assert harness.hear(beat()) == []
-    assert harness.hear(Configured(EPOCH)) == []
-    assert harness.workers.candidate is None
-    assert not harness.workers.ready
+def test_the_end_of_the_connection_is_a_loss_and_last_words_count(world: World) -> None:
+    world.activate()
+    world.workers.send(plan(0), 0.0)
+    world.net.leave(1)
+    assert world.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), WorkerLost()]
+    assert world.hear(beat()) == []
+    assert world.hear(Configured(EPOCH)) == []
+    assert world.workers.candidate is None
+    assert not world.workers.ready
 
 
-def test_a_fault_is_a_loss(harness: WorkersHarness, caplog: pytest.LogCaptureFixture) -> None:
-    harness.activate()
-    assert harness.hear(Fault(EPOCH, 3, "Traceback: why")) == [WorkerLost()]
+def test_a_fault_is_a_loss(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.activate()
+    assert world.hear(Fault(EPOCH, 3, "Traceback: why")) == [WorkerLost()]
     assert "failed in step 3:\nTraceback: why" in caplog.text
-    assert harness.hear(StepResult(EPOCH, 0, [])) == []
+    assert world.hear(StepResult(EPOCH, 0, [])) == []
 
 
 @pytest.mark.parametrize("how", ["late", "nonsense", "given up"])
@@ -144,24 +144,24 @@ def test_a_fault_is_a_loss(harness: WorkersHarness, caplog: pytest.LogCaptureFix
 def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
     how: str, local: bool, process: "subprocess.Popen[bytes]"
 ) -> None:
-    """It is killed if the kernel says that its process is on this host, and told to stop otherwise."""
-    harness = WorkersHarness.__new__(WorkersHarness)
-    harness.net = FakeListener()
-    harness.workers = Workers(as_listener(harness.net), TIMEOUT, has_cpu)
-    harness.net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=process.pid if local else None)
-    harness.receive()
-    harness.activate()
+    """Killed, if the kernel says that its process is here; told to stop otherwise."""
+    world = World.__new__(World)
+    world.net = FakeListener()
+    world.workers = Workers(as_listener(world.net), TIMEOUT, has_cpu)
+    world.net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=process.pid if local else None)
+    world.receive()
+    world.activate()
     if how == "late":
         for tenth in range(10 * int(TIMEOUT)):
-            assert harness.receive(tenth / 10) == []
-        events = harness.receive(TIMEOUT + 0.1)
+            assert world.receive(tenth / 10) == []
+        events = world.receive(TIMEOUT + 0.1)
     elif how == "nonsense":
-        events = harness.hear(b"nonsense")
+        events = world.hear(b"nonsense")
     else:
-        harness.workers.give_up("it lies")
-        events = harness.receive()
+        world.workers.give_up("it lies")
+        events = world.receive()
     assert events == [WorkerLost()]
-    assert harness.sent(A) == ([] if local else [Stop()])
+    assert world.sent(A) == ([] if local else [Stop()])
     if local:
         assert process.wait(10) == -signal.SIGKILL
     else:
@@ -172,7 +172,7 @@ def test_one_that_is_of_no_use_is_killed_or_told_to_stop(
 def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
     device: str, seconds: float, process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a GPU, a thread may spin while it waits, so its CPU time proves nothing."""
+    """Beside a GPU a thread may spin while it waits, which says nothing."""
     clock = [0.0]
     monkeypatch.setattr(Process, "cpu_usage", lambda self: CpuUsage(clock[0], 0.0, True))
     net = FakeListener()
@@ -196,9 +196,9 @@ def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
 
 @pytest.mark.parametrize("phase", ["configuring", "first step", "idle"])
 def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subprocess.Popen[bytes]") -> None:
-    """PRC-24: /proc shows that it does nothing, so it gets no extra time.
+    """PRC-24. It is seen to do nothing, so it has no more time than any other, and meanwhile nobody says that it works.
 
-    A host that is short of CPU is no excuse: a process that waits for a CPU would be runnable.
+    Nothing needs to be excused on a host that is short of CPU: one that waits for a CPU would be seen to be runnable.
     """
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, lambda now: True)
@@ -223,39 +223,39 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: int) -> None:
-    """Over a network only heartbeats tell what it does, and they say that it does nothing."""
-    harness = WorkersHarness()
-    harness.activate()
+    """Over a network: what it does is known by its beats alone, and they say that it does nothing."""
+    world = World()
+    world.activate()
     for number in range(step):
-        harness.workers.send(plan(number), 0.0)
-        harness.hear(StepResult(EPOCH, number, []))
-    harness.workers.send(plan(step), 0.0)
+        world.workers.send(plan(number), 0.0)
+        world.hear(StepResult(EPOCH, number, []))
+    world.workers.send(plan(step), 0.0)
     allowed = TIMEOUT if step else FIRST_STEP_TIMEOUT
     events = []
     for quarter in range(4 * 40):
-        harness.net.hear(b"reporter", beat(ProcessStats(busy_seconds=quarter / 4, cpu_seconds=5.0 + quarter / 1000)), 2)
-        events += [(quarter / 4, event) for event in harness.receive(quarter / 4)]
+        world.net.hear(b"reporter", beat(ProcessStats(busy_seconds=quarter / 4, cpu_seconds=5.0 + quarter / 1000)), 2)
+        events += [(quarter / 4, event) for event in world.receive(quarter / 4)]
     assert events == [(allowed + 0.25, WorkerLost())]
 
 
-def test_beats_of_another_name_are_no_sign_of_life(harness: WorkersHarness) -> None:
-    harness.activate()
-    harness.net.hear(b"reporter", beat(name=B), 2)
-    assert harness.receive(1.9) == []
-    assert harness.receive(2.1) == [WorkerLost()]
+def test_beats_of_another_name_are_no_sign_of_life(world: World) -> None:
+    world.activate()
+    world.net.hear(b"reporter", beat(name=B), 2)
+    assert world.receive(1.9) == []
+    assert world.receive(2.1) == [WorkerLost()]
 
 
-def test_no_more_than_so_many_messages_are_read_in_a_turn(harness: WorkersHarness) -> None:
-    """PRC-28: a flood at this socket leaves the scheduler time for everything else."""
-    harness.activate()
+def test_no_more_than_so_many_messages_are_read_in_a_turn(world: World) -> None:
+    """PRC-28. A flood at this socket leaves the scheduler time for all else."""
+    world.activate()
     for _ in range(MESSAGES + 1):
-        harness.net.hear(b"flood", beat(), 2)
-    harness.receive()
-    assert len(harness.net.inbox) == 1
+        world.net.hear(b"flood", beat(), 2)
+    world.receive()
+    assert len(world.net.inbox) == 1
 
 
 def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:
-    """The worker's pid is not the one that the kernel has for its connection."""
+    """A worker says a number that is not what the kernel says of its connection."""
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     net.hear(A, replace(REGISTER, pid=process.pid), 1, pid=os.getpid())
@@ -267,35 +267,35 @@ def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> 
     assert process.poll() is None
 
 
-def test_a_second_worker_waits_in_line(harness: WorkersHarness) -> None:
-    harness.activate()
+def test_a_second_worker_waits_in_line(world: World) -> None:
+    world.activate()
     spare = replace(REGISTER, pid=88)
-    harness.net.hear(B, spare, 2)
-    assert harness.receive() == []
-    assert harness.workers.candidate is None
-    harness.net.leave(1)
-    assert harness.receive() == [WorkerLost()]
-    assert harness.workers.candidate == spare
-    harness.workers.configure(CONFIGURE, 0.0)
-    assert harness.sent(B) == [CONFIGURE]
+    world.net.hear(B, spare, 2)
+    assert world.receive() == []
+    assert world.workers.candidate is None
+    world.net.leave(1)
+    assert world.receive() == [WorkerLost()]
+    assert world.workers.candidate == spare
+    world.workers.configure(CONFIGURE, 0.0)
+    assert world.sent(B) == [CONFIGURE]
 
 
-def test_a_spare_that_leaves_is_no_loss(harness: WorkersHarness) -> None:
-    harness.activate()
-    harness.net.hear(B, replace(REGISTER, pid=88), 2)
-    harness.net.hear(B, b"nonsense", 2)
-    harness.net.hear(b"worker-c", replace(REGISTER, pid=99), 3)
-    assert harness.receive() == []
-    harness.net.leave(3)
-    assert harness.receive() == []
-    assert harness.workers.ready
-    harness.net.leave(1)
-    assert harness.receive() == [WorkerLost()]
-    assert harness.workers.candidate is None
+def test_a_spare_that_leaves_is_no_loss(world: World) -> None:
+    world.activate()
+    world.net.hear(B, replace(REGISTER, pid=88), 2)
+    world.net.hear(B, b"nonsense", 2)
+    world.net.hear(b"worker-c", replace(REGISTER, pid=99), 3)
+    assert world.receive() == []
+    world.net.leave(3)
+    assert world.receive() == []
+    assert world.workers.ready
+    world.net.leave(1)
+    assert world.receive() == [WorkerLost()]
+    assert world.workers.candidate is None
 
 
 def test_a_process_that_registers_again_takes_its_own_place() -> None:
-    """The process has seen the connection end before the scheduler has."""
+    """It has seen the connection end before the scheduler has."""
     net = FakeListener()
     workers = Workers(as_listener(net), TIMEOUT, has_cpu)
     me = replace(REGISTER, pid=os.getpid())
@@ -310,45 +310,45 @@ def test_a_process_that_registers_again_takes_its_own_place() -> None:
     workers.stop()
 
 
-def test_a_descriptor_that_is_used_again_means_the_newcomer(harness: WorkersHarness) -> None:
-    harness.activate()
-    harness.net.leave(1)
-    harness.net.hear(B, replace(REGISTER, pid=88), 1)
-    assert harness.receive() == [WorkerLost()]
-    assert harness.workers.candidate == replace(REGISTER, pid=88)
+def test_a_descriptor_that_is_used_again_means_the_newcomer(world: World) -> None:
+    world.activate()
+    world.net.leave(1)
+    world.net.hear(B, replace(REGISTER, pid=88), 1)
+    assert world.receive() == [WorkerLost()]
+    assert world.workers.candidate == replace(REGISTER, pid=88)
 
 
-def test_a_registration_of_a_connection_that_has_ended_is_none(harness: WorkersHarness) -> None:
-    harness.net.hear(B, replace(REGISTER, pid=88), 2)
-    harness.net.leave(2)
-    harness.net.leave(1)
-    harness.receive()
-    assert harness.workers.candidate is None
+def test_a_registration_of_a_connection_that_has_ended_is_none(world: World) -> None:
+    world.net.hear(B, replace(REGISTER, pid=88), 2)
+    world.net.leave(2)
+    world.net.leave(1)
+    world.receive()
+    assert world.workers.candidate is None
 
 
 @pytest.mark.parametrize(
     "changes", [{"version": VERSION + 1}, {"rank": 1}, {"world_size": 2}, {"kv_bytes_per_token": 0}]
 )
-def test_a_worker_that_does_not_fit_is_told_to_stop(harness: WorkersHarness, changes: dict[str, int]) -> None:
-    harness.net.hear(B, replace(REGISTER, pid=88, **changes), 2)
-    assert harness.receive() == []
-    assert harness.sent(B) == [Stop()]
-    harness.net.leave(1)
-    harness.receive()
-    assert harness.workers.candidate is None
+def test_a_worker_that_does_not_fit_is_told_to_stop(world: World, changes: dict[str, int]) -> None:
+    world.net.hear(B, replace(REGISTER, pid=88, **changes), 2)
+    assert world.receive() == []
+    assert world.sent(B) == [Stop()]
+    world.net.leave(1)
+    world.receive()
+    assert world.workers.candidate is None
 
 
-def test_a_scheduler_that_stood_still_postpones_its_deadlines(harness: WorkersHarness) -> None:
-    harness.activate()
-    harness.workers.postpone(100.0)
-    assert harness.receive(100.0 + TIMEOUT) == []
-    assert harness.receive(100.1 + TIMEOUT) == [WorkerLost()]
+def test_a_scheduler_that_stood_still_postpones_its_deadlines(world: World) -> None:
+    world.activate()
+    world.workers.postpone(100.0)
+    assert world.receive(100.0 + TIMEOUT) == []
+    assert world.receive(100.1 + TIMEOUT) == [WorkerLost()]
 
 
-def test_stop_reaches_all(harness: WorkersHarness) -> None:
-    harness.activate()
-    harness.net.hear(B, replace(REGISTER, pid=88), 2)
-    harness.receive()
-    harness.workers.stop()
-    assert harness.sent(A) == harness.sent(B) == [Stop()]
-    assert not harness.workers.ready
+def test_stop_reaches_all(world: World) -> None:
+    world.activate()
+    world.net.hear(B, replace(REGISTER, pid=88), 2)
+    world.receive()
+    world.workers.stop()
+    assert world.sent(A) == world.sent(B) == [Stop()]
+    assert not world.workers.ready

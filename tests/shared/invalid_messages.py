@@ -1,4 +1,4 @@
-"""Replaces single values of messages by values that no correct peer sends."""
+"""Messages in which one value is replaced by something that no correct peer sends."""
 
 from collections.abc import Iterator
 from math import inf, nan

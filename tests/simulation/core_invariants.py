@@ -1,4 +1,4 @@
-"""The invariants of a scheduler core between any two calls. The checks read private attributes on purpose."""
+"""The invariants of a scheduler core between any two of its verbs. Looks inside on purpose."""
 
 from collections import Counter
 
@@ -101,7 +101,7 @@ def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
     ends = {ROOT: EMPTY}
     for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].serial):
         if parent not in ends:
-            continue  # its parent is forgotten, so no lookup can find it
+            continue  # what stood before it is forgotten, so nobody can find it
         value, cells = ends[parent], []
         for token in memoryview(content).cast("i"):
             value = cell(value, token)

@@ -1,4 +1,4 @@
-"""A core, a worker and a clock, driven by a test or by random moves, with every promise checked after each move.
+"""A core, a worker and a clock, driven by hand or by chance, with every promise checked at each move.
 
 Results come back late: a plan is executed when it is made (a device runs plans in order, whenever the answer
 arrives), and its result is held until `deliver`.
@@ -77,7 +77,7 @@ class Client:
 
 
 class Order:
-    """Checks that a plan keeps to the order of sequences. Make it before the plan."""
+    """Checks that a plan keeps to the one order. It is made before the plan is."""
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
@@ -86,7 +86,7 @@ class Order:
         self._first = next(iter(core._queues.running.items), None)
 
     def check(self, plan: StepPlan | None) -> None:
-        """Raise AssertionError if a sequence overtook one before it, or if the first was preempted for later ones."""
+        """Raise AssertionError if a sequence was passed by one behind it, or the first preempted for those behind."""
         if self._core._quarantine.active and plan is not None:
             assert set(self._core._in_flight[-1].sequences) <= set(self._core._quarantine.group), (
                 "suspects have no company"
@@ -104,7 +104,7 @@ class Order:
 
 
 class SimulatedEngine:
-    """Keeps what clients requested and received, and checks the core after each move."""
+    """Keeps what clients asked and were sent, and checks the core after each move."""
 
     def __init__(self, limits: Limits, *, checked: bool = True) -> None:
         self.core = Scheduler(limits)
@@ -114,9 +114,9 @@ class SimulatedEngine:
         self.stale: list[StepResult] = []
         self.plans: list[StepPlan] = []  # of the epoch
         self.now = 1000.0
-        self.poison: dict[int, int] = {}  # by seed, the position whose computation kills the worker
+        self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
         self._checked = checked
-        self.seen: Counter[str] = Counter()  # how often each event happened, to show that workloads reach it
+        self.seen: Counter[str] = Counter()  # how often what happened, to see that workloads reach it
         self._ids = 0
         self._epochs = 0
         self.worker: SimulatedWorker | None = None
@@ -141,7 +141,7 @@ class SimulatedEngine:
         self.check()
 
     def lose(self) -> None:
-        """Let the worker die. Its undelivered results are lost."""
+        """Let the worker die, with the results that are not back."""
         self.stale += self.results
         self.results.clear()
         self.worker = None
@@ -241,7 +241,7 @@ class SimulatedEngine:
         assert self.core.snapshot() == before
 
     def step(self) -> None:
-        """Make all plans that may be in flight, then deliver one result."""
+        """Plan as far as may be, then take one result."""
         while self.plan() is not None:
             pass
         if self.worker is None:

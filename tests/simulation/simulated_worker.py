@@ -25,7 +25,7 @@ from shared.protocol import (
     unpack_tokens,
 )
 
-VOCABULARY = 7  # small, so that different sequences have equal blocks
+VOCABULARY = 7  # small, so that unlike sequences have like blocks
 EMPTY = 1
 UNWRITTEN = -1
 
@@ -36,7 +36,7 @@ def cell(previous: int, token: int) -> int:
 
 
 def sample_token(cells: Iterable[int], output: list[int], sampling: Sampling, sample: int) -> int:
-    """Return the next token after the cells of the context."""
+    """Return the next token behind the cells of the context."""
     key = hash((tuple(cells), tuple(output), sampling.seed, sample))
     attempt = 0
     while True:
@@ -47,7 +47,7 @@ def sample_token(cells: Iterable[int], output: list[int], sampling: Sampling, sa
 
 
 def score(previous: int, token: int) -> TokenLogprobs:
-    """Return the log-probability of a token after a context, given by the context's last cell."""
+    """Return the log-probability of a token behind a context, which the cell before it stands for."""
     return TokenLogprobs(-float(hash((previous, token, 1)) % 1000), token, [], [])
 
 

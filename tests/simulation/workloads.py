@@ -53,7 +53,7 @@ class _Script:
         self.aborts = chance.random() < 0.5
         self.deaths = chance.random() < 0.25
         self.poisonous = chance.random() < 0.1
-        self.work = 0  # positions, if nothing is shared or computed twice
+        self.work = 0  # positions, were nothing shared or done twice
         self.poisoned: set[int] = set()
 
     def act(self) -> None:
@@ -90,11 +90,9 @@ class _Script:
 
     def judge(self) -> None:
         """Check what must be true of the workload as a whole."""
-        caching = self.engine.limits.prefix_caching  # a prefix hit may skip the deadly position
+        caching = self.engine.limits.prefix_caching  # a hit spares computing the deadly position
         for (id, _), client in self.engine.clients.items():
-            if (
-                client.finish_reason is FinishReason.ERROR
-            ):  # it killed the worker twice while alone, by itself or by chance
+            if client.finish_reason is FinishReason.ERROR:  # killed twice while alone, by itself or by chance
                 assert id in self.poisoned or self.losses > 1, "an innocent request was condemned"
             elif (
                 id in self.poisoned and client.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not caching

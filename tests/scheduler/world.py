@@ -1,4 +1,4 @@
-"""Runs a whole scheduler without sockets, for tests that play its gateways and workers."""
+"""A scheduler without sockets, for tests that play its gateways and workers."""
 
 import itertools
 import time
@@ -28,14 +28,14 @@ from shared.protocol import (
     decode_to_worker,
     pack_tokens,
 )
-from tests.scheduler.example_messages import REGISTER
+from tests.scheduler.examples import REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
 
 GOOD, BAD, WORKER, SPARE = b"good", b"bad", b"worker", b"spare"
 
 
-class SchedulerHarness:
-    """A scheduler, and the messages that it received from and sent to gateways and workers."""
+class World:
+    """A scheduler with a gateway and a worker, and what it has sent to them."""
 
     def __init__(self, **settings: Any) -> None:
         self.gateways, self.workers = FakeListener(), FakeListener()
@@ -76,9 +76,9 @@ class SchedulerHarness:
         return self.workers.take(name, decode_to_worker)
 
     def serves(self) -> bool:
-        """Return whether a new gateway gets a request served by a new worker."""
+        """Return whether a gateway and a worker that come now get a request done."""
         for worker in self.service._workers._registered.copy().values():
-            self.workers.leave(worker.fd)  # makes room for a new one
+            self.workers.leave(worker.fd)  # whoever is left makes room
         self.turn()
         gateway, worker = self.connect(GOOD), self.register(SPARE)
         self.configured(SPARE, worker)

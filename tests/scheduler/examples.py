@@ -1,4 +1,4 @@
-"""Example messages for the tests of the scheduler."""
+"""Messages for the tests of this folder."""
 
 from array import array
 
