@@ -54,9 +54,7 @@ def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Pa
         path = str(place / "q.sock")
         flags = [f"--uds={path}", "--uvicorn-log-level", "error", "--enforce-eager", "--max_model_len", "1k"]
         with serving(folder, tmp_path, *flags, place=place) as server:
-            wait_until(
-                lambda: f"Quire serves tiny at the socket {path}" in server.out.read_text(), 60, server.err.read_text
-            )
+            wait_for(lambda: f"Quire serves tiny at the socket {path}" in server.out.read_text(), server)
             connection = OnSocket(path)
             connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
             with connection.getresponse() as response:
@@ -73,9 +71,7 @@ def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Pa
 def kill_and_await_the_next(server: Server, name: str) -> None:
     victim = server.children()[name]
     victim.kill()
-    wait_until(
-        lambda: healthy(server.url) and server.children().get(name) not in (victim, None), 60, server.err.read_text
-    )
+    wait_for(lambda: healthy(server.url) and server.children().get(name) not in (victim, None), server)
 
 
 def test_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
