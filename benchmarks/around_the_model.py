@@ -2,7 +2,7 @@
 
     python -m benchmarks.around_the_model [--rows 1,8,32,64] [--threads 1] [--steps 300]
 
-Shown are microseconds, the best of the steps, and of each part of one.
+Prints the microseconds of the fastest step, and of each of its parts.
 """
 
 import argparse

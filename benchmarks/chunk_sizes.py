@@ -2,9 +2,9 @@
 
     python -m benchmarks.chunk_sizes [--sizes 64,128,256,512,1024,2048] [--streams 8] [--prompts 12] [--rounds 1]
 
-For each size a server of its own: `--streams` long answers run, and prompts of `--length` random tokens arrive
-`--rate` a second beside them. Shown are the streams' times between two tokens while prompts came, the prompts' times
-to their first token, and the rate of the streams' tokens. With several rounds sizes take turns; compare within a round.
+Each size has its own server: `--streams` long answers run, while prompts of `--length` random tokens arrive at
+`--rate` a second. Prints the streams' times between two tokens while prompts came, the prompts' times to their first
+token, and the rate of the streams' tokens. With several rounds, the sizes take turns; compare within a round.
 """
 
 import argparse

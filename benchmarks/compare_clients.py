@@ -1,6 +1,6 @@
 """Compares `quire bench serve` with `vllm bench serve` on the same server.
 
-Both clients get the same flags and take turns, a few rounds; printed are the medians over the rounds, their spread
+Both clients get the same flags and take turns for a few rounds. It prints the medians over the rounds, their spread
 (greatest over least), and the ratio of the two. Prompts are drawn anew in each round, so that none is in the prefix
 cache. vLLM's client needs the package vllm in an environment of its own; name its executable.
 

@@ -44,7 +44,7 @@ ENDLESS = 1_000_000_000  # tokens
 BODY = msgspec.json.encode({"prompt": [1, 2, 3], "max_tokens": ENDLESS // 2, "ignore_eos": True, "stream": True})
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 WARM = 1.0  # seconds before measuring
-BEAT = 0.25  # seconds between two signs of life
+BEAT = 0.25  # seconds between two heartbeats
 PATIENCE = 30.0  # seconds
 
 
@@ -131,7 +131,7 @@ def gateway(core: int, model: Path, engine: str) -> Iterator[tuple[int, int]]:
     names = (f"--model={model}", f"--served-model-name={EMBEDDED}", "--host=127.0.0.1", "--port=0")
     argv = (sys.executable, "-m", "services.gateway", *names, f"--engines={engine}", f"--supervisor={os.getpid()}")
     with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        os.sched_setaffinity(process.pid, {core})  # it has no threads yet, and those to come inherit this
+        os.sched_setaffinity(process.pid, {core})  # it has no threads yet, and later ones inherit this
         try:
             assert process.stderr is not None
             port = next(int(at[1]) for line in process.stderr if (at := re.search(r"listening.*:(\d+)", line)))
@@ -148,7 +148,7 @@ def healthy(port: int) -> bool:
 
 
 def drive(engine: Engine, clients: Clients, seconds: float, ahead: int, rate: float) -> None:
-    """For `seconds`, make `rate` steps per second, or as many as `ahead` allows."""
+    """Make `rate` steps per second for `seconds`, or as many as `ahead` allows."""
     due = now = time.monotonic()
     end = now + seconds
     while now < end:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import EMBEDDED
-from tests.scripted import Script
+from tests.scripted_worker import Script
 from tests.system.processes import engine, gateway
 
 ROOT = Path(__file__).resolve().parents[1]

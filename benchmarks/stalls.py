@@ -2,10 +2,10 @@
 
     python -m benchmarks.stalls [--size MIB] [--context TOKENS] [--at-once N] [--only TEXT]
 
-The gateway's application listens on loopback, in front of an engine that answers at once. Bodies of all shapes in
-`tests/gateway/hostile.py`, as long as the gateway takes them, are sent by threads; beside them a task on the gateway's
-loop wakes every two milliseconds and notes the longest delay. It prints the statuses and the longest
-stall, in milliseconds: of the best of some rounds (what the body costs), and of the worst (with the machine's load).
+The gateway's application listens on loopback, in front of an engine that answers at once. Threads send the bodies of
+`tests/gateway/large_bodies.py`, as long as the gateway takes them, while a task on the gateway's loop wakes every two
+milliseconds and notes the longest delay. Prints the statuses and the longest stall in milliseconds: of the best of
+some rounds (what the body costs), and of the worst (with the machine's load).
 """
 
 import argparse
@@ -17,7 +17,7 @@ import uvloop
 
 from services.gateway.bounds import MIB
 from tests.gateway.fakes import FakeBackend, serve
-from tests.gateway.hostile import bodies, stall
+from tests.gateway.large_bodies import bodies, stall
 
 ROUNDS = 3
 

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import resource
 import shlex
-import socket
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from contextlib import suppress
 import aiohttp
 
 from benchmarks.serving import ROOT
+from tests.ports import free_ports
 
 PROBE = 0.02  # seconds between two looks
 BODY = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0, "stream": True}
@@ -41,7 +41,7 @@ def main() -> None:
 
 async def start(flags: list[str]) -> tuple[float, float, float]:
     """Run one server; return the seconds from the command to healthy and to the first token, and its CPU seconds."""
-    port = free_port()
+    port = free_ports(1)[0]
     url = f"http://127.0.0.1:{port}"
     began, used = time.perf_counter(), children_seconds()
     process = await asyncio.create_subprocess_exec(
@@ -79,12 +79,6 @@ def children_seconds() -> float:
     """Return the CPU seconds of all ended child processes and their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

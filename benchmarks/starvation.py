@@ -3,9 +3,9 @@
     python -m benchmarks.starvation [--over ipc tcp] [--seconds 600] [--loops 4] [--nice 19] [--model PATH]
     python -m benchmarks.starvation --hangs [--over ipc tcp]
 
-The first serves the embedded model, every process of it at `--nice`, beside so many busy loops of ordinary priority,
+The first serves the embedded model, with every process at `--nice`, beside `--loops` busy loops of ordinary priority,
 while `--streams` clients ask for completions all the time. It counts deaths: processes that were killed, and peers that
-were given up. All of these are false. Over tcp the services connect over loopback and see nothing of each other's
+were given up. All of them are false. Over tcp the services connect over loopback and see nothing of each other's
 processes, as between hosts; the supervisor always does.
 
 The second makes a worker hang in different ways, on an idle host, and prints how long it takes to find it. (Where
@@ -32,9 +32,10 @@ import psutil
 from benchmarks.serving import ROOT
 from quire import serve
 from quire.settings import Settings, read
-from tests.quire.quire_server import free_ports
-from tests.scripted import CHAIN, Misdeed, Script
-from tests.system.processes import complete, serving, until
+from tests.ports import free_ports
+from tests.scripted_worker import CHAIN, Script, ScriptedFailure
+from tests.system.processes import complete, serving
+from tests.waiting import until
 
 DEATHS = re.compile(
     r"is given up: .*|has left: (?!its connection ended).*|is killed: .*|the engine was lost: .*|; starts again.*"
@@ -44,9 +45,9 @@ READY = 300.0  # seconds
 HANGS = {
     "stop": "stopped (SIGSTOP)",
     "hang": "a deadlock in a step",
-    "seize": "a deadlock that holds Python's lock",
+    "hang_with_gil": "a deadlock that holds Python's lock",
     "loop": "an endless loop",
-    "churn": "an endless loop that holds Python's lock",
+    "loop_with_gil": "an endless loop that holds Python's lock",
 }
 STUCK = 666
 
@@ -163,7 +164,7 @@ async def ask(session: aiohttp.ClientSession, url: str, streams: int, seconds: f
 async def find_hangs(over: str) -> None:
     """Print a line for each way to hang."""
     for kind, words in HANGS.items():
-        script = Script(delay=0.01, misdeeds=[Misdeed(STUCK, kind, lives=1)])
+        script = Script(delay=0.01, failures=[ScriptedFailure(STUCK, kind, lives=1)])
         async with serving(script, tcp=over == "tcp") as (running, backend):
             await complete(backend, [CHAIN], 9)
             task = asyncio.ensure_future(complete(backend, [CHAIN] if kind == "stop" else [CHAIN, STUCK], 1000))

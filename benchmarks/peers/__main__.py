@@ -125,8 +125,8 @@ def _machine(threads: int) -> str:
 
 def _ceilings() -> dict[str, dict[str, float]]:
     argv = [sys.executable, "-m", "benchmarks.ceilings", "--json"]
-    facts: dict[str, Any] = json.loads(subprocess.check_output(argv, cwd=ROOT))
-    return facts
+    ceilings: dict[str, Any] = json.loads(subprocess.check_output(argv, cwd=ROOT))
+    return ceilings
 
 
 def _skip(record: Record, place: Place, peer: Peer, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Throughput against concurrency, us and peers: one panel for 16 bits, one for fewer."""
+"""Draws throughput over concurrency of Quire and its peers: one panel for 16-bit weights, one for quantised ones."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def draw(record: Record, path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # text stays text, and the file of the same figures stays the same
+    # keep text as text, and the file reproducible
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peers"}):
         figure = Figure(figsize=SIZE, layout="constrained")
         for axes, (title, peers) in zip(figure.subplots(1, 2), PANELS, strict=True):

@@ -14,12 +14,12 @@ from benchmarks.peers.launch import Launch
 from benchmarks.peers.processes import driving
 
 MISCOUNTED = 0.03
-"""Share of the tokens that may be missing: some servers report no counts, and tokenizing their text again gives a few
-less. The rate is of the tokens counted."""
+"""The share of tokens that may be missing: some servers report no counts, and tokenizing their text gives a few less.
+The rate is that of the counted tokens."""
 
 
 class Client(NamedTuple):
-    """One of the two clients."""
+    """A client: its name, and the function that runs it."""
 
     name: str
     call: Callable[[list[str]], None]  # with the flags behind `bench serve`; raises `Skipped`

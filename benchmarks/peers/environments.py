@@ -1,6 +1,6 @@
-"""Makes each peer an environment of its own: a venv, installed once, apart from the repository's.
+"""Makes a venv for each peer, apart from the repository's.
 
-What was installed is written into a stamp, so that a changed list installs again and nothing else does.
+A stamp file holds what was installed, so that only a changed list installs again.
 """
 
 import json
@@ -27,7 +27,7 @@ def pinned(package: str) -> str:
 def environment(folder: Path, *pip_calls: Sequence[str]) -> Path:
     """Return the folder of programs of a venv in which `pip` was called with each of `pip_calls`.
 
-    Raises `Skipped` if one fails.
+    Raise `Skipped` if one fails.
     """
     stamp, contents = folder / STAMP, json.dumps(pip_calls)
     if not stamp.exists() or stamp.read_text() != contents:

@@ -1,13 +1,12 @@
 """Runs a peer: a server over HTTP, or a program of `inside/` that takes jobs on its stdin.
 
-Either is ready when it has answered a first request of one token, and is ended with all its children.
+A peer is ready when it has answered a request of one token. It is ended with all its children.
 """
 
 import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ import psutil
 
 from benchmarks.peers.environments import ROOT, SHOWN, Skipped
 from benchmarks.peers.launch import Launch
+from tests.ports import free_ports
 
 READY = 600.0  # seconds
 POLL = 0.02  # seconds
@@ -50,7 +50,7 @@ class Running(NamedTuple):
 @contextlib.contextmanager
 def serving(launch: Launch, name: str, log: Path) -> Iterator[Running]:
     """Run a server; yield it once it is ready. Raise `Skipped` with the end of its log if it fails."""
-    port = _free_port()
+    port = free_ports(1)[0]
     argv = [part.replace("{port}", str(port)) for part in launch.argv]
     with _process(argv, launch, log, drives=False) as process:
         began, url = time.perf_counter(), f"http://127.0.0.1:{port}"
@@ -122,12 +122,6 @@ def _answers(url: str, name: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, ConnectionError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end(log: Path) -> str:

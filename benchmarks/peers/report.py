@@ -15,7 +15,7 @@ LLAMA_CPP = ("llama.cpp-q4", "llama.cpp-q8")
 
 
 class Target(NamedTuple):
-    """Output tokens a second: the best of `ours` over the best of `theirs` shall be `least`."""
+    """A target: the best of `ours` makes at least `least` times the output tokens a second of the best of `theirs`."""
 
     against: str
     ours: tuple[str, ...]

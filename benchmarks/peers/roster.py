@@ -1,6 +1,6 @@
-"""Lists who takes part: Quire in each precision, and the peers, in the order of their turns.
+"""Lists the participants: Quire in each precision, and the peers, in the order of their turns.
 
-`--quick` asks each only what a target or the chart needs.
+`--quick` measures only what a target or the chart needs.
 """
 
 from collections.abc import Callable

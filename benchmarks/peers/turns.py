@@ -15,7 +15,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class Turns(NamedTuple):
-    """Runs turns, which share client, tokenizer and record."""
+    """Runs turns with one client, tokenizer and record."""
 
     place: Place
     client: Client

@@ -1,7 +1,7 @@
 """vLLM's build for CPUs.
 
-As it is installed it does not start: torchvision, torchaudio and torchcodec come in builds that do not fit torch's, and
-the package looks itself up under the name `vllm`, which is not its own, for a version with `cpu` in it.
+The package does not start as installed: torchvision, torchaudio and torchcodec come in builds that do not fit torch's,
+and the package looks itself up under the name `vllm`, which is not its own, for a version with `cpu` in it.
 """
 
 import ctypes.util

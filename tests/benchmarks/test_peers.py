@@ -1,4 +1,4 @@
-"""What `make bench-peers` asks and says, without any peer: requests, the loop that drives engines, and the page."""
+"""Tests the parts of `make bench-peers` that need no peer: its requests, the loop that drives engines, and its page."""
 
 import importlib
 import sys
@@ -19,7 +19,7 @@ CEILINGS = {"1": {"read": 10.0, "float32": 100.0, "bfloat16": 50.0, "int8": 500.
 
 
 def _record() -> Record:
-    """Two rounds of us at 50 tokens a second and a peer at 25, in the middle."""
+    """Return a record of two rounds, in which we make 50 tokens a second in the median and a peer 25."""
     rates = {"quire-bf16": (40.0, 60.0), "vllm": (20.0, 30.0)}
     return Record(
         date="today",
@@ -58,7 +58,7 @@ def test_page_names_who_is_missing_and_what_runs_otherwise() -> None:
 
 
 def test_alone_the_reading_of_weights_is_held_against_the_machine() -> None:
-    """2 GB a token, at a median of 1000 / 40 and 1000 / 60 ms, is 96 GB/s, of 10 that the machine reads."""
+    """Reading 2 GB a token, at a median of 1000 / 40 and 1000 / 60 ms, is 96 GB/s; the machine reads 10."""
     assert "| bf16 | 1 | 48 | 96 GB/s | 960% | 70% |" in page(_record())
 
 
@@ -83,7 +83,7 @@ def test_requests_are_as_long_as_they_say(tmp_path: Path) -> None:
 
 @pytest.fixture
 def closed_loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as a peer's own Python finds it: beside the program, in no package."""
+    """Return the module as a peer's own Python finds it: beside the program, in no package."""
     inside = Path(__file__).parents[2] / "benchmarks" / "peers" / "inside"
     monkeypatch.setattr(sys, "path", [str(inside), *sys.path])
     return importlib.import_module("closed_loop")

@@ -1,4 +1,4 @@
-"""Refusals and their reasons. All else is accepted."""
+"""Tests which requests the core refuses, and why. It accepts all others."""
 
 import pytest
 from msgspec.structs import replace
@@ -93,7 +93,7 @@ def test_tokens_in_the_queue_are_bounded_if_asked() -> None:
 
 
 def test_rejections_are_counted_by_the_limit_that_was_met() -> None:
-    """API-04: what vllm:admission_rejections says; other refusals are no part of it."""
+    """API-04: vllm:admission_rejections counts these; other refusals are not part of it."""
     core = Scheduler(replace(LIMITS, max_queued_requests=2, max_queued_tokens=6))
     assert core.submit(_submit(1, tokens=5, prompt_len=5), 1.0) is None
     assert core.submit(_submit(2, tokens=2, prompt_len=2), 1.0) is not None

@@ -1,4 +1,4 @@
-"""The pool of blocks: counts, pins and the order of reuse."""
+"""Tests the block pool: its counts, its pins and the order in which blocks are used again."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sizes are checked where they are made, and named as the user knows them."""
+"""Tests that sizes are checked where they are made, and that errors name them as the user knows them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Nothing tells prompts from answers: a row is a slot, a start and a count, wherever it goes."""
+"""Tests that no code tells prefill from decode: a row is a slot, a start and a count everywhere."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The order of requests and the sharing of a step's budget."""
+"""Tests the order of requests, and how they share a step's token budget."""
 
 from array import array
 from random import Random

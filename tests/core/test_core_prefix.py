@@ -1,4 +1,4 @@
-"""The prefix index: exact, by content and by what stands before it."""
+"""Tests the prefix index: a block is found by its own tokens and by all tokens before it, exactly."""
 
 from array import array
 

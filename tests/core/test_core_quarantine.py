@@ -1,4 +1,4 @@
-"""Suspects of a worker's death: which of them run again together, and which is the culprit."""
+"""Tests which requests run again together after they were in a step that killed a worker, and which one is blamed."""
 
 from array import array
 

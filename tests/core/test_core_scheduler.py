@@ -1,4 +1,4 @@
-"""The verbs of the core, seen in the messages that they make."""
+"""Tests the methods of the scheduler core by the messages that they return."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def _core(**changes: object) -> Scheduler:
 
 
 AT_ONCE = SchedulingInfo(0.0, 0)
-"""The admission of a sequence that did not wait, which its first row carries."""
+"""The scheduling info that the first row of a sequence carries if it did not wait."""
 
 
 def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:
@@ -192,7 +192,7 @@ def test_a_preempted_sequence_that_comes_back_in_the_same_plan_gets_one_row() ->
 
 
 def test_a_row_says_how_long_its_sequence_waited_and_how_often_it_was_preempted() -> None:
-    """API-04: once for each change, by the clock that is given."""
+    """API-04: a row says it once for each change, by the clock that the test passes in."""
     core = _core(depth=1, max_num_seqs=1, policy="priority")
     sampling = Sampling(max_tokens=3, seed=5)
     assert core.submit(Submit(1, pack_tokens([1, 2, 3]), 3, sampling, priority=1), 10.0) is None
@@ -209,7 +209,7 @@ def test_a_row_says_how_long_its_sequence_waited_and_how_often_it_was_preempted(
 
 
 def test_samples_that_begin_together_were_admitted_together() -> None:
-    """API-04: a fork shares its parent's prompt, so its time in the queue as well; one without a slot waits on."""
+    """API-04: a fork shares its parent's prompt, and so its time in the queue; one without a slot waits on."""
     core = _core(depth=1, max_num_seqs=2)
     assert core.submit(Submit(1, pack_tokens([1, 2, 3]), 3, Sampling(max_tokens=1, seed=5), 3), 1.0) is None
     assert (core.snapshot().waiting, core.snapshot().waiting_deferred) == (3, 2), "two wait for their prompt"
@@ -223,7 +223,7 @@ def test_samples_that_begin_together_were_admitted_together() -> None:
 
 
 def test_steps_are_counted_by_their_tokens_and_prompts_by_their_source() -> None:
-    """API-04: what vllm:iteration_tokens_total and vllm:prompt_tokens_by_source are made of."""
+    """API-04: vllm:iteration_tokens_total and vllm:prompt_tokens_by_source are made of these counts."""
     core = _core(depth=1)
     for id, prompt in ((1, list(range(12))), (2, [*range(8), 99])):
         _submit(core, id, prompt, Sampling(max_tokens=2, seed=5))

@@ -1,4 +1,4 @@
-"""States move as the table allows, and the numbers of a sequence say what is left to do."""
+"""Tests that states move as the table allows, and that the numbers of a sequence say what is left to do."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml and its images, as far as no container engine is needed; `make compose-test` uses one."""
+"""Tests docker-compose.yml and its images without a container engine; `make compose-test` uses one."""
 
 import json
 import re

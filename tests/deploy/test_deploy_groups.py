@@ -1,4 +1,4 @@
-"""Each image has the packages of one dependency group, and the scheduler's a part of the code: both must be enough."""
+"""Tests that each image's dependency group has the packages it needs, and the scheduler's image the code it needs."""
 
 import os
 import re
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.groups import ROOT, absent, declared, requirements
-from tests.quire.quire_server import free_ports
+from tests.deploy.dependency_groups import ROOT, absent, declared, requirements
+from tests.ports import free_ports
 from tests.text.vocabulary import write_model_folder
 
 HEAVY = {"torch", "triton", "transformers", "aiohttp"}
@@ -42,7 +42,7 @@ def copy_code(name: str, app: Path) -> None:
 
 @pytest.fixture(scope="module")
 def scheduler_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the code of the scheduler's image."""
+    """Return a folder with the code of the scheduler's image."""
     app = tmp_path_factory.mktemp("app")
     copy_code("scheduler", app)
     return app
@@ -50,7 +50,7 @@ def scheduler_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(group: str, module: str, *flags: str) -> list[str]:
     """Return the command that runs `module` with the packages of `group` and no others."""
-    return [sys.executable, str(ROOT / "tests/deploy/groups.py"), group, module, *flags]
+    return [sys.executable, str(ROOT / "tests/deploy/dependency_groups.py"), group, module, *flags]
 
 
 def start(group: str, module: str, *flags: str, code: Path = ROOT) -> "subprocess.Popen[str]":
@@ -126,7 +126,7 @@ def test_every_module_of_a_service_can_be_imported(group: str, packages: tuple[s
 def import_all(group: str, packages: tuple[str, ...], code: Path) -> None:
     """Import every module of `packages` from `code`, with the packages of `group`."""
     process = subprocess.run(
-        command(group, "importing", *packages),
+        command(group, "import_all", *packages),
         cwd=code,
         env={**os.environ, "PYTHONPATH": str(code)},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""deploy/haproxy.cfg on a real HAProxy, if it is installed, in front of a gateway that echoes what reaches it."""
+"""Tests deploy/haproxy.cfg on a real HAProxy, if it is installed, in front of a gateway that echoes its requests."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.quire.quire_server import free_ports
+from tests.ports import free_ports
 
 CONFIG = (Path(__file__).resolve().parents[2] / "deploy/haproxy.cfg").read_text()
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
@@ -51,7 +51,7 @@ def replace_line(text: str, pattern: str, new: str) -> str:
 
 @pytest.fixture(scope="module")
 def balancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The balancer's port. Its configuration differs from the container's in names, ports and one timeout only."""
+    """Yield the balancer's port. Only names, ports and one timeout differ from the container's configuration."""
     assert HAPROXY is not None
     front, monitoring = free_ports(2)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The dashboard's metrics are exported, and Prometheus counts none of them twice."""
+"""Tests that the dashboard's metrics are exported, and that Prometheus counts none of them twice."""
 
 import json
 import re

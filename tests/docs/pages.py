@@ -52,14 +52,14 @@ def problems(text: str, folder: Path) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, made as GitHub makes them."""
-    found: set[str] = set()
+    slugs: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         number = 0
-        while (anchor := f"{slug}-{number}" if number else slug) in found:
+        while (anchor := f"{slug}-{number}" if number else slug) in slugs:
             number += 1
-        found.add(anchor)
-    return found
+        slugs.add(anchor)
+    return slugs
 
 
 def split(text: str) -> tuple[str, list[str]]:
@@ -154,8 +154,8 @@ def make_targets() -> set[str]:
 def files() -> list[str]:
     """Return files and folders of the repository, relative to its root, without what is hidden or built."""
     tops = [path for path in ROOT.iterdir() if path.name == ".ci" or not path.name.startswith(".")]
-    found = [path.relative_to(ROOT) for top in tops for path in (top, *top.rglob("*"))]
-    return [str(path) for path in found if not SKIPPED_FOLDERS.intersection(path.parts)]
+    relative = [path.relative_to(ROOT) for top in tops for path in (top, *top.rglob("*"))]
+    return [str(path) for path in relative if not SKIPPED_FOLDERS.intersection(path.parts)]
 
 
 @cache

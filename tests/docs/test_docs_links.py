@@ -1,4 +1,4 @@
-"""What the documentation names exists: links and their anchors, commands, flags and files."""
+"""Tests that everything the documentation names exists: links and their anchors, commands, flags and files."""
 
 import re
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_what_leads_nowhere_is_named(text: str, problem: str) -> None:
 
 
 def test_the_pages_are_found_and_read() -> None:
-    """The checks would pass as well if no link and no file were seen."""
+    """Without this test, checks that see no link and no file would pass as well."""
     pages = [split(page.read_text(encoding="utf-8")) for page in PAGES]
     assert len(PAGES) > 12
     assert sum(len(list(links(prose))) for prose, _ in pages) > 60

@@ -1,7 +1,7 @@
-"""How far two runs of one sequence must be alike.
+"""Compares two runs of one sequence: to the last bit, or by the margin rule.
 
-On the compiled kernels a row's bits depend on itself alone, in float32 and in few bits: there, tokens and
-log-probabilities must be equal to the last bit. Where the reference kernels serve, the margin rule holds instead.
+On the compiled kernels a row's bits depend on that row alone, with float32 and with quantised weights: tokens and
+log-probabilities must be equal to the last bit. On the reference kernels the margin rule (margin_rule.py) applies.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import torch
 
 from kernels.load import ops
-from tests.exactness.margin import Run, assert_same, compare
+from tests.exactness.margin_rule import Run, assert_same, compare
 
 EXACT = ops(torch.device("cpu")).mixes_types
 
 
 def differ(undisturbed: Run, other: Run, vocab_size: int) -> bool:
-    """Whether `other` is not what it must be."""
-    return undisturbed != other if EXACT else bool(compare(undisturbed, other, vocab_size).fault)
+    """Return whether `other` differs from the undisturbed run more than it may."""
+    return undisturbed != other if EXACT else bool(compare(undisturbed, other, vocab_size).difference)
 
 
 def assert_alike(undisturbed: Sequence[Run], others: Sequence[Run], vocab_size: int) -> None:
-    """Each of `others` is what it must be, beside the undisturbed run of the same sequence."""
+    """Fail unless each of `others` equals the undisturbed run of the same sequence, as far as it must."""
     if not EXACT:
         assert_same(undisturbed, others, vocab_size)
         return

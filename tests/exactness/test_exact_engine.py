@@ -15,9 +15,9 @@ from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
 from shared.protocol import NewSequence, StepPlan, StepResult
 from shared.text.tokenizer import Tokenizer
+from tests.exactness.embedded_model import EDGES, Output, Request, draw_requests, engine, serve
 from tests.exactness.equality import EXACT, assert_alike, differ
-from tests.exactness.margin import Run, assert_same
-from tests.exactness.workload import EDGES, Output, Request, draw_requests, engine, serve
+from tests.exactness.margin_rule import Run, assert_same
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all requests to run one by one
 
@@ -36,7 +36,7 @@ def requests(dtype: str) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(dtype: str) -> InProcessEngine:
-    """An engine that has room for all requests and shares nothing."""
+    """Return an engine that has room for all requests and shares nothing."""
     return engine(dtype, enable_prefix_caching=False)
 
 
@@ -56,7 +56,7 @@ def runs(outputs: Sequence[Output]) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def together(requests: list[Request], caching: InProcessEngine) -> list[Output]:
-    """The outputs of all requests in one batch, with an empty prefix cache."""
+    """Return the outputs of all requests in one batch, with an empty prefix cache."""
     return serve(caching, requests)
 
 

@@ -1,4 +1,4 @@
-"""Models served through transformers' code, in the real engine: prefix hits, chunks and preemption change nothing.
+"""Tests models served by transformers' code in the real engine: prefix hits, chunks and preemption change nothing.
 
 Oracle: transformers alone, over each prompt and its output at once. A greedy token must be the one that it finds
 likeliest, up to the first position at which its two best are nearer than the margin rule allows.
@@ -15,17 +15,17 @@ from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.protocol import Sampling
-from tests.exactness.margin import MOST, TOLERANCE
-from tests.exactness.workload import Output, Request, serve
+from tests.exactness.embedded_model import Output, Request, serve
+from tests.exactness.margin_rule import MOST, TOLERANCE
 from tests.models.fallback_models import MODELS
-from tests.models.tiny import reference_logits, save
+from tests.models.tiny_models import reference_logits, save
 
 BLOCK = 8
 TOKENS = 20  # of output
 
 
 def requests(vocab_size: int) -> list[Request]:
-    """Prompts of all lengths, in pairs with a common beginning."""
+    """Return prompts of all lengths, in pairs with a common prefix."""
     rng = random.Random(3)
     result = []
     for length in (1, 7, 8, 17, 40, 63):

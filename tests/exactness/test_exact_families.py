@@ -1,4 +1,4 @@
-"""Each family through the engine: chunks, prefix hits and preemption give what transformers gives, and each alone.
+"""Tests each family in the engine: with chunks, prefix hits and preemption, it gives the tokens of transformers.
 
 Tiny random models, greedy, in float32. Where transformers' two likeliest tokens are closer than the margin rule's
 tolerance, either will do; among themselves, our runs are equal.
@@ -17,11 +17,11 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling
+from tests.exactness.embedded_model import Output, Request, serve
 from tests.exactness.equality import assert_alike
-from tests.exactness.margin import TOLERANCE, Run
-from tests.exactness.workload import Output, Request, serve
-from tests.models.tiny import reference_logits, save
-from tests.models.variants import VARIANTS
+from tests.exactness.margin_rule import TOLERANCE, Run
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import reference_logits, save
 
 SERVED = (
     "llama", "opt", "mistral", "qwen2, window above", "qwen3", "gemma", "gemma2", "gemma3", "phi3",
@@ -63,7 +63,7 @@ def runs(outputs: Sequence[Output]) -> list[Run]:
 
 
 def assert_greedy(model: PreTrainedModel, request: Request, run: Run) -> None:
-    """Each token is transformers' likeliest behind what was there before it."""
+    """Fail unless each token is the one that transformers finds likeliest after all tokens before it."""
     logits = reference_logits(model, request.prompt + run.tokens)[len(request.prompt) - 1 : -1]
     best, chosen = logits.amax(-1), logits[range(len(run.tokens)), run.tokens]
     assert (best - chosen).max() < TOLERANCE

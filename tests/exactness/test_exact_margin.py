@@ -1,4 +1,4 @@
-"""The margin rule itself: it lets pass what rounding may do, and nothing else."""
+"""Tests the margin rule: it allows what rounding may change, and nothing else."""
 
 import math
 import random
@@ -14,8 +14,8 @@ from kernels.reference.gumbel import REACH, token_noise
 from kernels.reference.sampling import logprobs
 from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
-from tests.exactness.margin import TOLERANCE, Comparison, Kept, Run, compare, kept_of, sure_token
-from tests.exactness.workload import SAMPLED
+from tests.exactness.embedded_model import SAMPLED
+from tests.exactness.margin_rule import TOLERANCE, Comparison, Kept, Run, compare, kept_of, sure_token
 from tests.worker.test_worker_sampler import Table
 
 VOCAB = 400
@@ -23,7 +23,7 @@ GREEDY = Sampling(max_tokens=3, seed=0, temperature=0.0)
 
 
 def greedy_run(tokens: list[int], gaps: list[float]) -> Run:
-    """A greedy run that took `tokens`, each so far ahead of token 99."""
+    """Return a greedy run of `tokens`, each ahead of token 99 by its margin."""
     entries = [TokenLogprobs(-0.1, 1, [token, 99], [-0.1, -0.1 - gap]) for token, gap in zip(tokens, gaps, strict=True)]
     return Run(GREEDY, tokens, entries)
 
@@ -46,22 +46,22 @@ def test_another_token_at_a_wide_margin_is_a_fault() -> None:
 
 def test_another_token_at_a_close_choice_is_none_nor_is_what_follows() -> None:
     assert compare(CLOSE, with_tokens(CLOSE, [5, 99, 8]), VOCAB) == Comparison(1, 3)
-    assert compare(CLOSE, with_tokens(CLOSE, [8, 99, 8]), VOCAB).fault == "position 0: 8 instead of 5"
+    assert compare(CLOSE, with_tokens(CLOSE, [8, 99, 8]), VOCAB).difference == "position 0: 8 instead of 5"
 
 
 def test_a_token_lost_or_doubled_is_a_fault_whatever_the_margins() -> None:
     for tokens in ([5, 6], [5, 6, 6, 7]):
-        assert compare(CLOSE, with_tokens(CLOSE, tokens), VOCAB).fault == f"{len(tokens)} tokens instead of 3"
+        assert compare(CLOSE, with_tokens(CLOSE, tokens), VOCAB).difference == f"{len(tokens)} tokens instead of 3"
 
 
 def test_a_token_that_was_not_due_is_a_fault_of_the_undisturbed_run() -> None:
     wrong = with_tokens(WIDE, [5, 99, 7])
-    assert compare(wrong, wrong, VOCAB).fault == "position 1: 99 undisturbed, where 6 was due"
+    assert compare(wrong, wrong, VOCAB).difference == "position 1: 99 undisturbed, where 6 was due"
 
 
 def test_logits_that_move_further_than_the_tolerance_are_a_fault() -> None:
     entries = [msgspec.structs.replace(entry, logprob=-0.1 - 2 * TOLERANCE) for entry in WIDE.entries]
-    assert compare(WIDE, WIDE._replace(entries=entries), VOCAB).fault.startswith(
+    assert compare(WIDE, WIDE._replace(entries=entries), VOCAB).difference.startswith(
         "position 0: the log-probability moved"
     )
 
@@ -111,29 +111,34 @@ def test_who_is_kept_at_the_edges() -> None:
     assert kept_of(thirds, unbounded, 0.2, slack / 100).unlisted
 
 
-@pytest.mark.parametrize("way", [{"temperature": 0.0}, *SAMPLED, {"top_k": 30, "top_p": 0.6}, {"temperature": 1.4}])
-def test_a_sure_token_is_drawn_however_logits_move_within_the_tolerance(way: dict[str, Any]) -> None:
-    drawn = draws(crowded_logits, way)
-    sure = sum(due is not None for due, _ in drawn)
-    assert all(tokens == {due} for due, tokens in drawn if due is not None)
-    assert sure > len(drawn) / 3
-    if way == {"temperature": 0.0}:  # it is needed: some choices do change
-        assert any(len(tokens) > 1 for _, tokens in drawn)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, *SAMPLED, {"top_k": 30, "top_p": 0.6}, {"temperature": 1.4}])
+def test_a_sure_token_is_drawn_however_logits_move_within_the_tolerance(params: dict[str, Any]) -> None:
+    outcomes = draws(crowded_logits, params)
+    sure = sum(due is not None for due, _ in outcomes)
+    assert all(tokens == {due} for due, tokens in outcomes if due is not None)
+    assert sure > len(outcomes) / 3
+    if params == {"temperature": 0.0}:  # it is needed: some choices do change
+        assert any(len(tokens) > 1 for _, tokens in outcomes)
 
 
 def test_where_the_draw_takes_what_is_not_listed_nothing_is_sure() -> None:
-    drawn = draws(heavy_tail, {"temperature": 1.0})
-    assert all(tokens == {due} for due, tokens in drawn if due is not None)
-    assert sum(due is not None for due, _ in drawn) > len(drawn) / 3
-    assert sum(max(tokens) >= MAX_LOGPROBS for _, tokens in drawn) > 0
+    outcomes = draws(heavy_tail, {"temperature": 1.0})
+    assert all(tokens == {due} for due, tokens in outcomes if due is not None)
+    assert sum(due is not None for due, _ in outcomes) > len(outcomes) / 3
+    assert sum(max(tokens) >= MAX_LOGPROBS for _, tokens in outcomes) > 0
 
 
-def draws(logits_of: Callable[[torch.Generator], Tensor], way: dict[str, Any]) -> list[tuple[int | None, set[int]]]:
-    """For each of many choices what is sure, and what is drawn when logits are moved by half the tolerance at most."""
-    numbers, rng, table, result = random.Random(str(way)), torch.Generator().manual_seed(1), Table(VOCAB, slots=1), []
+def draws(logits_of: Callable[[torch.Generator], Tensor], params: dict[str, Any]) -> list[tuple[int | None, set[int]]]:
+    """Return of each of many choices the sure token, and the tokens drawn when logits move by half the tolerance."""
+    numbers, rng, table, result = (
+        random.Random(str(params)),
+        torch.Generator().manual_seed(1),
+        Table(VOCAB, slots=1),
+        [],
+    )
     for position in range(80):
-        sampling = Sampling(**{"max_tokens": 400, "seed": numbers.getrandbits(64), **way})
-        table.enter(0, output=[0] * (position % 8), seed=sampling.seed, **way)
+        sampling = Sampling(**{"max_tokens": 400, "seed": numbers.getrandbits(64), **params})
+        table.enter(0, output=[0] * (position % 8), seed=sampling.seed, **params)
         logits = logits_of(rng)
         moves = [(torch.rand(logits.shape, generator=rng) - 0.5) * TOLERANCE for _ in range(4)]
         tokens = {table.draw(logits + move, [0])[0] for move in moves}
@@ -142,20 +147,20 @@ def draws(logits_of: Callable[[torch.Generator], Tensor], way: dict[str, Any]) -
 
 
 def heavy_tail(rng: torch.Generator) -> Tensor:
-    """(1, VOCAB): a few likely tokens, and many which are less than exp(-8) of them each, and a tenth together."""
+    """Return logits (1, VOCAB): a few likely tokens, and many below exp(-8) of them each, a tenth together."""
     tail = torch.full((VOCAB,), -8.2) - torch.rand(VOCAB, generator=rng) * 0.01
     tail[:MAX_LOGPROBS] = -torch.arange(MAX_LOGPROBS) * 0.5
     return tail[None]
 
 
 def crowded_logits(rng: torch.Generator) -> Tensor:
-    """(1, VOCAB), the best of which are anything from a tenth of the tolerance to thousands of it apart."""
+    """Return logits (1, VOCAB), the best of them a tenth of the tolerance to thousands of tolerances apart."""
     gaps = TOLERANCE * 10 ** (torch.rand(VOCAB, generator=rng) * 4.5 - 1)
     falling = 20 - gaps.cumsum(0)
     return falling[torch.randperm(VOCAB, generator=rng)][None]
 
 
 def entry_of(logits: Tensor) -> TokenLogprobs:
-    """What is reported of one row of logits (1, V); the token is of no matter."""
+    """Return the log-probabilities reported of one row of logits (1, V); the token does not matter."""
     logprob, rank, ids, values = logprobs(logits, torch.tensor([0]), MAX_LOGPROBS)
     return TokenLogprobs(logprob.item(), int(rank.item()), ids[0].tolist(), values[0].tolist())

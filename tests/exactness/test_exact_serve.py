@@ -19,9 +19,9 @@ from shared.params import MAX_LOGPROBS
 from shared.protocol import Sampling, TokenLogprobs
 from shared.text.tokenizer import Tokenizer
 from tests.exactness.equality import assert_alike
-from tests.exactness.margin import Run
+from tests.exactness.margin_rule import Run
 from tests.quire.quire_server import Server, health, serving
-from tests.system.processes import until
+from tests.waiting import until
 
 NAME = "smol"
 PATIENCE = 90.0  # seconds; reached only by tests that fail
@@ -41,14 +41,14 @@ SUBJECTS = (
 
 
 class Question(Struct):
-    """What one client asks, and how the answer is sampled."""
+    """A question of one client, and the sampling parameters of its answer."""
 
     text: str
     sampling: Sampling
 
 
 class Answer(Struct):
-    """What one client has got so far."""
+    """The output that one client has received so far."""
 
     run: Run
     text: str = ""
@@ -57,11 +57,11 @@ class Answer(Struct):
 
 
 def questions() -> list[Question]:
-    """Half of them greedy; each answer has 16 to 28 tokens."""
+    """Return questions, half of them greedy, with answers of 16 to 28 tokens."""
     ways = [{"temperature": 0.0, "top_k": 0, "top_p": 1.0} if at % 2 else WAYS[at // 2 % len(WAYS)] for at in range(16)]
     return [
-        Question(f"Tell me about {subject}.", Sampling(max_tokens=16 + at % 4 * 4, seed=1000 + at, **way))
-        for at, (subject, way) in enumerate(zip(SUBJECTS, ways, strict=True))
+        Question(f"Tell me about {subject}.", Sampling(max_tokens=16 + at % 4 * 4, seed=1000 + at, **params))
+        for at, (subject, params) in enumerate(zip(SUBJECTS, ways, strict=True))
     ]
 
 
@@ -124,8 +124,8 @@ def take(chunk: ChatCompletionChunk, ids: Ids, answer: Answer) -> None:
         answer.completion_tokens = chunk.usage.completion_tokens
 
 
-async def kill_worker_mid_way(server: Server, answers: Sequence[Answer]) -> None:
-    """Kill it once all streams run, and see the server through unreadiness to readiness."""
+async def kill_worker_under_load(server: Server, answers: Sequence[Answer]) -> None:
+    """Kill the worker once all streams run; wait until the server is not ready, and then until it is again."""
     await until(lambda: min(len(answer.run.tokens) for answer in answers) >= 4, PATIENCE)
     before = server.children()
     before["worker"].kill()
@@ -148,7 +148,7 @@ async def ask_all(
         for question, answer in zip(asked, answers, strict=True):
             tasks.create_task(ask(client, ids, question, answer))
         if killed is not None:
-            tasks.create_task(kill_worker_mid_way(killed, answers))
+            tasks.create_task(kill_worker_under_load(killed, answers))
     return answers
 
 

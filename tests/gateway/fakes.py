@@ -41,7 +41,7 @@ from shared.text.template import ChatTemplate
 from tests.text.vocabulary import CHATML, make_tokenizer
 
 TOKENIZER = make_tokenizer()
-VOCAB = TOKENIZER.vocab_size + 10  # padded, as models' vocabularies are
+VOCAB = TOKENIZER.vocab_size + 10  # padded, as the vocabularies of models are
 EOS = TOKENIZER.eos_token_ids[0]
 END_TURN = cast(int, TOKENIZER.token_id("<|im_end|>"))
 MODEL = "tiny"
@@ -145,7 +145,7 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
 
 
 class FakeBackend:
-    """A backend for tests, which set its attributes."""
+    """A backend whose attributes a test sets."""
 
     def __init__(self, script: Script = DEFAULT, *, max_model_len: int = 256) -> None:
         model = ModelInfo(MODEL, "TinyForCausalLM", "float32", max_model_len, VOCAB, "f")

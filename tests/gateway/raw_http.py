@@ -1,4 +1,4 @@
-"""A gateway on the service's runner, and exchanges with it byte by byte, without a client library."""
+"""Runs a gateway on the service's runner, and talks to it byte by byte, without a client library."""
 
 import asyncio
 import json

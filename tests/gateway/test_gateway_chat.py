@@ -31,8 +31,8 @@ async def prompt_of(**fields: Any) -> str:
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}, {"content": []}])
-async def test_and_tpl02_missing_contents(content: dict[str, Any]) -> None:
-    """TPL-01."""
+async def test_missing_contents(content: dict[str, Any]) -> None:
+    """TPL-01, TPL-02."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     history = [USER, {"role": "assistant", "tool_calls": [call], **content}, {"role": "tool", "content": ""}, USER]
     prompt = await prompt_of(messages=history)

@@ -1,4 +1,4 @@
-"""A table of the API's fields, each with a test that proves its effect. A new field needs a line here."""
+"""Lists the fields of the API, each with the test that proves its effect. A new field needs a line here."""
 
 import importlib
 

@@ -37,7 +37,9 @@ from shared.protocol import (
     encode,
 )
 from tests.gateway.fakes import ids
+from tests.ports import free_ports
 from tests.text.vocabulary import make_tokenizer, write_model_folder
+from tests.waiting import wait_until
 
 PATIENCE = 30.0
 FACTS = ModelInfo("tiny", "Tiny", "float32", 256, make_tokenizer().vocab_size, "f")
@@ -121,23 +123,16 @@ class Server:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection.getresponse()
 
-    def wait_until(self, status: int) -> None:
+    def wait_for_status(self, status: int) -> None:
         """Wait until /health has this status."""
-        deadline = time.monotonic() + PATIENCE
-        while True:
+
+        def has_status() -> bool:
             try:
-                if self.open().status == status:
-                    return
+                return self.open().status == status
             except ConnectionError:
-                pass
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+                return False
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        wait_until(has_status, PATIENCE)
 
 
 def command(folder: Path, *flags: str) -> list[str]:
@@ -146,7 +141,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 @contextmanager
 def gateway(folder: Path, *flags: str, port: int | None = None) -> Iterator[Server]:
-    port = port or free_port()
+    port = port or free_ports(1)[0]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     argv = command(folder, "--port", str(port), *flags)
     with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -175,7 +170,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 @pytest.fixture
 def server(folder: Path, tmp_path: Path, engine: Engine) -> Iterator[Server]:
     with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock") as server:
-        server.wait_until(200)
+        server.wait_for_status(200)
         yield server
 
 
@@ -217,12 +212,12 @@ def test_a_port_in_use_is_one_line(folder: Path) -> None:
     ],
 )
 def test_wrong_settings_are_one_line(folder: Path, flags: list[str], words: str) -> None:
-    assert words in refusal(command(folder, "--port", str(free_port()), *flags))
+    assert words in refusal(command(folder, "--port", str(free_ports(1)[0]), *flags))
 
 
 def test_without_an_engine_it_is_unhealthy_but_stops_well(folder: Path, tmp_path: Path) -> None:
     with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock") as server:
-        server.wait_until(503)
+        server.wait_for_status(503)
         assert server.open({"prompt": "x"}, "/v1/completions").status == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
@@ -272,7 +267,7 @@ def test_a_client_that_is_gone_is_noticed_without_a_token(server: Server, engine
 def test_what_strangers_send_cannot_forge_log_lines(folder: Path, tmp_path: Path) -> None:
     """HTTP-07."""
     with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock", "--enable-log-requests") as server:
-        server.wait_until(503)
+        server.wait_for_status(503)
         paths = [b"/%0aFAKE%1b[2J", b"/%0d%0aFAKE", b"/%E2%80%A8FAKE", b"/%C2%9B2JFAKE"]
         for data in [*(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths), b"\x1b[2J\n"]:
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
@@ -290,7 +285,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(server: Server, engin
     response = server.open(STREAM, "/v1/completions")
     read_event(response)
     server.process.send_signal(signal.SIGTERM)
-    server.wait_until(503)
+    server.wait_for_status(503)
     refused = server.open({"prompt": "x"}, "/v1/completions")
     assert (refused.status, refused.headers["Connection"]) == (503, "close")
     engine.go_on.set()
@@ -302,7 +297,7 @@ def test_the_second_sigterm_tells_the_streams(server: Server, engine: Engine) ->
     response = server.open(STREAM, "/v1/completions")
     read_event(response)
     server.process.send_signal(signal.SIGTERM)
-    server.wait_until(503)
+    server.wait_for_status(503)
     server.process.send_signal(signal.SIGTERM)
     error, done = response.read().decode().strip().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["type"] == "ServiceUnavailableError"
@@ -313,7 +308,7 @@ def test_the_second_sigterm_tells_the_streams(server: Server, engine: Engine) ->
 
 def test_a_drain_has_an_end(folder: Path, tmp_path: Path, engine: Engine) -> None:
     with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock", "--drain-timeout", "0.2") as server:
-        server.wait_until(200)
+        server.wait_for_status(200)
         response = server.open(STREAM, "/v1/completions")
         read_event(response)
         server.process.send_signal(signal.SIGTERM)
@@ -364,7 +359,7 @@ def test_an_engine_that_says_what_is_no_message_is_given_up_and_nobody_waits_for
     assert "is not a message" in json.loads(response.read())["error"]["message"]
     engine.answer = None
     engine.go_on.set()
-    server.wait_until(200)
+    server.wait_for_status(200)
     assert server.open({"prompt": "hi"}, "/v1/completions").status == 200
 
 
@@ -378,13 +373,13 @@ def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engi
 
 
 def test_two_gateways_share_a_port_if_they_are_told_to(folder: Path, tmp_path: Path, engine: Engine) -> None:
-    port, flags = free_port(), ("--engines", f"ipc://{tmp_path}/g.sock", "--reuse-port")
+    port, flags = free_ports(1)[0], ("--engines", f"ipc://{tmp_path}/g.sock", "--reuse-port")
     with gateway(folder, *flags, port=port) as first:
-        first.wait_until(200)
+        first.wait_for_status(200)
         with gateway(folder, *flags, port=port) as second:
             assert second.process.stderr is not None
             while "listening" not in second.process.stderr.readline():
                 assert second.process.poll() is None
             first.process.send_signal(signal.SIGTERM)
             assert first.process.wait(PATIENCE) == 0
-            second.wait_until(200)
+            second.wait_for_status(200)

@@ -1,4 +1,4 @@
-"""Whatever one client sends, and however long its answer is, the loop has turns for the others.
+"""Tests that no client blocks the loop for the others, whatever it sends and however long its answer is.
 
 The bound is wide, since tests run on busy machines: what a body costs on a quiet one is for `benchmarks/stalls.py`.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.bounds import MIB
 from tests.gateway.fakes import Client, FakeBackend, endless, serve
-from tests.gateway.hostile import CHAT, COMPLETION, bodies, stall
+from tests.gateway.large_bodies import CHAT, COMPLETION, bodies, stall
 
 BOUND = 0.25  # seconds
 ROUNDS = 4

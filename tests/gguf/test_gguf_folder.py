@@ -1,4 +1,4 @@
-"""A GGUF file's folder is made once and never seen incomplete, is made anew when it must, and points to the weights."""
+"""Tests that a GGUF file's folder is made once, never seen incomplete, renewed if needed, and names the weights."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from shared.errors import ModelError
 from shared.gguf import folder as gguf_folder
 from shared.gguf.folder import FORMAT, POINTER, model_folder, read_pointer
 from tests.gguf.gguf_writer import plain_vocabulary, write
-from tests.models.tiny import llama
+from tests.models.tiny_models import llama
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -35,7 +35,7 @@ def file(original: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that were written, in order."""
+    """Return the list of folders that are written, in order."""
     folders: list[Path] = []
     write_folder = gguf_folder._write
 

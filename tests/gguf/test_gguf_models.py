@@ -1,4 +1,4 @@
-"""Models in GGUF files, computed by Quire's worker and by transformers with the same (dequantised) weights."""
+"""Compares models in GGUF files in Quire's worker with transformers, with the same (dequantised) weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +13,15 @@ from kernels.load import ops
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
-from tests.gguf import second_opinion
+from tests.gguf import transformers_reference
 from tests.gguf.gguf_writer import write
-from tests.models.tiny import Forward, llama, reference_logits
-from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from tests.models.tiny_models import Forward, llama, reference_logits
 
 compiled = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-"""Sizes whose rows are whole blocks of 32, as the simple quantised types need."""
+"""Sizes of a model whose rows are whole blocks of 32, as the simple quantised types need."""
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -164,7 +164,7 @@ def test_tensors_are_those_that_transformers_finds(name: str, tmp_path: Path) ->
     file = write(MODELS[name](), tmp_path / "model.gguf", mixed)
     folder = model_folder(file, tmp_path / "cache")
     files = WeightFiles(ModelFolder.read(folder))
-    _, theirs = second_opinion.read(file, folder)
+    _, theirs = transformers_reference.read(file, folder)
     assert set(theirs) == set(files.names)
     for tensor, values in theirs.items():
         assert torch.equal(files.get(tensor).float(), values.float()), tensor

@@ -1,4 +1,4 @@
-"""A broken GGUF file is refused in one line before anything starts, which names the file, the tensor and its type."""
+"""Tests that a broken GGUF file is refused before the start, in one line with the file, the tensor and its type."""
 
 import os
 import re
@@ -21,8 +21,8 @@ from shared.gguf.header import read_header
 from shared.hub.checkpoint import locate
 from shared.hub.download import gguf_files
 from tests.gguf.gguf_writer import EMPTY, finish, plain_vocabulary, with_key, write
-from tests.models.tiny import llama
-from tests.models.variants import mixtral
+from tests.models.family_variants import mixtral
+from tests.models.tiny_models import llama
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A GGUF file is served with the tokenizer of another folder, since none can be made from the file."""
+"""Tests that a GGUF file is served with the tokenizer of another folder if none can be made from the file."""
 
 import signal
 from pathlib import Path
@@ -11,7 +11,7 @@ from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.text.tokenizer import Tokenizer
 from tests.gguf.gguf_writer import plain_vocabulary, write
-from tests.models.tiny import llama
+from tests.models.tiny_models import llama
 from tests.quire.quire_server import serving
 from tests.quire.test_quire_serve import post
 from tests.text.vocabulary import write_model_folder

@@ -1,4 +1,4 @@
-"""Metadata that no model can have, or that would be served as another model, is refused in one line naming the key."""
+"""Tests that metadata which no model can have, or which means another model, is refused in one line with its key."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from tests.gguf.gguf_writer import write
-from tests.models.tiny import llama
-from tests.models.variants import gemma2, gpt2, mixtral, phi3, qwen2
+from tests.models.family_variants import gemma2, gpt2, mixtral, phi3, qwen2
+from tests.models.tiny_models import llama
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

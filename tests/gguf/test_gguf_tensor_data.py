@@ -1,4 +1,4 @@
-"""Every quantised type, compared with the `gguf` package's own dequantisation of whole tensors."""
+"""Compares every quantised type with the `gguf` package's own dequantisation of whole tensors."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer and the original that it was made from give the same ids for texts."""
+"""Tests that a GGUF file's tokenizer gives texts the same ids as the original that it was made from."""
 
 import hashlib
 import inspect
@@ -25,8 +25,8 @@ from shared.gguf.folder import model_folder
 from shared.hub.checkpoint import locate
 from shared.text.tokenizer import Tokenizer, check_tokenizer_files
 from tests.gguf.gguf_writer import EMPTY, plain_vocabulary, with_key, write
-from tests.gguf.texts import ADDED, CORPUS, SPECIAL, TEXTS
-from tests.models.tiny import llama
+from tests.gguf.tokenizer_texts import ADDED, CORPUS, SPECIAL, TEXTS
+from tests.models.tiny_models import llama
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 LLAMA3 = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default

@@ -1,4 +1,4 @@
-"""LDG-12 on the real vocabularies that llama.cpp keeps, with the ids that the original tokenizers give for texts.
+"""Tests LDG-12 on the real vocabularies that llama.cpp keeps, with the ids that the original tokenizers give.
 
 They are too large for this repository: `QUIRE_TEST_VOCABULARIES` names the folder `models` of a copy of llama.cpp. Run
 this test after a change of how tokenizers are made. The rules in shared/gguf/pre_tokenizers.py have passed it.

@@ -16,7 +16,7 @@ from transformers import (
     VaultGemmaConfig,
 )
 
-from tests.models.tiny import tiny
+from tests.models.tiny_models import tiny
 
 SIZES: dict[str, Any] = {
     "vocab_size": 263,
@@ -34,30 +34,30 @@ GROUPED = SIZES | {"num_key_value_heads": 2}
 
 
 def stablelm(**changes: Any) -> PreTrainedModel:
-    """Layer norms, and rotary positions on a part of each head."""
+    """Return a model with layer norms, and rotary positions on a part of each head."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     return tiny(StableLmConfig(**(GROUPED | {"use_qkv_bias": True, "rope_parameters": rope} | changes)))
 
 
 def gpt_neox(**changes: Any) -> PreTrainedModel:
-    """Attention and MLP in parallel, queries, keys and values from one matmul, a head with another name."""
+    """Return a model with attention and MLP in parallel, one matmul for q, k and v, and a head with another name."""
     return tiny(GPTNeoXConfig(**(SIZES | changes)))
 
 
 def cohere2(**changes: Any) -> PreTrainedModel:
-    """Scaled logits, a window in some layers and no positions in the others."""
+    """Return a model with scaled logits, a window in some layers and no positions in the others."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     extra = {"sliding_window": 7, "layer_types": kinds, "logit_scale": 0.25, "head_dim": 12}
     return tiny(Cohere2Config(**(GROUPED | extra | changes)))
 
 
 def olmo2(**changes: Any) -> PreTrainedModel:
-    """Norms after the blocks, and over whole queries and keys."""
+    """Return a model with norms after the blocks, and over whole queries and keys."""
     return tiny(Olmo2Config(**(GROUPED | changes)))
 
 
 def granite(**changes: Any) -> PreTrainedModel:
-    """Multipliers on embeddings, residuals, attention and logits."""
+    """Return a model with multipliers on embeddings, residuals, attention and logits."""
     extra = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
@@ -68,12 +68,12 @@ def granite(**changes: Any) -> PreTrainedModel:
 
 
 def starcoder2(**changes: Any) -> PreTrainedModel:
-    """A window in all layers, a head that is the token table, biases everywhere."""
+    """Return a model with a window in all layers, a head that is the token table, and biases everywhere."""
     return tiny(Starcoder2Config(**(GROUPED | {"sliding_window": 9} | changes)))
 
 
 def deepseek_v3(**changes: Any) -> PreTrainedModel:
-    """Latent attention, whose values are narrower than its keys, and routed experts."""
+    """Return a model with latent attention, whose values are narrower than its keys, and routed experts."""
     extra = {
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 24,
@@ -83,13 +83,13 @@ def deepseek_v3(**changes: Any) -> PreTrainedModel:
 
 
 def vault_gemma(**changes: Any) -> PreTrainedModel:
-    """Capped scores and capped logits, and a window in every other layer."""
+    """Return a model with capped scores and capped logits, and a window in every other layer."""
     extra = {"head_dim": 12, "sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
     return tiny(VaultGemmaConfig(**(GROUPED | extra | changes)))
 
 
 def gemma4(**changes: Any) -> PreTrainedModel:
-    """Layers that differ in the number and width of heads."""
+    """Return a model with layers that differ in the number and width of heads."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     extra = {
         "head_dim": 12, "global_head_dim": 20, "num_global_key_value_heads": 1, "attention_k_eq_v": True,

@@ -1,4 +1,4 @@
-"""Model folders that are broken, or mean something we don't compute: one line that names the folder and the fault.
+"""Tests that a folder that is broken, or asks for what Quire does not compute, is refused in one line with the reason.
 
 None of them may be served, raise anything but a ModelError, or take memory for sizes that the weights don't have.
 """
@@ -21,8 +21,8 @@ from services.worker.config import WorkerConfig
 from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
-from tests.models.tiny import llama, opt, save
-from tests.models.variants import VARIANTS
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import llama, opt, save
 
 CPU = torch.device("cpu")
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {**VARIANTS, "llama": llama, "opt": opt, "granite": granite}
@@ -49,13 +49,13 @@ def save_changed(name: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
-# weights that are quants
+# quantised weights
 
 QUANTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64]
 PROJECTION = "model.layers.1.mlp.up_proj.weight"
@@ -69,14 +69,16 @@ def test_weights_that_need_scales_are_refused(name: str, dtype: torch.dtype, tmp
         tensors[f"{PROJECTION}_scale"] = torch.tensor(0.5)
 
     save_changed(name, tmp_path)
-    rewrite(tmp_path, quantise)
+    rewrite_weights(tmp_path, quantise)
     refused(tmp_path, re.escape(f"tensor {PROJECTION} is of {dtype}: quantised weights are not supported"))
 
 
 def test_integers_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
     save_changed("granite", tmp_path)
     mask = torch.ones(1, 1, 4, 4)
-    rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.bias": mask.to(torch.uint8), "m": mask.bool()}))
+    rewrite_weights(
+        tmp_path, lambda t: t.update({"model.layers.0.self_attn.bias": mask.to(torch.uint8), "m": mask.bool()})
+    )
     assert load(tmp_path).decoder.shape.architecture == "GraniteForCausalLM"
 
 
@@ -100,7 +102,7 @@ def test_markers_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path
     refused(save_changed("llama", tmp_path, **changes), "config.*is not supported .of quantised checkpoints these are")
 
 
-# weights that give no numbers
+# weights that give NaN
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -108,13 +110,13 @@ def test_markers_of_quantisation_in_the_config(changes: dict[str, Any], tmp_path
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_logits_must_be_finite(name: str, tensor: str, value: float, tmp_path: Path) -> None:
     save_changed(name, tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors[tensor].fill_(value))
+    rewrite_weights(tmp_path, lambda tensors: tensors[tensor].fill_(value))
     refused(tmp_path, "the model's logits are not finite")
 
 
 def test_a_type_too_narrow_for_the_weights(tmp_path: Path) -> None:
     save_changed("llama", tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
+    rewrite_weights(tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(1e5))
     assert load(tmp_path).precision.dtype == torch.float32
     refused(tmp_path, "logits are not finite: .*too large for float16", dtype="float16")
 
@@ -124,9 +126,9 @@ def test_models_of_few_positions_are_tried_too(tmp_path: Path) -> None:
         ("gpt2", "n_positions", "transformer.wpe.weight"),
         ("opt", "max_position_embeddings", "model.decoder.embed_positions.weight"),
     ):
-        rows = 5 if name == "opt" else 3  # two lie before position 0
+        rows = 5 if name == "opt" else 3  # two rows of the table come before position 0
         folder = save_changed(name, tmp_path / name, **{field: 3})
-        rewrite(folder, lambda t, tensor=tensor, rows=rows: t.update({tensor: t[tensor][:rows]}))
+        rewrite_weights(folder, lambda t, tensor=tensor, rows=rows: t.update({tensor: t[tensor][:rows]}))
         assert load(folder).decoder.shape.max_positions == 3
 
 
@@ -230,7 +232,7 @@ def test_partial_rotation_is_not_guessed(name: str, tmp_path: Path) -> None:
     refused(folder, "partial_rotary_factor 0.4 is not supported")
 
 
-# errors that nobody foresaw
+# unforeseen errors
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""A config.json that asks for what a family lacks is served by transformers' code, if it can be.
+"""Tests that transformers' code serves a config.json that asks for what a family lacks, if it can.
 
-The logits are those of transformers, one line in the log says so, and `quire models` says the same.
+The logits are those of transformers, one line in the log says whose code it is, and `quire models` says the same.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,30 @@ from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.fallback.model import TransformersModel
 from services.worker.models.load import load_model
 from shared.errors import ModelError
-from tests.models.tiny import Forward, llama, opt, our_logits, rewrite, save, set_config, transformers_logits
-from tests.models.variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3_moe
+from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3_moe
+from tests.models.tiny_models import (
+    Forward,
+    llama,
+    opt,
+    quire_logits,
+    rewrite_weights,
+    save,
+    set_config,
+    transformers_logits,
+)
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
 Make = Callable[..., PreTrainedModel]
 
 
 def assert_served(folder: Path, decoder: type, caplog: pytest.LogCaptureFixture) -> None:
-    """Assert that `decoder` serves it, with transformers' logits."""
+    """Fail unless `decoder` serves the folder, with transformers' logits."""
     forward = Forward(folder)
     assert isinstance(forward.decoder, decoder)
     forward.enter(0, TOKENS, [2, 0, 1])
     (ours,) = forward.step((0, 0, len(TOKENS)))
     theirs = transformers_logits(folder, TOKENS)
-    assert theirs.std() > 0.2  # the comparison is of something
+    assert theirs.std() > 0.2  # or the comparison would mean nothing
     assert (ours - theirs).abs().max() < 1e-4
     said = [record.getMessage() for record in caplog.records]
     if decoder is Decoder:
@@ -99,7 +108,7 @@ def test_a_field_of_which_only_transformers_has_a_default(tmp_path: Path, caplog
 
 
 def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path) -> None:
-    """LDG-24: by families it is refused, since cached keys cannot be rotated again."""
+    """LDG-24: families refuse it, since cached keys cannot be rotated again."""
     save(llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), tmp_path)
     model = load_model(tmp_path, WorkerConfig(device="cpu"), torch.device("cpu"), ops(torch.device("cpu")))
     assert model.decoder.shape.max_positions == 128
@@ -119,11 +128,11 @@ def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path)
     ],
 )
 def test_what_nobody_can_serve_is_refused(make: Make, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    """LDG-24: with both reasons where both were tried, in one line that names the folder once."""
+    """LDG-24: one line names the folder once, and gives both reasons if both were tried."""
     save(make(), tmp_path)
     set_config(tmp_path, **changes)
     with pytest.raises(ModelError, match=said) as caught:
-        our_logits(tmp_path, TOKENS)
+        quire_logits(tmp_path, TOKENS)
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}: ")
     assert text.count(str(tmp_path)) == 1
@@ -135,7 +144,7 @@ def test_a_family_that_was_asked_for_refuses_what_it_lacks(make: Make, tmp_path:
     """LDG-24."""
     save(make(activation_function="gelu"), tmp_path)
     with pytest.raises(ModelError, match=r"activation_function 'gelu' is not supported .*relu\)$"):
-        our_logits(tmp_path, TOKENS, model_impl="quire")
+        quire_logits(tmp_path, TOKENS, model_impl="quire")
 
 
 def test_random_weights_are_served_by_the_same_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,10 +162,10 @@ def test_the_code_that_serves_a_folder_depends_on_its_tensors_too(tmp_path: Path
     Where there are no weights, config.json counts.
     """
     save(llama(), tmp_path)
-    rewrite(tmp_path, lambda t: {f"model.{name}" if name != "lm_head.weight" else name: t[name] for name in t})
+    rewrite_weights(tmp_path, lambda t: {f"model.{name}" if name != "lm_head.weight" else name: t[name] for name in t})
     line = describe(str(tmp_path))
     assert "through transformers, if the model passes its sanity check when loaded (tensor model." in line
-    rewrite(tmp_path, lambda tensors: {name: tensors[name] for name in tensors if "norm" not in name})
+    rewrite_weights(tmp_path, lambda tensors: {name: tensors[name] for name in tensors if "norm" not in name})
     set_config(tmp_path, num_hidden_layers=60)
     with pytest.raises(ModelError, match="is missing") as caught:
         describe(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Each field of a config.json is honoured or refused by name, older spellings and unsupported values included."""
+"""Tests that each field of a config.json is honoured or refused by name, in older spellings too."""
 
 import json
 import re
@@ -14,18 +14,18 @@ from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.models.registry import choose_implementation, load_family
 from services.worker.models.spec import DecoderSpec
 from shared.errors import ModelError
-from tests.models.tiny import (
+from tests.models.family_variants import VARIANTS, longrope
+from tests.models.tiny_models import (
     LLAMA,
     Forward,
-    draw_the_rest,
     llama,
-    our_logits,
+    quire_logits,
+    randomize_constants,
     reference_logits,
     save,
     set_config,
     transformers_logits,
 )
-from tests.models.variants import VARIANTS, longrope
 
 TOKENS = [5, 9, 100, 3, 77, 12, 44, 2, 90, 17, 23]
 
@@ -77,11 +77,11 @@ JUNK = ["Infinity", "-Infinity", "NaN", "1e999", "9" * 400, r'"\ud800"', '[{"dee
 
 @pytest.mark.parametrize("value", JUNK, ids=[value[:9] for value in JUNK])
 def test_numbers_beyond_json_in_fields_that_nobody_reads(value: str, tmp_path: Path) -> None:
-    """LDG-22: Python's json, and so transformers, reads and writes them."""
+    """LDG-22: Python's json, and so transformers, reads and writes such numbers."""
     folder = save(llama(), tmp_path)
     path = folder / "config.json"
     path.write_text(f'{path.read_text().rstrip().removesuffix("}")}, "unread": {value}}}')
-    assert (our_logits(folder, TOKENS) - transformers_logits(folder, TOKENS)).abs().max() < 1e-4
+    assert (quire_logits(folder, TOKENS) - transformers_logits(folder, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1e999"])
@@ -93,12 +93,12 @@ def test_in_fields_that_are_read_they_are_refused(name: str, value: str, tmp_pat
     save(llama(), tmp_path)
     set_config(tmp_path, "rope_parameters", **{name: float(value)})
     with pytest.raises(ModelError, match=f"config.json: {name}"):
-        our_logits(tmp_path, TOKENS)
+        quire_logits(tmp_path, TOKENS)
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, "{}//", "\ufeff{}", "9" * 5000, "[]", ""])
 def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
-    """LDG-22: as by transformers."""
+    """LDG-22: transformers refuses it too."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=re.escape(f"{tmp_path}/config.json: ")):
         ModelFolder.read(tmp_path)
@@ -127,11 +127,11 @@ BOTH: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "changes"), BOTH)
 def test_an_older_rope_beside_a_newer_one(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """LDG-22: each family takes the one that transformers takes; all have `rope_parameters` too."""
+    """LDG-22: each family takes the one that transformers takes; all take `rope_parameters`."""
     save(VARIANTS[name](), tmp_path)
     set_config(tmp_path, **changes)
     assert "rope_parameters" in (tmp_path / "config.json").read_text()
-    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
+    assert (quire_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_an_older_rope_beside_a_newer_one(name: str, changes: dict[str, Any], tm
     ],
 )
 def test_fields_of_other_families_are_passed_over(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    """LDG-24: as by transformers, whose models of these families have no such biases."""
+    """LDG-24: transformers ignores them too, since its models of these families have no such biases."""
     save(VARIANTS[name](), tmp_path)
     set_config(tmp_path, **fields)
-    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
+    assert (quire_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_older_spellings_mean_the_same(name: str, older: dict[str, Any], tmp_pat
 
 
 def test_a_mistral_of_two_kinds_of_layers(tmp_path: Path) -> None:
-    """LDG-22: transformers takes one with `layer_types` for a Ministral."""
+    """LDG-22: transformers treats one with `layer_types` as a Ministral."""
     save(VARIANTS["mistral"](), tmp_path)
     set_config(tmp_path, layer_types=["full_attention", "sliding_attention", "full_attention"])
-    assert (our_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
+    assert (quire_logits(tmp_path, TOKENS) - transformers_logits(tmp_path, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2, window above", "gemma2", "gemma3", "qwen3_moe, some dense"])
@@ -188,7 +188,7 @@ def test_windows(name: str, tmp_path: Path) -> None:
 
 
 def test_long_contexts_have_the_long_factors(tmp_path: Path) -> None:
-    """Contexts of up to 128 tokens are served here, and 10 are the original length."""
+    """These models serve contexts of up to 128 tokens, and their original length is 10."""
     model = longrope(10)
     forward = Forward(save(model, tmp_path))
     forward.enter(0, TOKENS, [2, 0, 1])
@@ -196,11 +196,13 @@ def test_long_contexts_have_the_long_factors(tmp_path: Path) -> None:
     assert (ours - reference_logits(model, TOKENS)).abs().max() < 1e-4
     (short,) = forward.step((0, 0, 9))
     assert torch.equal(short, ours[:9])
-    assert (short - reference_logits(model, TOKENS[:9])).abs().max() > 0.1  # transformers goes by the sequence
+    assert (
+        short - reference_logits(model, TOKENS[:9])
+    ).abs().max() > 0.1  # transformers decides by the length of the sequence
 
 
 def test_absent_fields_have_the_familys_defaults(tmp_path: Path) -> None:
-    """The configs of models that take images leave out what they share with the family."""
+    """Configs of models that take images leave out the fields that they share with the family."""
     text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
     read = spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
@@ -221,7 +223,7 @@ def test_the_text_model_among_images(tmp_path: Path, caplog: pytest.LogCaptureFi
     )
     config = Gemma3Config(text_config=LLAMA | shape, vision_config=vision.to_dict(), mm_tokens_per_image=4)
     config._attn_implementation = "eager"
-    model = draw_the_rest(Gemma3ForConditionalGeneration(config))
+    model = randomize_constants(Gemma3ForConditionalGeneration(config))
     forward = Forward(save(model, tmp_path))
     forward.enter(0, TOKENS, [2, 0, 1])
     (ours,) = forward.step((0, 0, len(TOKENS)))

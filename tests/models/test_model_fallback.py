@@ -1,4 +1,4 @@
-"""Architectures without a family of ours: transformers' code with our attention, compared with transformers alone."""
+"""Compares transformers' code with Quire's attention, for architectures without a family, with transformers alone."""
 
 import weakref
 from pathlib import Path
@@ -13,7 +13,7 @@ from kernels.load import ops
 from services.worker.models.fallback.linear import pack_modules
 from services.worker.models.fallback.model import TransformersModel
 from tests.models.fallback_models import MODELS
-from tests.models.tiny import Forward, llama, opt, reference_logits, save
+from tests.models.tiny_models import Forward, llama, opt, reference_logits, save
 
 TOKENS = torch.randint(3, 263, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 SCATTERED = [17, 3, 40, 8, 63, 0, 22, 5, 31, 12, 50]

@@ -1,4 +1,4 @@
-"""Models that transformers can compute and Quire cannot serve are refused when they are loaded."""
+"""Tests that models which transformers can compute but Quire cannot serve are refused when they are loaded."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ from services.worker.models.fallback.model import load
 from services.worker.models.load import LoadedModel, load_model
 from shared.errors import ModelError
 from tests.models.fallback_models import GROUPED, SIZES, granite
-from tests.models.tiny import save, tiny
+from tests.models.tiny_models import save, tiny
 
 CPU = torch.device("cpu")
 
@@ -192,7 +192,7 @@ def test_the_context_ends_where_angles_would_change(rope: dict[str, Any], longes
 
 
 def test_fingerprints_tell_the_implementations_apart(tmp_path: Path) -> None:
-    from tests.models.tiny import llama
+    from tests.models.tiny_models import llama
 
     save(llama(), tmp_path)
     native, theirs = served(tmp_path), served(tmp_path, model_impl="transformers")

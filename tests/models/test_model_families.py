@@ -1,4 +1,4 @@
-"""Families against transformers, in float32, and against themselves in other batches, chunks and block tables."""
+"""Compares families with transformers in float32, and with themselves in other batches, chunks and block tables."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models.tiny import Forward, reference_logits, save
-from tests.models.variants import VARIANTS
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import Forward, reference_logits, save
 
 MADE: dict[str, PreTrainedModel] = {}
 
@@ -34,7 +34,7 @@ def test_logits_equal_those_of_transformers(pair: tuple[PreTrainedModel, Path]) 
     forward.enter(2, TOKENS, SCATTERED)
     (ours,) = forward.step((2, 0, len(TOKENS)))
     theirs = reference_logits(model, TOKENS)
-    assert theirs.std() > 0.3  # the comparison is of something
+    assert theirs.std() > 0.3  # or the comparison would mean nothing
     assert (ours - theirs).abs().max() < 1e-4
 
 

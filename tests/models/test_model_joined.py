@@ -1,4 +1,4 @@
-"""A decoder's layers in one call give the bits of the single operations, for each kind of layer."""
+"""Tests that a decoder's layers in one call give the bits of single operations, for each type of layer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from kernels.load import ops
 from services.worker.models.decoder.decoder import Decoder
-from tests.models.tiny import Forward, llama, save
-from tests.models.variants import gemma, gemma2, gemma3, phi3, qwen2, qwen3, qwen3_moe
+from tests.models.family_variants import gemma, gemma2, gemma3, phi3, qwen2, qwen3, qwen3_moe
+from tests.models.tiny_models import Forward, llama, save
 
 pytestmark = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
 SIZES = {"intermediate_size": 96, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}

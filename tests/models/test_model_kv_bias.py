@@ -1,4 +1,4 @@
-"""An int8 cache where keys and values have large biases, as Qwen2's have (KV8-01)."""
+"""Tests an int8 cache of keys and values with large biases, as in Qwen2 (KV8-01)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +12,8 @@ from kernels.load import ops, reference
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import load_model
-from tests.models.tiny import Forward, llama, opt, reference_logits, save
-from tests.models.variants import gpt2, qwen2, qwen3
+from tests.models.family_variants import gpt2, qwen2, qwen3
+from tests.models.tiny_models import Forward, llama, opt, reference_logits, save
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -54,7 +54,7 @@ def test_the_likeliest_token_is_kept_whatever_the_keys_biases(name: str, size: f
     }
     model = with_biases(makers[name](), "k_proj", size)
     assert num_agreeing(model, tmp_path, "int8") >= 114
-    if size and name != "opt":  # OPT rotates no keys, so little is lost in bfloat16 either
+    if size and name != "opt":  # OPT rotates no keys, so bfloat16 loses little either
         assert num_agreeing(model, tmp_path, "int8") >= num_agreeing(model, tmp_path, "bfloat16")
 
 
@@ -68,7 +68,7 @@ def test_large_biases_of_values_cost_nothing(tmp_path: Path) -> None:
 
 @compiled
 def test_only_an_int8_cache_lacks_biases(tmp_path: Path) -> None:
-    """A bias that is added elsewhere is rounded elsewhere, so with other caches it stays in the matmul."""
+    """With other caches the bias stays in the matmul: adding it elsewhere would round it elsewhere."""
     folder = save(qwen2(), tmp_path)
     for cache, left_out in (("float32", False), ("bfloat16", False), ("int8", True)):
         decoder = Forward(folder, kv_cache_dtype=cache).decoder

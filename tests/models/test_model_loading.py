@@ -1,4 +1,4 @@
-"""Weight files: every storage form, and every way in which a folder can be wrong."""
+"""Tests weight files: every storage format, and every error that a folder can have."""
 
 import json
 import logging
@@ -22,8 +22,8 @@ from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
 from shared.errors import ModelError
 from tests.models.fallback_models import granite
-from tests.models.tiny import Forward, llama, opt, reference_logits, save, set_config
-from tests.models.variants import VARIANTS
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import Forward, llama, opt, reference_logits, save, set_config
 
 TOKENS = [5, 9, 100, 3, 77, 12]
 
@@ -38,7 +38,7 @@ def assert_same(folder: Path, model: PreTrainedModel, **config: Any) -> None:
     assert (logits(folder, **config) - reference_logits(model, TOKENS)).abs().max() < 1e-4
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -49,7 +49,7 @@ def as_bin(folder: Path, **options: Any) -> None:
     (folder / "model.safetensors").unlink()
 
 
-# every form
+# every format
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def as_shards(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("index", ["whole", "of shards that are gone", "unreadable"])
 @pytest.mark.parametrize("form", ["safetensors", "pt"])
 def test_an_index_beside_a_single_file(form: str, index: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """LDG-27: transformers takes the single file, and so do we, and a line names both."""
+    """LDG-27: Quire loads the single file, as transformers does, and a log line names both."""
     save(llama(seed=1), tmp_path)
     as_shards(tmp_path, form)
     model = llama()
@@ -154,7 +154,7 @@ def test_older_names_of_opt(tmp_path: Path) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    rewrite(tmp_path, rename)
+    rewrite_weights(tmp_path, rename)
     assert_same(tmp_path, model)
 
 
@@ -176,7 +176,7 @@ def test_a_model_without_its_prefix(tmp_path: Path) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    rewrite(tmp_path, rename)
+    rewrite_weights(tmp_path, rename)
     assert_same(tmp_path, model)
 
 
@@ -210,14 +210,14 @@ def test_untied_without_a_head_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     save(llama(), tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    rewrite_weights(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
         logits(tmp_path)
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     save(llama(), tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
+    rewrite_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[59\], and config\.json says \[60\]"):
         logits(tmp_path)
 
@@ -240,16 +240,16 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
 def test_a_wrong_tensor_of_any_kind_is_named(tmp_path: Path, variant: str, tensor: str, shape: list[int]) -> None:
     save(VARIANTS[variant](), tmp_path)
     wrong = [shape[0] + 1, *shape[1:]]
-    rewrite(tmp_path, lambda tensors: tensors.update({tensor: torch.ones(wrong)}))
+    rewrite_weights(tmp_path, lambda tensors: tensors.update({tensor: torch.ones(wrong)}))
     with pytest.raises(ModelError, match=re.escape(f"{tensor} has shape {wrong}, and config.json says {shape}")):
         logits(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.pop(tensor))
+    rewrite_weights(tmp_path, lambda tensors: tensors.pop(tensor))
     with pytest.raises(ModelError, match=re.escape(f"tensor {tensor} is missing")):
         logits(tmp_path)
 
 
 def test_gpt2_as_it_was_first_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a prefix, and with the masks that were buffers then."""
+    """Its names have no prefix, and the attention masks are among the tensors."""
     model = VARIANTS["gpt2"]()
     save(model, tmp_path)
 
@@ -260,14 +260,14 @@ def test_gpt2_as_it_was_first_published(tmp_path: Path, caplog: pytest.LogCaptur
             tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 128, 128)
             tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
 
-    rewrite(tmp_path, rename)
+    rewrite_weights(tmp_path, rename)
     assert_same(tmp_path, model)
     assert not caplog.records
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     save(llama(), tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(60, dtype=torch.int8)}))
+    rewrite_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(60, dtype=torch.int8)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight is of torch\.int8"):
         logits(tmp_path)
     set_config(tmp_path, quantization_config={"quant_method": "fp8"})
@@ -279,7 +279,9 @@ def test_extra_tensors_give_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
     model = llama()
     save(model, tmp_path)
     extra = {f"extra.{number}": torch.ones(1) for number in range(7)}
-    rewrite(tmp_path, lambda t: t.update(extra | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)}))
+    rewrite_weights(
+        tmp_path, lambda t: t.update(extra | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(1)})
+    )
     with caplog.at_level(logging.WARNING):
         assert_same(tmp_path, model)
     assert len(caplog.records) == 1
@@ -310,7 +312,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, form: str, keep: float) -> No
 
 
 class Sneaky:
-    """Pickles as a call."""
+    """An object that pickles as a function call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (shutil.rmtree, ("/nonexistent-quire-test",))
@@ -347,7 +349,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
 def test_an_architecture_need_not_be_named(
     make: Callable[[], PreTrainedModel], named: list[str] | str | None, tmp_path: Path
 ) -> None:
-    """LDG-22: with a family or without, by `model_type`."""
+    """LDG-22: `model_type` is enough, with a family or without."""
     model = make()
     save(model, tmp_path)
     change = {"string": {"architectures": type(model).__name__}, "absent": {}}
@@ -378,7 +380,7 @@ def test_old_opt_without_a_final_norm(tmp_path: Path) -> None:
     assert_same(tmp_path, model)
 
 
-# what a worker says of its model
+# the worker's model info
 
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:

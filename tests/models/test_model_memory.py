@@ -1,6 +1,6 @@
-"""Loading needs the memory of the model and of one parameter more, whatever the checkpoint's type.
+"""Tests that loading needs memory for the model and one more parameter, whatever the type of the checkpoint.
 
-The tests measure the memory of the process alone: pages of mapped files come and go as the system sees fit.
+The tests measure private memory only, since the kernel drops and reads pages of mapped files as it likes.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-from tests.models.tiny import llama, save
+from tests.models.tiny_models import llama, save
 
 MEASURE = """
 import json, sys, threading
@@ -59,20 +59,20 @@ SIZES = {"vocab_size": 4000, "max_position_embeddings": 128}
 
 
 def dense() -> PreTrainedModel:
-    """A model of 75 million parameters."""
+    """Return a model of 75 million parameters."""
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12}
     return LlamaForCausalLM(LlamaConfig(**SIZES, **sizes))
 
 
 def experts() -> PreTrainedModel:
-    """A model whose largest tensors, those of all experts of a layer, are a fifth of it each."""
+    """Return a model whose largest tensors, those of all experts of a layer, are a fifth of it each."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
     return MixtralForCausalLM(MixtralConfig(**SIZES, **sizes, num_key_value_heads=2, num_local_experts=16))
 
 
 @pytest.fixture(scope="module", params=[dense, experts])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    """A tiny model, one of 150 MB in bfloat16 over several files, and how many parameters that has."""
+    """Return a tiny model, one of 150 MB in bfloat16 in several files, and the number of its parameters."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = request.param()

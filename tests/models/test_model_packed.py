@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints, against transformers with the dequantised weights: in their own bits, and as floats."""
+"""Compares GPTQ and AWQ checkpoints, quantised and dequantised, with transformers on the dequantised weights."""
 
 import json
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from shared.errors import ConfigError, ModelError
 from tests.models.fallback_models import stablelm
-from tests.models.packing import Scheme, save_packed
-from tests.models.tiny import Forward, llama, opt, reference_logits
-from tests.models.variants import gpt2, phi3
+from tests.models.family_variants import gpt2, phi3
+from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.tiny_models import Forward, llama, opt, reference_logits
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers(
     model = MODELS[name]()
     folder = save_packed(model, tmp_path, SCHEMES[scheme])
     theirs = reference_logits(model, TOKENS)
-    assert theirs.std() > 0.3  # the comparison is of something
+    assert theirs.std() > 0.3  # or the comparison would mean nothing
     ours, forward = logits(folder, dtype="float32")
     assert forward.precision.name == "float32"
     assert (ours - theirs).abs().max() < 1e-4
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
-    """LDG-26 among them."""
+    """LDG-26 is one of these cases."""
     model = MODELS["llama"]()
     folder = save_packed(model, tmp_path, SCHEMES[scheme])
     files = weight_files(folder)
@@ -115,7 +115,7 @@ def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
     """GPTQ's first layout stores zero points less one, so that this one is the largest quant there."""
     model = llama(**WIDE)
     weight = model.get_submodule(Q).weight
-    weight.data[:, :32].abs_()  # a group whose least number is 0, beside one with numbers of both signs
+    weight.data[:, :32].abs_()  # a group with a minimum of 0, and one with values of both signs
     folder = save_packed(model, tmp_path, Scheme(bits=bits, symmetric=False, layout=layout))
     zeros = load_file(folder / "model.safetensors")[f"{Q}.qzeros"]
     assert (zeros[0] == (0 if layout == "gptq_v2" else -1)).all()
@@ -130,7 +130,7 @@ def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("desc_act", [True, False, None])
 def test_g_idx_counts_where_it_is_meant(desc_act: bool | None, tmp_path: Path) -> None:
-    """A g_idx that gives each group its inputs is meant, and zeros never are; others contradict `desc_act` (LDG-26)."""
+    """A g_idx that gives each group as many inputs counts, zeros never do, others contradict `desc_act` (LDG-26)."""
     models, folders = [], []
     for name, scheme in (("order", Scheme(act_order=True)), ("zeros", Scheme(g_idx="zeros"))):
         models.append(llama(**WIDE))

@@ -1,4 +1,4 @@
-"""Quantised checkpoints that say so beside config.json, in the spellings of the tools that write them (LDG-25)."""
+"""Tests quantisation settings in files beside config.json, in the spellings of the tools that write them (LDG-25)."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ from services.worker.models.load import load_model
 from services.worker.models.registry import read_supported
 from shared.errors import ModelError
 from tests.models.fallback_models import stablelm
-from tests.models.packing import Scheme, save_packed
-from tests.models.tiny import Forward, llama, reference_logits
+from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.tiny_models import Forward, llama, reference_logits
 
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,7 +30,7 @@ AUTOAWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"
 
 
 def beside(model: PreTrainedModel, folder: Path, scheme: Scheme, **files: dict[str, Any]) -> Path:
-    """The model, with these files in the place of a `quantization_config`."""
+    """Return the model folder with these files in place of its `quantization_config`."""
     save_packed(model, folder, scheme)
     config = json.loads((folder / "config.json").read_bytes())
     del config["quantization_config"]
@@ -150,7 +150,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 
 def test_the_file_beside_is_part_of_what_the_weights_are(tmp_path: Path) -> None:
-    """The same quants mean other numbers in another layout."""
+    """The same quants stand for other values in another layout."""
     folder = beside(llama(**WIDE), tmp_path, Scheme(), quantize_config=AUTOGPTQ)
     paths = [folder / "model.safetensors"]
     before = weights_digest(ModelFolder.read(folder), paths)

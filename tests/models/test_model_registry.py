@@ -1,4 +1,4 @@
-"""The code that serves a model, and the refusal where there is none: from its config.json alone, without torch."""
+"""Tests which code is chosen for a model, or why none is: from its config.json alone, without torch."""
 
 import json
 import subprocess
@@ -62,7 +62,7 @@ def test_what_cannot_be_served_is_said(described: dict[str, Any], said: str) -> 
     "names", [{}, *({"architectures": value} for value in (None, [], "", ["LlamaModel"], ["LLaMAForCausalLM"]))]
 )
 def test_without_a_class_of_causal_models_the_type_counts(names: dict[str, Any]) -> None:
-    """LDG-22: transformers goes by it alone."""
+    """LDG-22: transformers decides by it alone."""
     assert chosen({"model_type": "llama"} | names) == Implementation("LlamaForCausalLM", True)
     assert chosen({"model_type": "gemma3_text"} | names) == Implementation("Gemma3ForCausalLM", True)
     assert chosen({"model_type": "granite"} | names) == Implementation("GraniteForCausalLM", False)

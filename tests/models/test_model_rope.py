@@ -1,4 +1,4 @@
-"""Rotary tables compared with transformers' modules, for every spelling of config.json."""
+"""Compares rotary tables with transformers' modules, for every spelling of config.json."""
 
 from typing import Any
 
@@ -58,8 +58,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS.keys())
 def test_tables_equal_those_of_transformers(spelling: dict[str, Any]) -> None:
-    """LDG-22, where both `rope_scaling` and `rope_parameters` are there."""
-    length = 300  # beyond any original length here
+    """LDG-22 is the case with both `rope_scaling` and `rope_parameters`."""
+    length = 300  # longer than any original length here
     cos, sin = rope_table(read_rope(ConfigJson(BASE | spelling), 12), length, torch.device("cpu"))
     rotary = LlamaRotaryEmbedding(LlamaConfig(**(BASE | _copy(spelling))))
     their_cos, their_sin = rotary(torch.zeros(1), torch.arange(length)[None])

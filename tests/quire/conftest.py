@@ -1,4 +1,4 @@
-"""A model for tests that need a whole one."""
+"""A model folder for tests that need weights and a tokenizer."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny OPT with random weights, and a tokenizer trained on the spot."""
+    """Return the folder of a tiny OPT with random weights and a tokenizer trained on a few sentences."""
     folder = tmp_path_factory.mktemp("opt")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

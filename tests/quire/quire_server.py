@@ -1,12 +1,11 @@
-"""A running `quire serve` for tests: real processes, whose output lies in a folder of the test.
+"""Runs `quire serve` for tests, with its output in a folder of the test.
 
-Their sockets lie in one with a short path; the server would pass over one that is too long for sockets.
+Its sockets are in a folder with a short path, since the server skips a path that is too long for sockets.
 """
 
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -44,7 +43,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Once it is announced."""
+        """Wait until the server announces its address, and return it."""
         deadline = time.monotonic() + 90
         while not (result := re.search(r"at (http://\S+) \(ready", self.out.read_text())):
             assert self.process.poll() is None, self.err.read_text()
@@ -53,29 +52,29 @@ class Server:
         return result[1]
 
     def children(self) -> dict[str, psutil.Process]:
-        """Services by name."""
+        """Return the processes of the services by name."""
         result: dict[str, psutil.Process] = {}
         for child in self.process.children():
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # the process has just ended
                 argv = child.cmdline()
                 result |= {name: child for name in ("gateway", "scheduler", "worker") if f"services.{name}" in argv}
         return result
 
     def files(self) -> set[str]:
-        """Names of what lies in its own folder, as long as there is one."""
+        """Return the names of the files in the server's own folder, if that exists."""
         return {path.name for folder in self.place.glob(f"{PREFIX}.{self.process.pid}.*") for path in folder.iterdir()}
 
     def stop(self, number: signal.Signals) -> int:
-        """Send a signal; the exit status. Everything must be gone in time, files included."""
+        """Send a signal and return the exit status. Fail unless all processes and files are gone in time."""
         status = self.end(number)
         assert list(self.place.glob(f"{PREFIX}.{self.process.pid}.*")) == []
         return status
 
     def end(self, number: signal.Signals, *, whole_family: bool = False) -> int:
-        """Send a signal, to the services too if so said; the exit status. Every process must be gone in time."""
+        """Send a signal to the supervisor or the `whole_family`; return the exit status. Fail if a process stays."""
         family = [self.process, *self.process.children(recursive=True)]
         for process in family if whole_family else family[:1]:
-            with suppress(psutil.NoSuchProcess):  # they follow their supervisor by themselves
+            with suppress(psutil.NoSuchProcess):  # the services end with their supervisor
                 process.send_signal(number)
         _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN)
         assert alive == [], self.err.read_text()
@@ -84,7 +83,7 @@ class Server:
 
 @contextmanager
 def serving(model: Path, folder: Path, *flags: str, name: str = "tiny", place: Path | None = None) -> Iterator[Server]:
-    """A server for the time of the block, in a place of its own unless one is given."""
+    """Run a server for the time of the block, with its sockets in `place` or else in a folder of its own."""
     with ExitStack() as stack:
         place = place or stack.enter_context(short_folder())
         server = Server(model, folder, *flags, name=name, place=place)
@@ -92,28 +91,19 @@ def serving(model: Path, folder: Path, *flags: str, name: str = "tiny", place: P
             yield server
         finally:
             if server.process.is_running():
-                server.process.kill()  # its children follow
+                server.process.kill()  # its children end with it
                 server.process.wait()
 
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """A temporary folder whose path leaves room for sockets'."""
+    """Yield a temporary folder whose path is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="q", dir="/tmp") as folder:
         yield Path(folder)
 
 
-def free_ports(count: int) -> list[int]:
-    """So many ports that are free now."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
 def health(url: str) -> int | None:
-    """Status of `GET /health`; None if nobody answers."""
+    """Return the status of `GET /health`, or None if nobody answers."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return int(response.status)

@@ -1,4 +1,4 @@
-"""One stream into an outcome: what counts as a piece, when it came, and when a stream is not whole."""
+"""Tests how the client turns a stream into an outcome: its pieces, their times, and whether the stream is whole."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def take(*parts: tuple[float, bytes], content_type: str = "text/event-stream") -> Outcome:
-    """What becomes of bytes that come at these times, of a request sent at second 10."""
+    """Return the outcome of a request that was sent at second 10 and got these bytes at these times."""
     outcome = Outcome(7, started=10.0)
     stream = Stream(outcome)
     for now, data in parts:
@@ -111,7 +111,7 @@ def test_the_end_of_an_answer_is_a_piece_even_if_it_has_no_words() -> None:
 
 
 def test_content_in_parts_and_an_empty_reason_to_finish_are_read() -> None:
-    """BEN-01: some servers write them so."""
+    """BEN-01: some servers send them."""
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "a"}]
     result = take((10.5, delta("", content=parts)), (11.0, delta("stop", content="b")), (11.0, DONE))
     assert (result.ok, result.text, result.ttft, result.itls) == (True, "hmab", 0.5, [0.5])

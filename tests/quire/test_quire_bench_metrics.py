@@ -1,4 +1,4 @@
-"""From timings to numbers, and to the block and the file that show them."""
+"""Tests how timings become metrics, and how the printed block and the result file show them."""
 
 import itertools
 import math
@@ -70,18 +70,18 @@ def test_a_spread_is_in_milliseconds_with_interpolated_percentiles() -> None:
 
 
 @given(outcomes(), st.dictionaries(st.sampled_from(["ttft", "tpot", "e2el"]), SECONDS))
-def test_goodput_grows_with_the_goals_and_is_what_keeps_all(found: list[Outcome], goals: dict[str, float]) -> None:
+def test_goodput_grows_with_the_goals_and_is_what_keeps_all(outcomes: list[Outcome], goals: dict[str, float]) -> None:
     good = sum(
         one.ok
         and all(
             {"ttft": one.ttft, "e2el": one.latency, "tpot": metrics.tpot(one)}[name] <= limit
             for name, limit in goals.items()
         )
-        for one in found
+        for one in outcomes
     )
-    totals = metrics.totals(found, 4.0, goals)
+    totals = metrics.totals(outcomes, 4.0, goals)
     assert totals.request_goodput == (good / 4.0 if goals else None)
-    looser = metrics.totals(found, 4.0, {name: 2 * limit for name, limit in goals.items()})
+    looser = metrics.totals(outcomes, 4.0, {name: 2 * limit for name, limit in goals.items()})
     assert (looser.request_goodput or 0) >= (totals.request_goodput or 0)
     assert (totals.request_goodput or 0) <= totals.request_throughput
 
@@ -97,8 +97,8 @@ def test_percentiles_lie_between_the_values_and_in_order(values: list[float], pe
 
 
 @given(outcomes())
-def test_the_timeline_holds_every_piece_once(found: list[Outcome]) -> None:
-    whole = [one for one in found if one.ok]
+def test_the_timeline_holds_every_piece_once(outcomes: list[Outcome]) -> None:
+    whole = [one for one in outcomes if one.ok]
     timeline = metrics.Timeline(whole)
     assert sum(timeline.pieces) == sum(1 + len(one.itls) for one in whole)
     assert max(timeline.running, default=0) <= len(whole)
@@ -158,8 +158,10 @@ KEYS = [
     "p50_e2el_ms",
     "p99_e2el_ms",
 ]
-"""Of a file of `vllm bench serve` 0.32.0, in order: --save-detailed --percentile-metrics ttft,tpot,itl,e2el
---metric-percentiles 50,99."""
+"""The keys in a file of `vllm bench serve` 0.32.0, in order.
+
+Its flags were --save-detailed --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,99.
+"""
 
 DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
 
@@ -168,13 +170,13 @@ def test_the_file_has_vllms_keys_in_its_order() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5)
     names = ["ttft", "tpot", "itl", "e2el"]
     results = result(Run(THREE, 2.0, now), None, math.inf, names, [50.0, 99.0], {})
-    facts = {"model": "m", "tokenizer": "t", "metadata": {}, "now": now}
-    detailed = record(ServeOptions(save_result=True, save_detailed=True), results, **facts)
+    labels = {"model": "m", "tokenizer": "t", "metadata": {}, "now": now}
+    detailed = record(ServeOptions(save_result=True, save_detailed=True), results, **labels)
     assert list(detailed) == KEYS
     assert (detailed["date"], detailed["request_rate"]) == ("20260102-030405", "inf")
     assert detailed["output_lens"] == [5, 0, 1]
     assert detailed["p50_itl_ms"] == pytest.approx(200.0)
-    assert list(record(ServeOptions(), results, **facts)) == [key for key in KEYS if key not in DETAILS]
+    assert list(record(ServeOptions(), results, **labels)) == [key for key in KEYS if key not in DETAILS]
 
 
 def test_waiting_in_the_client_is_told_of_where_it_exists() -> None:

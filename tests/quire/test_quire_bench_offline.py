@@ -1,4 +1,4 @@
-"""`quire bench throughput` and `quire bench latency`, with a tiny model in this process."""
+"""Tests `quire bench throughput` and `quire bench latency` with a tiny model in this process."""
 
 import json
 import math

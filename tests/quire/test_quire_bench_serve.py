@@ -1,4 +1,4 @@
-"""`quire bench serve` as a command, at servers with a scripted worker."""
+"""Tests `quire bench serve` as a command, on servers with a scripted worker."""
 
 import asyncio
 import json
@@ -23,19 +23,20 @@ from shared.config import resolve
 from shared.errors import ConfigError, EngineFailure, ModelError, Unavailable
 from shared.hub.embedded import EMBEDDED
 from tests.system.http_client import figures, settled, talk
-from tests.system.processes import ROOT, Server, server, until
+from tests.system.processes import ROOT, Server, server
+from tests.waiting import until
 
 FLAGS = ["--random-input-len=20", "--random-output-len=6", "--num-prompts=12"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def quick() -> AsyncIterator[Server]:
-    async with server(talk(delay=0.002)) as made:
-        yield made
+    async with server(talk(delay=0.002)) as running_server:
+        yield running_server
 
 
 async def serve(at: Server, *flags: str) -> int:
-    """The command's status; it has an event loop of its own, hence the thread."""
+    """Run the command in a thread, since it has its own event loop, and return its status."""
     return await asyncio.to_thread(bench, ["serve", f"--port={at.port}", *FLAGS, *flags])
 
 
@@ -121,15 +122,15 @@ async def test_when_every_request_fails_the_status_says_so(quick: Server, capsys
 
 
 async def test_a_server_that_dies_costs_what_was_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with server(talk(delay=0.01)) as made:
+    async with server(talk(delay=0.01)) as stopped:
         flags = ["--max-concurrency=4", "--random-output-len=20", "--save-result", f"--result-dir={tmp_path}"]
-        running = asyncio.create_task(serve(made, *flags, "--num-prompts=40"))
+        running = asyncio.create_task(serve(stopped, *flags, "--num-prompts=40"))
 
         async def some_are_done() -> bool:
-            return (await figures(made))["vllm:request_success_total:length"] >= 8
+            return (await figures(stopped))["vllm:request_success_total:length"] >= 8
 
         await until(some_are_done)
-        await made.gateway.stop()
+        await stopped.gateway.stop()
         assert await running == 0, "some were answered"
     (result,) = results(tmp_path)
     assert result["completed"] + result["failed"] == 40
@@ -154,7 +155,7 @@ def test_a_key_with_a_line_end_is_refused_and_not_shown(monkeypatch: pytest.Monk
 
 @asynccontextmanager
 async def answering(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
-    """The flag for a server that reads a request's head and then does what `answer` does, until it is left."""
+    """Yield the --port flag of a server that reads the head of each request and then runs `answer`."""
     under_way: list[asyncio.Task[None]] = []
 
     async def each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -168,15 +169,15 @@ async def answering(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         under_way.append(asyncio.create_task(each(reader, writer)))
 
-    made = await asyncio.start_server(begin, "127.0.0.1", 0)
+    listener = await asyncio.start_server(begin, "127.0.0.1", 0)
     try:
-        yield f"--port={made.sockets[0].getsockname()[1]}"
+        yield f"--port={listener.sockets[0].getsockname()[1]}"
     finally:
-        made.close()
+        listener.close()
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
-        await made.wait_closed()
+        await listener.wait_closed()
 
 
 ONE = ["--model=m", f"--tokenizer={EMBEDDED}", *FLAGS, "--num-prompts=1"]
@@ -260,7 +261,7 @@ async def test_a_signal_ends_it_without_a_traceback(quick: Server, number: signa
     async def idle() -> bool:
         return (await figures(quick))["vllm:num_requests_running"] == 0
 
-    await until(idle)  # what an earlier test left is gone
+    await until(idle)  # requests of an earlier test have ended
     flags = ["--random-input-len=20", "--random-output-len=1000", "--num-prompts=8", "--max-concurrency=2"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "quire", "bench", "serve", f"--port={quick.port}", *flags),

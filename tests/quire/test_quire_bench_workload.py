@@ -1,4 +1,4 @@
-"""What is asked and when: a function of the seed, with the lengths and rates that were asked for."""
+"""Tests which requests a benchmark sends and when: the seed, the lengths and the rates determine them."""
 
 import itertools
 import json
@@ -125,7 +125,7 @@ def test_sharegpt_gives_first_questions_and_the_lengths_of_their_answers(tmp_pat
 
 
 def said(**turns: str | None) -> list[dict[str, Any]]:
-    """Turns by their speakers; a name may end in digits, to come again."""
+    """Return the turns of a conversation by speaker; digits after a name let it speak again."""
     return [{"from": name.rstrip("0123456789"), "value": text} for name, text in turns.items()]
 
 

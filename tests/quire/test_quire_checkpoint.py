@@ -1,4 +1,4 @@
-"""Names of models to folders, and clear errors where there is none."""
+"""Tests how the name of a model becomes a folder, and the errors if there is none."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from shared.hub import checkpoint
 from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.hub.download import files_to_fetch, gguf_files
 from tests.gguf.gguf_writer import write
-from tests.models.tiny import llama
+from tests.models.tiny_models import llama
 
 
 def test_a_folder_with_a_config_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_gguf_file_is_chosen_by_its_type() -> None:
 
 
 def test_a_gguf_file_on_hugging_face_is_named_by_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub is silent: what it would be asked for is in the cache."""
+    """Nothing is asked of the hub, since the cache has all the answers."""
 
     def silent(self: HfApi, *args: object, **options: object) -> None:
         raise ConnectionError("no route to host")

@@ -1,4 +1,4 @@
-"""The command line: settings from every source, one line and a status for what is wrong, and the announcement."""
+"""Tests the command line: settings from every source, errors of one line with a status, and the announcement."""
 
 import fcntl
 import os
@@ -126,7 +126,7 @@ def test_pull_prints_the_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "pull"])
 def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(folder: Path, command: str) -> None:
-    """One thing after the other is put right."""
+    """The test repairs one error after the other."""
     with TemporaryDirectory() as place:
         broken = Path(place)
 
@@ -162,7 +162,7 @@ def test_ctrl_c_in_the_first_moments_leaves_no_traceback(tmp_path: Path) -> None
     cache.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "QUIRE_CACHE": str(tmp_path)}
     with (cache / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # so that it is in the middle of it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that the command waits for the lock
         with subprocess.Popen(
             [sys.executable, "-m", "quire", "pull"], stderr=subprocess.PIPE, text=True, env=environment
         ) as process:

@@ -1,4 +1,4 @@
-"""The embedded model: its folder says what loaders need, its text handling is right, and it makes sense."""
+"""Tests the embedded model: its folder has what loaders need, its text is handled right, and its answers make sense."""
 
 import json
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from services.worker.checkpoint.weight_files import WeightFiles
 from shared.errors import ModelError
 from shared.hub import embedded
 from shared.hub.checkpoint import cache_folder, locate
-from tests.gguf import second_opinion
+from tests.gguf import transformers_reference
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The real model, in a cache of the tests' own."""
+    """Return the folder of the real model, in a cache for these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield locate("")
 
 
 def test_transformers_reads_the_same_tensors_and_the_model_makes_sense(folder: Path) -> None:
-    described, theirs = second_opinion.read(embedded.embedded_file(), folder)
+    described, theirs = transformers_reference.read(embedded.embedded_file(), folder)
     config = json.loads((folder / "config.json").read_bytes())
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings"):
         assert config[name] == described[name]
@@ -33,7 +33,7 @@ def test_transformers_reads_the_same_tensors_and_the_model_makes_sense(folder: P
     assert set(files.names) == set(theirs)
     for name, tensor in theirs.items():
         assert torch.equal(files.get(name), tensor), name
-    model = second_opinion.from_tensors(folder, theirs)
+    model = transformers_reference.from_tensors(folder, theirs)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,4 +1,4 @@
-"""A model without a family of Quire's own, over HTTP and through `LLM`."""
+"""Tests a model without a family of Quire's own, over HTTP and through `LLM`."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
 from tests.models.fallback_models import cohere2
-from tests.models.tiny import reference_logits, save
+from tests.models.tiny_models import reference_logits, save
 from tests.quire.quire_server import serving
 from tests.text.vocabulary import make_backend, write_model_folder
 
@@ -24,12 +24,12 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def whole(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder, tokenizer included."""
+    """Return the model's folder, with a tokenizer."""
     return save(model, write_model_folder(tmp_path_factory.mktemp("cohere2")))
 
 
 def expected(model: PreTrainedModel, count: int) -> list[int]:
-    """What transformers takes for the likeliest next token, `count` times; it may be the end of the text, too."""
+    """Return transformers' `count` greedy tokens, which may go on after the end of the text."""
     ids = make_backend().encode(PROMPT).ids
     existing = list(ids)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""The private folder of an instance: nobody else enters it, and only dead ones are removed."""
+"""Tests the private folder of an instance: nobody else can enter it, and only those of dead instances are removed."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ HOLD += "with instance_folder(Path(sys.argv[1])) as folder: print(folder, flush=
 
 
 def hold(place: Path) -> tuple["subprocess.Popen[str]", Path]:
-    """Another process that has a folder in `place`."""
+    """Run another process that holds an instance folder in `place`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(place)], stdout=subprocess.PIPE, text=True, env=environment

@@ -18,7 +18,7 @@ from kernels.load import ops
 from quire import LLM, SamplingParams
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan, StepResult
-from tests.models.packing import Scheme, save_packed
+from tests.models.gptq_awq_writer import Scheme, save_packed
 from tests.text.vocabulary import make_vocabulary
 
 PROMPTS = [
@@ -138,7 +138,7 @@ def test_prompt_logprobs_score_the_prompt(llm: LLM, folder: Path) -> None:
 
 
 def test_no_request_fails_for_the_bytes_that_a_model_says(folder: Path, tmp_path: Path) -> None:
-    """TXT-01: random byte-fallback tokens in prompt and output, with log-probabilities of both."""
+    """TXT-01: the prompt and the output are random byte-fallback tokens, with log-probabilities."""
     tokenizer = make_vocabulary("byte-fallback, stripped").tokenizer
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
     prompts = [[7, *range(start, start + 9)] for start in range(70, 260, 20)]
@@ -224,7 +224,7 @@ def test_what_are_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
     ],
 )
 def test_what_is_no_chat_is_refused(llm: LLM, arguments: dict[str, Any]) -> None:
-    """API-01: the same for `chat`."""
+    """API-01: `chat` raises `InvalidRequest` too."""
     with pytest.raises(InvalidRequest):
         llm.chat(**{"messages": [{"role": "user", "content": "Hello!"}], "sampling_params": GREEDY} | arguments)
 

@@ -1,4 +1,4 @@
-"""The documentation says what is so: the table of settings is current, and files and flags that it names exist."""
+"""Tests that the documentation's table of settings is current, and that the files and flags that it names exist."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ TEXT = "".join(
 
 
 def test_the_table_of_settings_is_current() -> None:
-    """Made by `make docs`."""
+    """`make docs` writes it."""
     shown = SETTINGS_PAGE.partition("<!-- knobs: made by `make docs` -->\n")[2].partition("<!-- end of knobs -->")[0]
     assert shown == markdown_table()
 

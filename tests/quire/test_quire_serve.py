@@ -1,4 +1,4 @@
-"""`quire serve` as a user meets it: real processes, the tiny model, signals."""
+"""Tests `quire serve` as users run it: real processes, a tiny model, and signals."""
 
 import http.client
 import json
@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from quire.instance import remove_dead
-from tests.quire.quire_server import Server, free_ports, healthy, serving, short_folder
+from tests.ports import free_ports
+from tests.quire.quire_server import Server, healthy, serving, short_folder
+from tests.waiting import wait_until
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
 SOCKETS = {"gateways.sock", "workers.sock", "heartbeats.sock"}
@@ -32,11 +34,9 @@ def continuation(url: str) -> str:
     return text
 
 
-def wait_until(holds: Callable[[], bool], server: Server) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, server.err.read_text()
-        time.sleep(0.02)
+def wait_for(holds: Callable[[], bool], server: Server) -> None:
+    """Wait until `holds()`. Fail with what the server wrote to stderr after a minute."""
+    wait_until(holds, 60, server.err.read_text)
 
 
 class OnSocket(http.client.HTTPConnection):
@@ -49,12 +49,12 @@ class OnSocket(http.client.HTTPConnection):
 
 
 def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Path) -> None:
-    """API-02: --uds and --uvicorn-log-level have their effect, and what has none is said."""
+    """API-02: --uds and --uvicorn-log-level have their effect, and a line names the flags that have none."""
     with short_folder() as place:
         path = str(place / "q.sock")
         flags = [f"--uds={path}", "--uvicorn-log-level", "error", "--enforce-eager", "--max_model_len", "1k"]
         with serving(folder, tmp_path, *flags, place=place) as server:
-            wait_until(lambda: f"Quire serves tiny at the socket {path}" in server.out.read_text(), server)
+            wait_for(lambda: f"Quire serves tiny at the socket {path}" in server.out.read_text(), server)
             connection = OnSocket(path)
             connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
             with connection.getresponse() as response:
@@ -71,7 +71,7 @@ def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Pa
 def kill_and_await_the_next(server: Server, name: str) -> None:
     victim = server.children()[name]
     victim.kill()
-    wait_until(lambda: healthy(server.url) and server.children().get(name) not in (victim, None), server)
+    wait_for(lambda: healthy(server.url) and server.children().get(name) not in (victim, None), server)
 
 
 def test_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_is_stopped_is_replaced(folder: Path, tmp_path: Path, name: str) ->
         before = continuation(url)
         victim = server.children()[name]
         victim.suspend()
-        wait_until(lambda: server.children().get(name) not in (victim, None) and healthy(url), server)
+        wait_for(lambda: server.children().get(name) not in (victim, None) and healthy(url), server)
         assert continuation(url) == before
         said = server.err.read_text()
         assert "silent for 2." in said if name == "worker" else f"{name:<9} | is killed: silent for 4." in said
@@ -112,7 +112,7 @@ def test_what_is_killed_leaves_nothing_and_hurts_no_other(
 ) -> None:
     """PRC-01, PRC-04.
 
-    Servers die one after the other while their model loads: the supervisor alone, or every process of theirs.
+    Servers are killed one after the other while their model loads: the supervisor alone, or all processes.
     """
     temporary, shared = tmp_path / "temporary", Path("/dev/shm")
     temporary.mkdir()
@@ -121,13 +121,13 @@ def test_what_is_killed_leaves_nothing_and_hurts_no_other(
     with short_folder() as place, serving(folder, tmp_path / "live", place=place) as live:
         for at in range(3):
             with serving(folder, tmp_path / f"killed{at}", port, place=place) as server:
-                wait_until(lambda: server.files() >= SOCKETS and len(server.children()) == 3, server)
+                wait_for(lambda: server.files() >= SOCKETS and len(server.children()) == 3, server)
                 server.end(signal.SIGKILL, whole_family=at % 2 == 1)
-            wait_until(lambda: set(shared.iterdir()) <= before, server)
-            assert len(list(place.iterdir())) == 2  # the last one's and the living one's
+            wait_for(lambda: set(shared.iterdir()) <= before, server)
+            assert len(list(place.iterdir())) == 2  # those of the last one and of the one that lives
             assert list(temporary.iterdir()) == []
         with serving(folder, tmp_path / "next", port, place=place) as server:
-            wait_until(lambda: len(server.children()) == 3, server)
+            wait_for(lambda: len(server.children()) == 3, server)
             for name in ("gateway", "scheduler"):  # these come back, in the time of the start too
                 server.children()[name].kill()
             assert continuation(server.url) == continuation(live.url)
@@ -158,7 +158,7 @@ def test_a_start_that_takes_too_long_is_given_up(folder: Path, tmp_path: Path) -
 
 
 def test_a_broken_model_ends_the_start_with_the_reason(folder: Path, tmp_path: Path) -> None:
-    """One that only the worker can see to be broken."""
+    """Only the worker can see that this model is broken."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in folder.iterdir():

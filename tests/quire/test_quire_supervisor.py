@@ -1,12 +1,11 @@
-"""The supervisor over real processes: small fakes that end on SIGTERM and with their supervisor, as services do."""
+"""Tests the supervisor on real processes: small fakes that end on SIGTERM and with their supervisor, as services do."""
 
 import asyncio
 import io
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from quire import children
 from quire.children import Child, Log, StartFailed
 from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
 from quire.watch import Watch
+from tests.waiting import until, wait_until
 
 SERVICE = """
 import os, signal, sys, time
@@ -83,7 +83,7 @@ class Fakes:
 
     @asynccontextmanager
     async def running(self, supervisor: Supervisor) -> AsyncIterator["asyncio.Task[int]"]:
-        """The supervisor at work; its children must all be gone at the end."""
+        """Run the supervisor for the time of the block. Fail if children are left at the end."""
         task = asyncio.create_task(supervisor.run())
         try:
             yield task
@@ -94,18 +94,12 @@ class Fakes:
 
 
 def own_children() -> Sequence[int]:
-    """Processes of fake services that still run."""
+    """Return the pids of fake services that still run."""
     return [
         child.pid
         for child in psutil.Process().children(recursive=True)
         if child.status() != psutil.STATUS_ZOMBIE and "fake_service" in child.cmdline()
     ]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  (other processes decide it)
-            await asyncio.sleep(0.01)
 
 
 async def test_a_signal_stops_the_children_in_order(tmp_path: Path) -> None:
@@ -233,10 +227,7 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with psutil.Popen([sys.executable, str(script)], env=environment) as supervisor:
-        deadline = time.monotonic() + 30
-        while not all((tmp_path / f"{name}.up").exists() for name in ("gateway", "worker")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: all((tmp_path / f"{name}.up").exists() for name in ("gateway", "worker")), 30)
         descendants = supervisor.children(recursive=True)
         supervisor.kill()
         supervisor.wait()

@@ -1,4 +1,4 @@
-"""vLLM's start lines, configuration files and arguments work unchanged, or are refused by name and with a reason."""
+"""Tests that vLLM's start lines, configuration files and arguments work, or are refused by name with a reason."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def parse(line: str) -> tuple[settings.Settings, list[str]]:
-    """The settings of a start line, and what was said of it."""
+    """Return the settings of a start line, and the messages about it."""
     parser = flag_parser([settings.public_config()], prog="quire serve")
     parser.add_argument("positional", nargs="?")
     vllm.add_flags(parser)
@@ -50,7 +50,7 @@ def parse(line: str) -> tuple[settings.Settings, list[str]]:
     ],
 )
 def test_start_lines_of_vllm_are_taken(line: str) -> None:
-    """API-02: nearly every start line of a vLLM user was refused."""
+    """API-02: Quire used to refuse nearly every start line of a vLLM user."""
     parse(line)
 
 
@@ -151,14 +151,14 @@ def test_the_key_of_vllm_protects_the_server() -> None:
     ],
 )
 def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], own: dict[str, Any]) -> None:
-    """API-02: a script of vLLM's needs its import line changed, and nothing else."""
+    """API-02: a script for vLLM needs another import line, and nothing else."""
     named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None}
     assert translated(named, arguments) == own
 
 
 @pytest.mark.parametrize("arguments", [{"shutdown_timeout": 5}, {"uvicorn_log_level": "debug"}, {"drain_timeout": 5}])
 def test_settings_of_the_server_are_no_arguments_of_llm(arguments: dict[str, Any]) -> None:
-    """They would be ignored in silence."""
+    """`LLM` would ignore them silently."""
     with pytest.raises(ConfigError, match="LLM has no argument"):
         translated({"quantization": None}, arguments)
 
@@ -175,7 +175,7 @@ def test_every_name_stands_once_and_none_is_a_setting_of_quire() -> None:
 
 
 def test_the_page_is_current() -> None:
-    """Made by `quire knobs --vllm`."""
+    """`quire knobs --vllm` writes it."""
     page = (ROOT / "docs/vllm_flags.md").read_text(encoding="utf-8")
     assert page == vllm.markdown_page()
     assert len(re.findall(r"`--", page)) > 250

@@ -1,4 +1,4 @@
-"""The limits and the engine that follow from the settings and the first worker."""
+"""Tests the limits and the engine that the scheduler derives from its settings and the first worker."""
 
 import re
 
@@ -117,7 +117,7 @@ def test_an_engine_goes_on_with_another_worker_of_the_same_model_only(caplog: py
 
 @pytest.mark.parametrize("kv_memory", [160 * 49, 1, 0])
 def test_a_later_worker_must_hold_the_context_that_was_promised(kv_memory: int) -> None:
-    """PRC-27: a smaller one does not match, which is no error of the settings. A larger one does."""
+    """PRC-27: a smaller one does not match, which is not an error of the settings. A larger one matches."""
     engine = Engine(SchedulerConfig(max_model_len=800), REGISTER)
     engine.configure(REGISTER)
     small = replace(REGISTER, kv_memory=kv_memory)
@@ -137,6 +137,6 @@ def test_a_pool_is_bounded_whatever_memory_there_is() -> None:
 
 @pytest.mark.parametrize("value", ["inf", "nan", "1e10"])
 def test_ageing_is_finite(value: str) -> None:
-    """PRC-26: no setting makes a place in the queue that is not a number."""
+    """PRC-26: no setting makes a queue position NaN."""
     with pytest.raises(ConfigError, match="priority-ageing"):
         load(SchedulerConfig, ["--scheduling-policy=priority", f"--priority-ageing={value}"], {}, prog="")

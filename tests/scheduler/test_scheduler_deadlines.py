@@ -1,4 +1,4 @@
-"""The times by which a worker has to have answered. Time is a number here."""
+"""Tests the times by which a worker must have answered. Time is a number here."""
 
 from msgspec.structs import replace
 

@@ -1,4 +1,4 @@
-"""The scheduler's /health is about its loop, and stands beside /metrics."""
+"""Tests that the scheduler serves /health, which is about its loop, beside /metrics."""
 
 import time
 import urllib.request
@@ -7,7 +7,7 @@ from urllib.error import HTTPError
 from prometheus_client import CollectorRegistry, Gauge
 
 from services.scheduler.exporter import STALLED_AFTER, export
-from tests.quire.quire_server import free_ports
+from tests.ports import free_ports
 
 
 def ask(url: str) -> tuple[int, str]:

@@ -42,7 +42,7 @@ from shared.protocol import (
 )
 from tests.scheduler.examples import MODEL, REGISTER
 from tests.scheduler.scheduler_harness import BAD, SPARE, WORKER, SchedulerHarness
-from tests.shared.hostile import FLOATS, INTEGERS, ODD, STRINGS, changed, leaves
+from tests.shared.invalid_messages import FLOATS, INTEGERS, ODD, STRINGS, changed, leaves
 
 HOSTILE: tuple[Any, ...] = (*FLOATS, *INTEGERS, *STRINGS, *ODD)
 SAMPLING = Sampling(4, 7, 0.5, 0.9, 4, 0.1, 0.1, 0.1, 1.1, [(7, 1.0)], 1, [9], 1, 0)

@@ -1,4 +1,4 @@
-"""The rate of a counter. Time is a parameter."""
+"""Tests the rate of a counter. Time is a parameter."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from services.scheduler.throughput import WINDOW, Throughput
 
 
 def test_it_is_the_growth_over_the_window_and_not_longer() -> None:
-    """API-04: tokens a second now, not since the start."""
+    """API-04: the rate is of tokens a second now, not since the start."""
     throughput, tokens = Throughput(100.0), 0
     assert throughput.rate(0, 100.0) == 0.0
     for tick in range(1, 200):

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 
 import psutil
@@ -31,6 +30,7 @@ from shared.protocol import (
 )
 from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
+from tests.waiting import wait_until
 
 CONFIGURE = Configure(EPOCH, 16, 50, 8, 100, 64)
 A, B = b"worker-a", b"worker-b"
@@ -81,9 +81,8 @@ def harness() -> WorkersHarness:
 def process() -> Iterator["subprocess.Popen[bytes]"]:
     """Something that can be killed and does nothing."""
     with subprocess.Popen(["sleep", "60"]) as child:
-        while psutil.Process(child.pid).name() != "sleep":
-            time.sleep(0.01)
-        until_state(child.pid, psutil.STATUS_SLEEPING)
+        wait_until(lambda: psutil.Process(child.pid).name() == "sleep")
+        wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_SLEEPING)
         yield child
         child.kill()
 
@@ -216,7 +215,7 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
         assert workers.receive(tenth / 10) == []
     assert workers.progressing(2.9) == (phase != "configuring")
     process.send_signal(signal.SIGSTOP)
-    until_state(process.pid, psutil.STATUS_STOPPED)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     events = [(tenth / 10, event) for tenth in range(30, 60) for event in workers.receive(tenth / 10)]
     assert events == [(5.0, WorkerLost())]
     assert process.wait(10) == -signal.SIGKILL
@@ -253,11 +252,6 @@ def test_no_more_than_so_many_messages_are_read_in_a_turn(harness: WorkersHarnes
         harness.net.hear(b"flood", beat(), 2)
     harness.receive()
     assert len(harness.net.inbox) == 1
-
-
-def until_state(pid: int, state: str) -> None:
-    while psutil.Process(pid).status() != state:
-        time.sleep(0.01)
 
 
 def test_another_process_is_never_killed(process: "subprocess.Popen[bytes]") -> None:

@@ -1,4 +1,4 @@
-"""Settings from flags, environment and file. The services' own settings follow the same rules."""
+"""Tests settings from flags, environment and file. The services' own settings follow the same rules."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -112,7 +112,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_to_flags_leads_back_to_the_config(config: type[Struct]) -> None:
-    """Each knob is set to another value than its default, which survives the flags."""
+    """The test sets every knob to another value than its default, and the flags keep the value."""
     assert to_flags(config()) == []
     for knob in knobs(config):
         for value in OTHER_VALUES:
@@ -185,7 +185,7 @@ def test_one_parser_serves_several_configs() -> None:
 
 
 def test_a_string_is_a_list_of_one_and_what_is_empty_is_unset(tmp_path: Path) -> None:
-    """API-03: plain strings in files, and variables that are there but empty."""
+    """API-03: files may have plain strings, and variables may be set but empty."""
     file = tmp_path / "settings.yaml"
     file.write_text("keys: just one\nname: 12\nsize: null\n")
     config = read(f"--config={file}", environment={"QUIRE_LIMIT": "", "QUIRE_FAST": " ", "QUIRE_POLICY": ""})
@@ -195,7 +195,7 @@ def test_a_string_is_a_list_of_one_and_what_is_empty_is_unset(tmp_path: Path) ->
 
 
 def test_spaces_around_the_commas_of_a_variable_are_no_part_of_its_words() -> None:
-    """A key that begins with a space could never be sent."""
+    """No client could send a key that begins with a space."""
     assert read(environment={"QUIRE_KEYS": "a, b ,c"}).keys == ["a", "b", "c"]
 
 
@@ -206,7 +206,7 @@ def test_dates_in_a_files_objects_are_strings(tmp_path: Path) -> None:
 
 
 def test_a_file_may_be_empty(tmp_path: Path) -> None:
-    """API-03: a file of comments is no mistake."""
+    """API-03: a file of comments is valid."""
     file = tmp_path / "settings.yaml"
     for text in ("", "# size: 5\n"):
         file.write_text(text)
@@ -214,7 +214,7 @@ def test_a_file_may_be_empty(tmp_path: Path) -> None:
 
 
 def test_lists_may_be_json() -> None:
-    """API-02: vLLM's command lines write lists so."""
+    """API-02: vLLM's command lines have lists as JSON."""
     assert read("--keys", '["a", "b,c"]').keys == ["a", "b,c"]
     assert read(environment={"QUIRE_KEYS": '["a,b"]'}).keys == ["a,b"]
     assert read("--keys", "[]").keys == read(environment={"QUIRE_KEYS": "[]"}).keys == []

@@ -1,4 +1,4 @@
-"""Processes send heartbeats over real sockets, and /proc shows what they do."""
+"""Tests heartbeats over real sockets, and what /proc shows of processes."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -16,8 +16,7 @@ from shared.cpu_usage import CpuMonitor
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher
 from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import Listener, listen
-
-PATIENCE = 20.0  # seconds; reached only by tests that fail
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -42,13 +41,6 @@ def next_heartbeat(listener: Listener) -> Heartbeat:
     return decode_to_supervisor(message.body)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_heartbeats_come_whatever_the_loop_does_and_tell_of_its_turn(listener: Listener) -> None:
     loop, name = LoopTimer(), ["one"]
     with HeartbeatSender(loop, [Watcher(address(listener), lambda: name[0])]):
@@ -70,7 +62,7 @@ def test_they_tell_of_cpu_time(listener: Listener) -> None:
         before = next_heartbeat(listener).process
         while time.process_time() < before.cpu_seconds + 0.2:
             pass
-        until(lambda: next_heartbeat(listener).process.cpu_seconds > before.cpu_seconds + 0.2)
+        wait_until(lambda: next_heartbeat(listener).process.cpu_seconds > before.cpu_seconds + 0.2)
 
 
 def test_one_without_a_name_says_nothing_and_old_heartbeats_are_not_kept(listener: Listener) -> None:
@@ -103,9 +95,9 @@ def child(code: str) -> Iterator["subprocess.Popen[bytes]"]:
 def test_a_process_that_computes_is_told_from_one_that_is_stopped() -> None:
     with child("while True: pass") as busy:
         process = CpuMonitor(busy.pid)
-        until(lambda: (usage := process.cpu_usage()) is not None and usage.cpu_seconds > 0.2 and usage.runnable)
+        wait_until(lambda: (usage := process.cpu_usage()) is not None and usage.cpu_seconds > 0.2 and usage.runnable)
         busy.send_signal(signal.SIGSTOP)
-        until(lambda: (usage := process.cpu_usage()) is not None and not usage.runnable)
+        wait_until(lambda: (usage := process.cpu_usage()) is not None and not usage.runnable)
         before = process.cpu_usage()
         time.sleep(0.2)
         assert process.cpu_usage() == before
@@ -114,7 +106,7 @@ def test_a_process_that_computes_is_told_from_one_that_is_stopped() -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel does not tell of delays")
 def test_waiting_for_a_cpu_is_counted_and_never_falls() -> None:
-    """Two processes on one CPU; threads of one end meanwhile."""
+    """Two processes share one CPU, and threads of one of them end meanwhile."""
     cpu = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
     threads = f"""

@@ -1,4 +1,4 @@
-"""Peers are found dead. Time is a number, and a peer is its heartbeats and what the kernel shows of its process."""
+"""Tests when peers count as dead. Time is a number; a peer is its heartbeats and what /proc shows of its process."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ Observation = Callable[[float], CpuUsage | None]
 
 
 def well(now: float) -> ProcessStats:
-    """It computes on one core and sometimes waits for it."""
+    """A peer that computes on one core and sometimes waits for it."""
     return ProcessStats(0.1, now, now * 0.1)
 
 
@@ -58,7 +58,7 @@ def starved(now: float) -> ProcessStats:
 
 
 def jerky(now: float) -> ProcessStats | None:
-    """It sends a heartbeat only every other second or so."""
+    """A peer that sends a heartbeat only about every other second."""
     return well(now) if now % (LATE_SAMPLE + HEARTBEAT_INTERVAL) == 0.0 else None
 
 
@@ -118,7 +118,7 @@ HANG = TROUBLE + TIMEOUT + HEARTBEAT_INTERVAL  # when one is found that stands s
     ids=["well", "starved", "jerky", "silent", "watcher short", "starved before", "jerky before"],
 )
 def test_silence_over_a_network(peer: Peer, short_of_cpu: bool, died_at: float) -> None:
-    """PRC-23. One that was short of CPU when it was last heard, or whose watcher is short, is given longer."""
+    """PRC-23: a peer that was short of CPU when it was last heard, or whose watcher is, gets more time."""
     when, why = death(Liveness(TIMEOUT, 0.0), peer, short_of_cpu=short_of_cpu)
     assert when == died_at
     assert why.startswith("silent for" if died_at < NEVER else "")
@@ -137,7 +137,7 @@ def test_silence_over_a_network(peer: Peer, short_of_cpu: bool, died_at: float) 
     ids=["stopped", "stopped, host busy", "computing", "starved", "runnable", "gone"],
 )
 def test_silence_on_the_same_host_is_looked_into(observation: Observation, short_of_cpu: bool, died_at: float) -> None:
-    """PRC-23. What the kernel shows decides, and nothing else."""
+    """PRC-23: only what the kernel shows decides."""
     liveness = Liveness(TIMEOUT, 0.0, local=True)
     assert death(liveness, silent_after(starved), observation=observation, short_of_cpu=short_of_cpu)[0] == died_at
 
@@ -160,7 +160,7 @@ def test_a_loop_that_stands_still_has_longer_while_it_works(peer: Peer, cpu_is_p
 
 
 def test_one_that_is_starved_in_a_step_has_minutes_though_it_hardly_finds_a_word() -> None:
-    """PRC-23. Seen over tcp: a step of 59 s, and heartbeats seconds apart. A burst of CPU time changes nothing."""
+    """PRC-23: over tcp, a step takes 59 s with heartbeats seconds apart. A burst of CPU time changes nothing."""
 
     def heartbeat(now: float) -> ProcessStats | None:
         return ProcessStats(now, now * 0.01 + (0.5 if now > 60.0 else 0.0), now * 1.5) if now % 2.25 == 0.0 else None
@@ -177,7 +177,7 @@ def test_one_without_a_limit_to_its_turns_is_judged_by_what_is_due(due: float, d
 
 
 def test_nobody_is_silent_longer_because_of_a_deadline() -> None:
-    """PRC-24. What a step may take is nothing to one that says nothing."""
+    """PRC-24: a silent peer does not get the time that a step may take."""
     assert death(Liveness(TIMEOUT, 0.0), silent_after(), due=30.0)[0] == SILENCE
 
 
@@ -202,7 +202,7 @@ def test_one_that_is_silent_is_said_to_be_unless_it_is_seen_to_work() -> None:
 
 
 def test_a_watcher_that_has_hardly_looked_does_not_kill() -> None:
-    """PRC-23. It may have been kept from looking. What it saw long ago says nothing either way."""
+    """PRC-23: the watcher may have been kept from looking, and what it saw long ago proves nothing."""
     liveness = Liveness(TIMEOUT, 0.0, local=True)
     for now in (-60.0, -59.0, TIMEOUT + 0.1, TIMEOUT + 0.4):
         liveness.observe(CpuUsage(1.0, 0.0, False), now)

@@ -1,4 +1,4 @@
-"""The metrics that are computed from an engine's snapshot."""
+"""Tests the metrics that are computed from an engine's snapshot."""
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,7 +60,7 @@ def test_every_field_of_a_snapshot_is_exported() -> None:
 
 
 def test_metrics_of_vllm_and_its_guides_have_their_names() -> None:
-    """API-04: with vLLM's labels and buckets, and with the right values."""
+    """API-04: they have vLLM's labels and buckets, and the right values."""
     counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
     counts[0], counts[2], counts[-1] = 4, 3, 1
     snapshot = Snapshot(

@@ -1,4 +1,4 @@
-"""Sampling parameters are refused by name, or become the wire's `Sampling`."""
+"""Tests that sampling parameters are refused by name, or become the wire's `Sampling`."""
 
 import math
 from typing import Any
@@ -76,7 +76,7 @@ def test_values_of_other_types_name_their_field(field: str, values: list[Any]) -
 
 
 def test_whole_numbers_may_be_written_in_other_ways() -> None:
-    """API-01: 5.0, as over HTTP, and numpy's scalars become an int."""
+    """API-01: 5.0 (as over HTTP) and numpy's scalars become an int."""
     for field in WHOLE:
         for value in (5.0, np.int64(5), np.uint8(5)):
             kept = getattr(SamplingParams(**{field: value}), field)

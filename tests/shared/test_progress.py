@@ -1,4 +1,4 @@
-"""Progress is a bar on a terminal, and two lines in a log."""
+"""Tests that progress is a bar on a terminal, and two lines in a log."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Decoders return a message or raise `ProtocolError`, and nothing else, whatever a peer sends."""
+"""Tests that decoders return a message or raise `ProtocolError`, and nothing else, whatever a peer sends."""
 
 from array import array
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared import protocol
 from shared.errors import ProtocolError
 from shared.protocol import MAX_FRAME, Submit, decode_submit_id, encode, pack_tokens, unpack_tokens
-from tests.shared.hostile import FLOATS, INTEGERS, STRINGS, changed, leaves
+from tests.shared.invalid_messages import FLOATS, INTEGERS, STRINGS, changed, leaves
 from tests.shared.test_protocol_golden import EXAMPLES, SIDES
 
 DECODERS: list[Callable[[bytes], object]] = [decode for _, decode, _ in SIDES.values()]
@@ -21,7 +21,7 @@ PERMITTED: list[tuple[object, object]] = [
     *((2**64 - 1, number) for number in (2**63, 2**64 - 1)),  # the seed, which has 64 bits
     (-1, -(2**63)),  # the priority, which has 63 and a sign
 ]
-"""(value in the example, value that is right there too)."""
+"""Pairs of a value in the examples, and an odd value that is valid in its place."""
 
 plain = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=8)
 nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
@@ -50,7 +50,7 @@ def test_random_values_behind_a_tag(tag: int, fields: list[object]) -> None:
 @settings(max_examples=500)
 @given(st.sampled_from(WHOLE), st.data())
 def test_mutated_messages(whole: bytes, data: st.DataObject) -> None:
-    """Bytes are changed, removed and inserted. A message that still decodes can be encoded again."""
+    """The test changes, removes and inserts bytes. A message that still decodes can be encoded again."""
     changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, max(len(changed) - 1, 0)))
@@ -87,7 +87,7 @@ def test_no_value_is_beyond_its_range(name: str) -> None:
 
 @pytest.mark.parametrize("field", [10, 12])
 def test_lists_of_a_request_are_bounded(field: int) -> None:
-    """PRC-26: the lists of biases and of stop tokens."""
+    """PRC-26: the lists are those of biases and of stop tokens."""
     whole = encode(EXAMPLES["FROM_GATEWAY.Submit"])
     (one, *_) = msgspec.msgpack.decode(whole)[4][field - 1]
     protocol.decode_from_gateway(changed(whole, (4, field - 1), [one] * 2**20))

@@ -1,4 +1,4 @@
-"""The wire, byte by byte. If a test fails here, two versions cannot talk to each other: bump `VERSION` as well."""
+"""Tests the wire, byte by byte. If one of them fails, two versions cannot talk to each other: bump `VERSION`."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""A service ends with its supervisor, and no log line can be forged."""
+"""Tests that a service ends with its supervisor, and that nobody can forge log lines."""
 
 import logging
 import subprocess
@@ -81,7 +81,7 @@ def test_a_record_is_one_line() -> None:
 
 
 def test_a_traceback_keeps_its_lines_but_none_looks_like_a_record() -> None:
-    """HTTP-07: an error's message may quote what a stranger sent."""
+    """HTTP-07: an error's message may quote what a client sent."""
     try:
         raise ValueError(FORGED + "\x1b[2J")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Sockets between processes: what the rest of the code relies on."""
+"""Tests the sockets between processes: what the rest of the code relies on."""
 
 import fcntl
 import os
@@ -33,9 +33,10 @@ from shared.transport import (
     new_identity,
     printable_identity,
 )
+from tests.ports import free_ports
 
 PATIENCE = 5000  # ms
-BOUND = 1_000_000  # of bytes that a peer may have unread, in these tests
+BOUND = 1_000_000  # bytes that a peer may have unread, in these tests
 
 
 @pytest.fixture
@@ -79,9 +80,7 @@ def fill(listener: Listener, peer: bytes) -> int:
 @pytest.fixture
 def port() -> int:
     """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @pytest.mark.parametrize("over", ["ipc", "tcp"])
@@ -174,7 +173,7 @@ with zmq.Context() as context, listen(context, sys.argv[1]) as listener:
 
 
 def test_a_peer_that_floods_pings_and_leaves_over_tcp_harms_nobody(port: int) -> None:
-    """PRC-22. It leaves while its messages wait; then they are read. libzmq aborted the process."""
+    """PRC-22: it leaves while its messages wait, and then they are read. libzmq used to abort the process."""
     argv = [sys.executable, "-c", VICTIM, f"tcp://127.0.0.1:{port}"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
         assert victim.stdin is not None
@@ -226,7 +225,7 @@ def send_until_disconnected(listener: Listener, peer: socket.socket, data: bytes
 def test_what_a_peer_may_have_unread_over_tcp_is_bounded(
     context: Any, port: int, monkeypatch: pytest.MonkeyPatch, more: bool, size: int
 ) -> None:
-    """PRC-28. Its connection is ended, and the next one's is not, though it sends more in all: it is read."""
+    """PRC-28: its connection is ended. The next peer's is not, although it sends more in all, since it is read."""
     monkeypatch.setattr(unread, "MAX_UNREAD", BOUND)
     with listen(context, f"tcp://127.0.0.1:{port}") as listener:
         with raw_peer(port) as peer:
@@ -244,7 +243,7 @@ def test_what_a_peer_may_have_unread_over_tcp_is_bounded(
 
 
 def test_small_messages_give_no_credit_for_later_ones(context: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PRC-28. A frame is counted as more than it is, but never as more than what came."""
+    """PRC-28: a frame counts as more than its size, but never as more than what came."""
     monkeypatch.setattr(unread, "MAX_UNREAD", BOUND)
     with listen(context, f"tcp://127.0.0.1:{port}") as listener, raw_peer(port) as peer:
         for _ in range(100):

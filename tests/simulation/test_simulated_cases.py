@@ -1,7 +1,7 @@
-"""Situations from fault reports of other servers, at the level of the core; docstrings hold the ids of the cases.
+"""Tests the core in situations from bug reports of other servers; docstrings have the ids of the cases.
 
-All run with the page-memory oracle and the invariants of the simulation, so no test here repeats that a request gives
-what it gives alone.
+All run with the page-memory oracle and the invariants of the simulation, so no test here repeats that a request gets
+the tokens that it gets alone.
 """
 
 from random import Random
@@ -121,7 +121,7 @@ def test_a_long_prompt_waits_for_room_and_does_not_thrash() -> None:
     """SCH-09."""
     limits = _limits(num_blocks=45, max_model_len=640, max_num_batched_tokens=64)
     engine = SimulatedEngine(limits)
-    running = engine.accept(_prompt(200), 200)  # 25 blocks in the end; 20 remain, room for some 300 tokens
+    running = engine.accept(_prompt(200), 200)  # it needs 25 blocks in the end; 20 remain, room for about 300 tokens
     for _ in range(10):
         engine.step()
     start = engine.core.snapshot()
@@ -164,7 +164,7 @@ def test_a_burst_is_served_or_refused_at_once() -> None:
     refused = [answer for answer in outcomes if isinstance(answer, Refused)]
     assert len(refused) == 400
     assert all(one.reason is Refusal.QUEUE_FULL and one.retry_after >= 1.0 for one in refused)
-    engine.accept(_prompt(9), 20, output=[1, 2, 3])  # what comes with output is never refused for load
+    engine.accept(_prompt(9), 20, output=[1, 2, 3])  # a request that brings output is never refused for load
     engine.run(1000)
     engine.check_finished()
     assert engine.core.snapshot().accepted == 101

@@ -1,4 +1,4 @@
-"""A request of many samples takes turns with its neighbours; the simulation's promises are checked at each step."""
+"""Tests that a request of many samples takes turns with its neighbours, in the simulation and its checks."""
 
 import pytest
 from simulated_engine import SimulatedEngine
@@ -25,12 +25,12 @@ def _prompt(start: int) -> list[int]:
 
 
 def _large(engine: SimulatedEngine, prompts: int, n: int, max_tokens: int) -> list[int]:
-    """Submit one user's request of so many prompts, as a gateway does."""
+    """Submit one user's request of several prompts, as a gateway does."""
     return [engine.accept(_prompt(at), max_tokens, n=n, samples_before=at * n) for at in range(prompts)]
 
 
 def _steps(engine: SimulatedEngine, count: int, seconds: float) -> None:
-    """Take some steps of so many seconds each."""
+    """Take `count` steps of `seconds` each."""
     for _ in range(count):
         engine.now += seconds
         engine.plan()
@@ -57,7 +57,7 @@ def test_a_neighbour_is_served_while_a_large_request_has_all_slots(prompts: int,
 
 
 def test_requests_within_their_share_are_never_preempted() -> None:
-    """Requests of equals, each of no more samples than half the slots, cost no work that was done."""
+    """Requests of equal priority, each with samples for at most half the slots, cost no work that was done."""
     engine = _engine()
     for at in range(10):
         engine.accept(_prompt(at), 30, n=SLOTS // 2)
@@ -72,7 +72,7 @@ def test_requests_within_their_share_are_never_preempted() -> None:
 
 
 def test_later_samples_wait_no_longer_than_their_turn() -> None:
-    """Neighbours keep coming, and still each sample of the large request has its fixed place among them."""
+    """Neighbours keep coming, but each sample of the large request has its fixed place among them."""
     engine = _engine()
     (large,) = _large(engine, 1, 3 * SLOTS, max_tokens=10)
     for at in range(400):
@@ -86,7 +86,7 @@ def test_later_samples_wait_no_longer_than_their_turn() -> None:
 
 
 def test_the_queue_counts_samples() -> None:
-    """LOOP-02: samples that have not begun fill the queue as others do, and their request counts with all of them."""
+    """LOOP-02: samples that have not started fill the queue too, and a request counts with all of its samples."""
     engine = _engine(max_queued_requests=20)
     engine.accept(_prompt(0), 5, n=15)
     refused = engine.submit(_prompt(1), 5, n=6)

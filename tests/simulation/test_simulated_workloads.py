@@ -1,4 +1,4 @@
-"""Thousands of random workloads against the real core: each request gives what it gives alone, whatever happens.
+"""Tests thousands of random workloads on the real core: each request gets the tokens that it gets alone.
 
 A failure names its seed; `workloads.run(seed)` runs it again.
 """

@@ -1,8 +1,8 @@
 """Clients of a whole server, its metrics, and the replies of its scripted model.
 
-`Exchange` is one HTTP exchange on its own socket, for what client libraries hide: when bytes arrive and how connections
-end. The model answers prompts that contain one of the words below with a reply of the script, and chats with tokens
-that depend on all tokens before them (`CHAIN`).
+`Exchange` is one HTTP exchange on its own socket, and shows what client libraries hide: when bytes arrive and how
+connections end. The model answers a prompt that contains ENDLESS or BRIEF with a reply of the script, and a chat with
+tokens that depend on all tokens before them (`CHAIN`).
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from msgspec import Struct
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.scripted import CHAIN, Reply, Script, expected_chain
-from tests.system.processes import PATIENCE
+from tests.scripted_worker import CHAIN, Reply, Script, expected_chain
 from tests.text.vocabulary import make_tokenizer
+from tests.waiting import PATIENCE
 
 TOKENIZER = make_tokenizer()
 MODEL = "tiny"
@@ -35,7 +35,7 @@ TALK = Script(
         Reply([BRIEF], TOKENIZER.encode("one two three")),
     ],
 )
-assert TOKENIZER.encode("<|im_start|>") == [CHAIN]  # so that chats are chains
+assert TOKENIZER.encode("<|im_start|>") == [CHAIN]  # so that every chat prompt begins with CHAIN
 
 
 def talk(**changes: Any) -> Script:
@@ -44,12 +44,12 @@ def talk(**changes: Any) -> Script:
 
 
 def chained(prompt: Sequence[int], count: int) -> str:
-    """Return the model's answer to a prompt that begins with CHAIN and has none of the words."""
+    """Return the model's answer to a prompt that begins with CHAIN and contains neither ENDLESS nor BRIEF."""
     return TOKENIZER.decode(expected_chain(list(prompt), count, vocab_size=TALK.vocab_size))
 
 
 class Listening(Protocol):
-    """A server of HTTP on this machine."""
+    """An HTTP server on this machine."""
 
     @property
     def port(self) -> int: ...
@@ -107,7 +107,7 @@ class Exchange:
 
 @asynccontextmanager
 async def wire(at: Listening, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[Exchange]:
-    """Send a request, a GET or a POST of a body; close its connection with the block."""
+    """Send a GET, or a POST of `body`, and yield the exchange. Close its connection at the end of the block."""
     reader, writer = await asyncio.open_connection("127.0.0.1", at.port)
     content = b"" if body is None else json.dumps({"model": MODEL} | body).encode()
     method, length = "GET" if body is None else "POST", len(content)
@@ -123,7 +123,7 @@ async def wire(at: Listening, path: str, body: dict[str, Any] | None = None) -> 
 
 
 class Answer(Struct):
-    """A whole answer."""
+    """A complete response."""
 
     status: int
     headers: dict[str, str]
@@ -144,7 +144,7 @@ class Answer(Struct):
 
 
 async def ask(at: Listening, path: str, **body: Any) -> Answer:
-    """Return the answer to a POST of the body, or to a GET if there is none; a stream's events are one text."""
+    """Return the response to a POST of `body`, or to a GET if it is empty. The events of a stream are one text."""
     async with wire(at, path, body or None) as exchange:
         status = await exchange.status()
         return Answer(status, exchange.headers, await exchange.rest())
@@ -174,18 +174,21 @@ def says(content: str) -> list[Any]:
 
 
 Figures = defaultdict[str, float]
-SAMPLES, SEQUENCES = "vllm:request_success_total", "quire:sequences_finished_total"  # as gateway and engine count ends
+SAMPLES, SEQUENCES = (
+    "vllm:request_success_total",
+    "quire:sequences_finished_total",
+)  # the counters of finished samples: the gateway's and the engine's
 
 
 async def figures(at: Listening) -> Figures:
-    """Return the samples of /metrics; those with a reason or a status are named `name:reason`."""
+    """Return the values of /metrics. Those with a reason or a status have it in their names: `name:reason`."""
     answer = await ask(at, "/metrics")
     assert answer.status == 200
     values = Figures(float)
     for family in text_string_to_metric_families(answer.text):
         for name, labels, value, *_ in family.samples:
-            kind = labels.get("finished_reason") or labels.get("code")
-            values[f"{name}:{kind}" if kind else name] += value
+            reason = labels.get("finished_reason") or labels.get("code")
+            values[f"{name}:{reason}" if reason else name] += value
     return values
 
 

@@ -1,4 +1,4 @@
-"""Real processes for system tests: gateways, a scheduler and a scripted worker, with a stand-in for their supervisor.
+"""Real processes for system tests: gateways, a scheduler and a scripted worker, supervised by the test.
 
 They use a temporary folder with a short path (paths of ipc sockets are limited) and end with the test, even if the test
 is killed.
@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -23,13 +23,14 @@ from quire.supervisor import is_healthy
 from services.gateway.backend import Backend
 from services.gateway.engine_request import EngineRequest
 from shared.protocol import FinishReason, Sampling, Snapshot
-from tests.quire.quire_server import free_ports
-from tests.scripted import Script
+from tests.ports import free_ports
+from tests.scripted_worker import Script
 from tests.text.vocabulary import write_model_folder
+from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PATIENCE = 20.0  # seconds; only failing tests reach it
-UNSTEADY = os.pathsep.join([str(ROOT / "tests/system/unsteady"), str(ROOT)])  # a PYTHONPATH, see there
+FAULT_INJECTION_PATH = os.pathsep.join([str(ROOT / "tests/system/fault_injection"), str(ROOT)])
+"""A PYTHONPATH with which Python processes load tests/system/fault_injection/sitecustomize.py."""
 
 
 class Child:
@@ -39,7 +40,7 @@ class Child:
         self.name = name
         self.restart = True
         self.lives = 0
-        self.status: int | None = None  # of the last life that ended
+        self.status: int | None = None  # of the last process that ended
         self.argv = argv
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -67,7 +68,7 @@ class Child:
         os.kill(self.pid, number)
 
     async def ended(self) -> int:
-        """Wait until the process, which is not restarted, ends; return its exit status."""
+        """Wait for the end of the process, which must not be restarted, and return its exit status."""
         assert self._keeper is not None
         await asyncio.wait_for(self._keeper, PATIENCE)
         assert self.status is not None
@@ -105,7 +106,7 @@ class Engine:
         sockets = [f"--gateways={self.address}", f"--workers={workers}"]
         self.scheduler = Child("scheduler", folder, ["-m", "services.scheduler", *sockets, supervisor, *flags])
         arguments = [f"--scheduler={workers}", f"--script={folder}/script.json", "--life={life}", supervisor]
-        self.worker = Child("worker", folder, ["tests/scripted.py", *arguments])
+        self.worker = Child("worker", folder, ["tests/scripted_worker.py", *arguments])
 
 
 class Gateway(Child):
@@ -186,16 +187,6 @@ async def server(script: Script, *flags: str, front: Sequence[str] = ()) -> Asyn
         yield Server(behind, gate)
 
 
-async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(seconds):
-        while True:
-            result = holds()
-            if result if isinstance(result, bool) else await result:
-                return
-            await asyncio.sleep(0.01)
-
-
 def snapshot(backend: Backend) -> Snapshot:
     """Return the last snapshot of the only engine."""
     (status,) = backend.statuses().values()
@@ -203,7 +194,7 @@ def snapshot(backend: Backend) -> Snapshot:
 
 
 async def rest(backend: Backend) -> Snapshot:
-    """Wait for a new status of the only engine that says that it holds nothing; return its snapshot."""
+    """Wait for a new status of the only engine that says that it holds nothing, and return its snapshot."""
     last = next(iter(backend.statuses().values()), None)
 
     def at_rest() -> bool:

@@ -1,4 +1,4 @@
-"""Clients that leave a whole server: in every phase and manner their requests end, and nothing of them stays.
+"""Tests clients that leave a whole server, in every phase: their requests end, and nothing of them stays.
 
 That the gateway cancels its handlers is a setting of the real process; a server made for tests would do it anyway.
 """
@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import (
     BRIEF,
     ENDLESS,
@@ -32,14 +32,15 @@ from tests.system.http_client import (
     talk,
     wire,
 )
-from tests.system.processes import Server, until
+from tests.system.processes import Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FAST = talk(delay=0.005)
 SLOW = talk(delay=0.1)
-LATE = 4  # steps: two that were in flight, and two until the leaving is noticed on a busy machine
+LATE = 4  # steps: two in flight, and two until a busy machine notices that the client has left
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -50,7 +51,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def narrow() -> AsyncIterator[Server]:
-    """One sequence at a time, in steps that can be counted while they pass."""
+    """Yield a server that runs one sequence at a time, in steps slow enough to count."""
     async with serving(SLOW, "--max-num-seqs=1", "--max-num-batched-tokens=64") as system:
         yield system
 
@@ -111,7 +112,7 @@ async def test_hundreds_of_streams_left_anywhere_leave_nothing() -> None:
             first.text.split('"choices"')[1].split('"usage"')[0]
         }
         await settled(server, since, 174)
-        server.engine.scheduler.signal(signal.SIGTERM)  # both now tell how many requests they know
+        server.engine.scheduler.signal(signal.SIGTERM)  # both now report how many requests they know
         await until(lambda: "its connection ended (0 requests)" in server.gateway.log)
         assert "draining: 0 requests are unfinished" in server.engine.scheduler.log
         server.gateway.restart = False
@@ -121,7 +122,7 @@ async def test_hundreds_of_streams_left_anywhere_leave_nothing() -> None:
 
 
 async def leave_somewhere(server: Server, at: int, chance: random.Random) -> None:
-    """Before the headers, in the prompt, in the output, or at its last token."""
+    """Start a stream, and leave it before the headers, in the prompt, in the output, or at its last token."""
     how, few = chance.choice(["rst", "fin"]), chance.randrange(1, 9)
     fields = {"max_tokens": 8, "stream": True, "prompt": [CHAIN, 4 + at % 250, 5 + at // 250]}
     match chance.choice(["sent", "prompt", "output", "end"]):
@@ -178,7 +179,7 @@ async def test_a_second_request_of_the_same_pool_is_not_hurt(server: Server) -> 
 
 
 async def break_off_the_first(official: openai.AsyncOpenAI, times: int) -> None:
-    """Of two requests, at its first byte."""
+    """Send two requests, and leave the first at its first byte."""
     for _ in range(times):
         first = await official.completions.create(model=MODEL, prompt="view", max_tokens=2000, stream=True)
         second = asyncio.create_task(official.completions.create(model=MODEL, prompt="port"))
@@ -204,7 +205,7 @@ async def test_leaving_in_the_prompt_ends_it_within_two_steps(narrow: Server) ->
         began = (await figures(narrow))["quire:steps_total"] - since["quire:steps_total"]
         await stream.reset()
     grown = await settled(narrow, since, 1)
-    assert grown["quire:steps_total"] <= began + 3 + LATE  # what is shown may be three steps old
+    assert grown["quire:steps_total"] <= began + 3 + LATE  # the figures may be three steps old
     assert grown["vllm:prompt_tokens_total"] < 1500
     assert grown["vllm:generation_tokens_total"] == 0
 

@@ -1,4 +1,4 @@
-"""What HTTP clients see when processes behind or beside them die. A worker's death is a pause and nothing else."""
+"""Tests what HTTP clients see when processes die. A worker's death is a pause and nothing else."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.fakes import events, texts
-from tests.scripted import CHAIN, Misdeed
+from tests.scripted_worker import CHAIN, ScriptedFailure
 from tests.system.http_client import (
     ENDLESS,
     SAMPLES,
@@ -27,8 +27,9 @@ from tests.system.http_client import (
     streaming,
     talk,
 )
-from tests.system.processes import Gateway, Server, gateway, until
+from tests.system.processes import Gateway, Server, gateway
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,8 +37,8 @@ TOKENS = 60
 POISON = {kind: 200 + at for at, kind in enumerate(("raise", "memory", "garbage"))}
 SCRIPT = talk(
     delay=0.01,
-    start_delay=0.2,  # so that a worker's absence can be seen
-    misdeeds=[Misdeed(token, kind) for kind, token in POISON.items()],
+    start_delay=0.2,  # so that a test sees that the worker is absent
+    failures=[ScriptedFailure(token, kind) for kind, token in POISON.items()],
 )
 
 
@@ -63,7 +64,7 @@ async def test_a_worker_killed_while_idle_makes_the_server_unhealthy_for_a_while
     server.engine.worker.signal(signal.SIGKILL)
     await until(server.gateway.unhealthy, 2.0)
     assert (await ask(server, "/health")).error["type"] == "ServiceUnavailableError"
-    assert await plain_text(server, [CHAIN], 5) == chained([CHAIN], 5)  # by our rule new ones wait
+    assert await plain_text(server, [CHAIN], 5) == chained([CHAIN], 5)  # new requests wait for a worker
     await until(server.gateway.healthy)
     assert (await settled(server, before, 1))["quire:worker_losses_total"] == 1
 
@@ -95,7 +96,7 @@ async def generated(server: Server, tokens: int) -> bool:
 async def test_a_request_that_breaks_every_step_fails_alone(server: Server) -> None:
     """PRC-03.
 
-    A step that raises, one without memory, and a result that is no message; each with two innocent neighbours.
+    A step raises, runs out of memory, or returns bytes that are not a message; each has two innocent neighbours.
     """
     before, prompts = await settled(server), [[CHAIN, 10], [CHAIN, 11]]
     for kind, token in POISON.items():
@@ -109,13 +110,13 @@ async def test_a_request_that_breaks_every_step_fails_alone(server: Server) -> N
         assert await asyncio.gather(*innocent) == [chained(prompt, TOKENS) for prompt in prompts]
     grown = await settled(server, before, 9)
     assert ended(grown, SEQUENCES) == {"length": 6, "error": 3}
-    for said in ("RuntimeError: scripted failure", "MemoryError: scripted", "not a message", "in _misbehave"):
+    for said in ("RuntimeError: scripted failure", "MemoryError: scripted", "not a message", "in _fail"):
         assert said in server.engine.scheduler.log
     assert "Traceback" not in server.gateway.log
 
 
 async def broken_stream(at: Listening, prompt: list[int]) -> int:
-    """The code of the error in which a stream ends; its shape is checked."""
+    """Return the code of the error in which a stream ends, after a check of its shape."""
     answer = await complete(at, prompt, 1500, stream=True)
     if answer.status != 200:  # it failed before its headers were sent
         return int(answer.error["code"])

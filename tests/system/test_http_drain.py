@@ -1,4 +1,4 @@
-"""How a whole server ends when it is asked to, as its clients see it."""
+"""Tests how a whole server stops when it is asked to, as its clients see it."""
 
 import asyncio
 import json
@@ -8,17 +8,18 @@ import openai
 import pytest
 
 from tests.gateway.fakes import events, texts
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import ENDLESS, MODEL, Answer, chained, client, complete, figures, talk
-from tests.system.processes import Child, Server, until
+from tests.system.processes import Child, Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 STREAMS = PLAIN = 10
 TOKENS = 80
 
 
 async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio.Task[Answer]"]:
-    """Streams and plain requests; all of them run when it returns, and have said something."""
+    """Start streams and plain requests. Return when all of them run and the streams have sent something."""
     kinds = [True] * STREAMS + [False] * PLAIN
     answers = [complete(server, [*prompt, 20 + at], tokens, stream=kind) for at, kind in enumerate(kinds)]
     tasks = [asyncio.create_task(answer) for answer in answers]

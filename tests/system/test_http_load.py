@@ -1,4 +1,4 @@
-"""Whole servers with more to do than they can: bursts, full queues, a gateway that stands still, long outputs."""
+"""Tests whole servers under overload: bursts, full queues, a gateway that stands still, long outputs."""
 
 import asyncio
 import signal
@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.fakes import ends, events, texts
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import (
     ENDLESS,
     MODEL,
@@ -27,8 +27,9 @@ from tests.system.http_client import (
     streaming,
     talk,
 )
-from tests.system.processes import UNSTEADY, Server, until
+from tests.system.processes import FAULT_INJECTION_PATH, Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,12 +45,12 @@ async def server() -> AsyncIterator[Server]:
 
 
 def mixed(at: int) -> tuple[list[int], int]:
-    """Prompt and length of the request of this number."""
+    """Return prompt and length of the request with this number."""
     return [CHAIN, 4 + at % 250, 4 + at // 250, *[9] * (at % 40)], 1 + at % 12
 
 
 async def burst(server: Server) -> list[int]:
-    """All at once; their statuses. Those that were served got what was theirs."""
+    """Send all requests at once and return their statuses. Check the text of those that were served."""
     requests = [mixed(at) for at in range(BURST)]
     answers = await asyncio.gather(*(complete(server, prompt, length) for prompt, length in requests))
     for answer, (prompt, length) in zip(answers, requests, strict=True):
@@ -104,7 +105,7 @@ async def shows(server: Server, figure: str, count: int) -> bool:
 
 
 async def test_a_gateway_that_stands_still_loses_nothing(server: Server) -> None:
-    """PRC-06: The steps go on meanwhile; what it cannot take waits for it."""
+    """PRC-06: the steps go on meanwhile, and what the gateway cannot read waits for it."""
     before = await settled(server)
     await stand_still(server, 300)
     assert (await settled(server, before, 300))["vllm:generation_tokens_total"] == 300 * 40
@@ -112,19 +113,19 @@ async def test_a_gateway_that_stands_still_loses_nothing(server: Server) -> None
 
 async def test_with_room_for_ten_messages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """PRC-06."""
-    monkeypatch.setenv("PYTHONPATH", UNSTEADY)
-    monkeypatch.setenv("UNSTEADY_HIGH_WATER", "10")
+    monkeypatch.setenv("PYTHONPATH", FAULT_INJECTION_PATH)
+    monkeypatch.setenv("HIGH_WATER", "10")
     async with serving(talk(delay=0.005), "--max-num-seqs=16") as narrow:
-        await stand_still(narrow, 100, logprobs=5)  # large messages, or they would all find room in the socket
+        await stand_still(narrow, 100, logprobs=5)  # large messages, since the socket would have room for small ones
 
 
 async def stand_still(server: Server, count: int, **fields: Any) -> None:
-    """The gateway does, for two seconds, while so many streams run. They must all get what is theirs."""
+    """Stop the gateway for two seconds while streams run. Check the text of all of them."""
     prompts = [[CHAIN, 4 + at % 250, 4 + at // 250] for at in range(count)]
     fields |= {"stream": True, "stream_options": {"include_usage": True}}
     *others, last = prompts
     running = [asyncio.create_task(complete(server, prompt, 40, **fields)) for prompt in others]
-    async with streaming(server, last, 40, **fields) as stream:  # so all of them have been passed on
+    async with streaming(server, last, 40, **fields) as stream:  # so all requests have reached the engine
         server.gateway.signal(signal.SIGSTOP)
         await asyncio.sleep(2.0)  # the point
         server.gateway.signal(signal.SIGCONT)

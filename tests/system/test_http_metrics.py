@@ -1,4 +1,4 @@
-"""What a whole server's figures say of what happened to it, and that nothing about them can hurt it."""
+"""Tests that a whole server's metrics agree with what happened, and that they cannot harm the server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from msgspec import Struct
 from quire.serve import free_port
 from services.gateway.config import GatewayConfig
 from tests.gateway.fakes import events, texts
-from tests.scripted import CHAIN, Misdeed
+from tests.scripted_worker import CHAIN, ScriptedFailure
 from tests.system.http_client import (
     BRIEF,
     ENDLESS,
@@ -34,8 +34,9 @@ from tests.system.http_client import (
     talk,
     wire,
 )
-from tests.system.processes import UNSTEADY, Server, until
+from tests.system.processes import FAULT_INJECTION_PATH, Server
 from tests.system.processes import server as serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,13 +45,13 @@ POISON = 200
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Server]:
-    script = talk(delay=0.005, misdeeds=[Misdeed(POISON, "raise")])
+    script = talk(delay=0.005, failures=[ScriptedFailure(POISON, "raise")])
     async with serving(script, "--max-num-seqs=32", "--max-num-batched-tokens=64") as system:
         yield system
 
 
 async def first_text(stream: Exchange) -> str:
-    """The first event that is no comment."""
+    """Return the first event that is not a comment."""
     while (event := await stream.event()).startswith(":"):
         pass
     return event
@@ -113,7 +114,7 @@ async def test_ends_are_counted_by_reason_and_add_up_to_what_was_taken_in(server
 async def test_totals_and_sums_reconcile_with_streams_that_were_cut(server: Server) -> None:
     """MET-03.
 
-    The rule: every figure includes them. Tokens that were made but that nobody waited for are in the totals only.
+    Every figure includes them. Tokens that were generated after the client left are in the totals only.
     """
     before = await settled(server)
     for at in range(5):
@@ -133,7 +134,7 @@ async def test_totals_and_sums_reconcile_with_streams_that_were_cut(server: Serv
 
 
 async def test_each_samples_time_is_split_by_the_engines_word(server: Server) -> None:
-    """API-04: with more requests than slots some wait, and the figures say for how long."""
+    """API-04: with more requests than slots some wait, and the metrics say for how long."""
     before = await settled(server)
     await asyncio.gather(*(complete(server, [CHAIN, at], 20) for at in range(64)))  # twice as many as may run
     grown = await settled(server, before, 64)
@@ -150,7 +151,7 @@ async def test_each_samples_time_is_split_by_the_engines_word(server: Server) ->
 
 
 async def test_the_engines_figures_are_right_as_soon_as_the_last_answer_has_come(server: Server) -> None:
-    """As in vLLM, whose tests look at once; between answers they are as old as the scheduler's last word."""
+    """vLLM's tests read them at once. Between answers they are as old as the scheduler's last message."""
     last = await settled(server)
     for _ in range(5):
         assert (await complete(server, [ENDLESS], 4)).status == 200
@@ -161,7 +162,7 @@ async def test_the_engines_figures_are_right_as_soon_as_the_last_answer_has_come
 
 
 async def test_throughput_is_the_rate_of_tokens_now_and_nothing_at_rest(server: Server) -> None:
-    """API-04: what vllm:request_throughput_tok_per_second says."""
+    """API-04: this is vllm:request_throughput_tok_per_second."""
     async with streaming(server, [ENDLESS], 1500) as stream:
         await first_text(stream)
         await until(lambda: above(server, "vllm:request_throughput_tok_per_second", 1.0))
@@ -176,7 +177,7 @@ async def above(server: Server, name: str, bound: float) -> bool:
 
 
 class Port(Struct):
-    """Of the scheduler's own figures."""
+    """The port of the scheduler's own metrics."""
 
     port: int
 
@@ -184,10 +185,10 @@ class Port(Struct):
 async def test_counters_never_fall_and_failing_metrics_fail_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MET-04: In processes whose wall clock steps back at every look."""
+    """MET-04: the wall clock of all processes goes back at every look."""
     broken, port = tmp_path / "broken", Port(free_port(GatewayConfig(host="127.0.0.1", port=0)))
-    monkeypatch.setenv("PYTHONPATH", UNSTEADY)
-    monkeypatch.setenv("UNSTEADY_METRICS", str(broken))
+    monkeypatch.setenv("PYTHONPATH", FAULT_INJECTION_PATH)
+    monkeypatch.setenv("FAIL_METRICS", str(broken))
     flags = ("--max-num-seqs=8", "--max-num-batched-tokens=64", f"--metrics-port={port.port}")
     async with serving(talk(delay=0.002, blocks=24), *flags) as server:
         scraper = asyncio.create_task(scrape(server))
@@ -209,12 +210,12 @@ async def test_counters_never_fall_and_failing_metrics_fail_alone(
 
 
 async def agree(server: Server, scheduler: Listening) -> bool:
-    """Whether gateway and scheduler count the same ends; the last of `work` is not waited for by its client."""
+    """Return whether gateway and scheduler count the same ends. The client of the last request of `work` has left."""
     return ended(await figures(scheduler), SEQUENCES) == ended(await figures(server), SAMPLES)
 
 
 async def scrape(at: Listening) -> None:
-    """Until cancelled. Fails if a counter falls."""
+    """Read the metrics until cancelled. Fail if a counter falls."""
     last = Figures(float)
     while True:
         now = await figures(at)
@@ -229,7 +230,7 @@ def counts(name: str) -> bool:
 
 
 async def work(at: Listening) -> None:
-    """Equal ids, preemption, a prompt in chunks, and one that is left in its prompt. 11 ends and that one."""
+    """Send requests with equal ids, preemption, a prompt in chunks, and one whose client leaves: 12 ends in all."""
     async with client(at) as official:
         create, headers = official.completions.create, {"X-Request-Id": "same"}
         pair = (create(model=MODEL, prompt="view", max_tokens=9, extra_headers=headers) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Streams of a whole server, byte by byte and through the official client: what comes when, and how each ends."""
+"""Tests streams of a whole server, byte by byte and through OpenAI's client: what comes when, and how each ends."""
 
 import asyncio
 from collections import Counter
@@ -11,7 +11,7 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletionChunk
 
 from tests.gateway.fakes import ends, events, texts
-from tests.scripted import CHAIN
+from tests.scripted_worker import CHAIN
 from tests.system.http_client import MODEL, SAMPLES, chained, client, ended, says, settled, streaming, talk
 from tests.system.processes import Server
 from tests.system.processes import server as serving
@@ -77,7 +77,7 @@ async def test_a_hundred_streams_have_one_finish_each(server: Server) -> None:
 
 
 async def chat(official: openai.AsyncOpenAI, content: str, fields: dict[str, Any]) -> tuple[str | None, str]:
-    """How a stream ended, and its text. The reason comes in one chunk, the last before the usage."""
+    """Return how a stream ended, and its text. The reason comes in one chunk, the last before the usage."""
     create = official.chat.completions.create
     stream = await create(model=MODEL, messages=says(content), stream=True, stream_options=OPTIONS, **fields)
     *chunks, usage = [chunk async for chunk in stream]

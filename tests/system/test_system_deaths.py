@@ -1,4 +1,4 @@
-"""What clients see when processes are killed, stopped, hang or talk nonsense. The promise: worker deaths are pauses."""
+"""Tests what clients see when processes are killed, stopped, hang or send garbage. Worker deaths must be pauses."""
 
 import asyncio
 import signal
@@ -11,9 +11,10 @@ import pytest
 from services.gateway.backend import Backend
 from shared.errors import EngineFailure
 from shared.protocol import FinishReason, Sampling
-from tests.scripted import CHAIN, Misdeed, Script
-from tests.scripted import expected_chain as expected
-from tests.system.processes import Engine, Output, complete, rest, serving, snapshot, until
+from tests.scripted_worker import CHAIN, Script, ScriptedFailure
+from tests.scripted_worker import expected_chain as expected
+from tests.system.processes import Engine, Output, complete, rest, serving, snapshot
+from tests.waiting import until
 
 SLOW = Script(delay=0.01)
 TOKENS = 60
@@ -22,7 +23,7 @@ POISON = 666
 
 @asynccontextmanager
 async def streams(backend: Backend, count: int) -> AsyncIterator[list["asyncio.Task[Output]"]]:
-    """So many requests, of which some are running and have some of their tokens."""
+    """Run `count` requests for the block, which starts once some of them have some of their tokens."""
     prompts = [[CHAIN, 10 + at] for at in range(count)]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
@@ -70,7 +71,7 @@ async def test_a_worker_that_is_stopped_in_its_steps_is_replaced() -> None:
     async with serving(SLOW, "--worker-timeout=1") as (system, backend):
         async with streams(backend, 8):
             system.worker.signal(signal.SIGSTOP)
-        assert "silent for 1." in system.scheduler.log  # sooner than the time of its step would be over
+        assert "silent for 1." in system.scheduler.log  # sooner than its step would time out
         await assert_recovered(system, backend)
 
 
@@ -94,8 +95,8 @@ async def test_a_worker_that_is_stopped_while_idle_is_replaced() -> None:
     ],
 )
 async def test_a_step_that_goes_wrong_once_is_done_again(kind: str, said: str) -> None:
-    misdeed = Misdeed(POISON, kind, lives=1)
-    async with serving(Script(delay=0.01, misdeeds=[misdeed])) as (system, backend):
+    failure = ScriptedFailure(POISON, kind, lives=1)
+    async with serving(Script(delay=0.01, failures=[failure])) as (system, backend):
         async with streams(backend, 3):
             assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected([CHAIN, POISON], 9)
         assert said in system.scheduler.log
@@ -104,7 +105,7 @@ async def test_a_step_that_goes_wrong_once_is_done_again(kind: str, said: str) -
 
 @pytest.mark.parametrize("kind", ["raise", "exit"])
 async def test_a_request_that_kills_each_worker_fails_alone(kind: str) -> None:
-    async with serving(Script(delay=0.01, misdeeds=[Misdeed(POISON, kind)])) as (system, backend):
+    async with serving(Script(delay=0.01, failures=[ScriptedFailure(POISON, kind)])) as (system, backend):
         async with streams(backend, 3):
             output = await complete(backend, [CHAIN, POISON], 9)
         assert output.finish is FinishReason.ERROR
@@ -115,7 +116,7 @@ async def test_a_request_that_kills_each_worker_fails_alone(kind: str) -> None:
 
 
 async def test_a_hung_step_ends_the_worker_and_the_stream_goes_on() -> None:
-    script = Script(delay=0.01, misdeeds=[Misdeed(POISON, "hang", lives=1)])
+    script = Script(delay=0.01, failures=[ScriptedFailure(POISON, "hang", lives=1)])
     async with serving(script, "--worker-timeout=1") as (system, backend):
         async with streams(backend, 3):  # and so the epoch's first step, which has more time, is over
             assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected([CHAIN, POISON], 9)

@@ -1,4 +1,4 @@
-"""How the processes end when they are asked to."""
+"""Tests how the processes stop when they are asked to."""
 
 import asyncio
 import signal
@@ -9,8 +9,9 @@ import pytest
 
 from shared.errors import EngineFailure, Unavailable
 from shared.protocol import FinishReason, Sampling
-from tests.scripted import CHAIN, Script, expected_chain
-from tests.system.processes import Output, complete, serving, snapshot, until
+from tests.scripted_worker import CHAIN, Script, expected_chain
+from tests.system.processes import Output, complete, serving, snapshot
+from tests.waiting import until
 
 SLOW = Script(delay=0.02)
 
@@ -34,7 +35,7 @@ async def test_draining_lets_running_requests_finish_and_takes_no_new_ones() -> 
 
 @pytest.mark.parametrize("flags", [["--drain-timeout=0"], []])
 async def test_what_is_not_waited_for_is_aborted(flags: list[str]) -> None:
-    """Drain timeout of 0, or a second signal."""
+    """The drain timeout is 0, or a second signal comes."""
     async with serving(SLOW, *flags) as (system, backend):
         system.scheduler.restart = system.worker.restart = False
         running = [asyncio.create_task(complete(backend, [CHAIN, at], 1500)) for at in range(3)]
@@ -86,7 +87,7 @@ async def test_an_idle_engine_ends_at_once_and_fails_nobody() -> None:
         async with backend.submit(array("i", [5]), Sampling(max_tokens=1, seed=0)) as attempt:
             with suppress(EngineFailure):
                 await attempt.rows()
-        system.scheduler.signal(signal.SIGINT)  # it has a supervisor, whose business this is
+        system.scheduler.signal(signal.SIGINT)  # the worker's supervisor decides about it
         await asyncio.sleep(0.3)
         assert system.scheduler.running
         system.scheduler.signal(signal.SIGTERM)

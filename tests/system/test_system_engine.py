@@ -1,4 +1,4 @@
-"""Gateway's backend, scheduler and worker as real processes: what they do when nobody dies."""
+"""Tests the gateway's backend with a scheduler and a worker as real processes, when nothing fails."""
 
 import asyncio
 from array import array
@@ -8,8 +8,9 @@ import pytest
 from services.gateway.backend import Backend
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 from shared.protocol import FinishReason, Sampling
-from tests.scripted import CHAIN, Reply, Script, expected_chain
-from tests.system.processes import collect, complete, engine, rest, serving, snapshot, until
+from tests.scripted_worker import CHAIN, Reply, Script, expected_chain
+from tests.system.processes import collect, complete, engine, rest, serving, snapshot
+from tests.waiting import until
 
 SLOW = Script(delay=0.02)
 ENDLESS = 1500  # tokens
@@ -100,7 +101,7 @@ async def test_before_any_worker_there_is_nothing_to_submit_to() -> None:
     async with engine(worker=False) as system, Backend([system.address]) as backend:
         with pytest.raises(Unavailable):
             await complete(backend, [5], 1)
-        await system.worker.start()  # said Hello long ago: is answered now
+        await system.worker.start()  # a gateway that said Hello long ago is answered now
         await until(backend.ready)
         assert len((await complete(backend, [5], 1)).tokens) == 1
 

@@ -1,4 +1,4 @@
-"""Processes that are there and do nothing: they are found by their own signs, and who was given up comes back."""
+"""Tests that processes which hang or are stopped are found, and that one that was given up comes back."""
 
 import asyncio
 import signal
@@ -10,21 +10,22 @@ import pytest
 from services.gateway.engine_connection import ENGINE_TIMEOUT
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from shared.errors import EngineFailure, QuireError
-from tests.scripted import CHAIN, Misdeed, Script
-from tests.scripted import expected_chain as expected
-from tests.system import http_client as asking
+from tests.scripted_worker import CHAIN, Script, ScriptedFailure
+from tests.scripted_worker import expected_chain as expected
+from tests.system import http_client
 from tests.system.http_client import talk
-from tests.system.processes import complete, gateway, rest, serving, until
+from tests.system.processes import complete, gateway, rest, serving
 from tests.system.processes import engine as running
+from tests.waiting import until
 
 STUCK = 666
-SOON = 10.0  # seconds: far more than the two that are meant, and far less than the half minute of an excuse
+SOON = 10.0  # seconds: far more than the two that it should take, and far less than the half minute of an excuse
 assert SOON < FIRST_STEP_TIMEOUT / 2
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_worker_that_is_stopped_in_its_first_step_is_found(tcp: bool) -> None:
-    """PRC-24. Over tcp the scheduler cannot end its process; it is told to end, which it reads once it goes on."""
+    """PRC-24: over tcp the scheduler cannot kill the process; it tells it to end, which it reads once it goes on."""
     async with serving(Script(delay=1.0), tcp=tcp) as (system, backend):
         task = asyncio.create_task(complete(backend, [CHAIN], 2))
         await until(lambda: next(iter(backend.statuses().values())).snapshot.in_flight > 0)
@@ -37,12 +38,12 @@ async def test_a_worker_that_is_stopped_in_its_first_step_is_found(tcp: bool) ->
         assert system.worker.lives == 2
 
 
-@pytest.mark.parametrize("kind", ["hang", "seize"])
+@pytest.mark.parametrize("kind", ["hang", "hang_with_gil"])
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool) -> None:
-    """PRC-23. Beats go on beside the one; the other holds Python's lock, so that there are none."""
-    misdeeds = [Misdeed(STUCK, kind, lives=1)]
-    async with serving(Script(misdeeds=misdeeds), tcp=tcp) as (system, backend):
+    """PRC-23: heartbeats go on during a hang, but stop if it holds the GIL."""
+    failures = [ScriptedFailure(STUCK, kind, lives=1)]
+    async with serving(Script(failures=failures), tcp=tcp) as (system, backend):
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
         said = "busy with one step for 2." if kind == "hang" else "silent for 2."
@@ -54,12 +55,12 @@ async def test_a_step_that_hangs_without_computing_is_found(kind: str, tcp: bool
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_step_that_takes_long_but_computes_is_left_alone(tcp: bool) -> None:
-    """PRC-23. For half a minute, a step on a busy host cannot be told from an endless loop, which this one is."""
-    misdeeds = [Misdeed(STUCK, "loop", lives=1)]
-    async with serving(Script(misdeeds=misdeeds), "--worker-timeout=1", tcp=tcp) as (system, backend):
+    """PRC-23: this step is an endless loop, which for half a minute looks like a slow step on a busy host."""
+    failures = [ScriptedFailure(STUCK, "loop", lives=1)]
+    async with serving(Script(failures=failures), "--worker-timeout=1", tcp=tcp) as (system, backend):
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         task = asyncio.create_task(complete(backend, [CHAIN, STUCK], 9))
-        await asyncio.sleep(4.0)  # the point: four times what it may be silent, and hang
+        await asyncio.sleep(4.0)  # four times as long as it may be silent or hang
         assert backend.ready()
         assert system.worker.lives == 1
         system.worker.signal(signal.SIGKILL)
@@ -67,7 +68,7 @@ async def test_a_step_that_takes_long_but_computes_is_left_alone(tcp: bool) -> N
 
 
 async def test_a_scheduler_that_is_stopped_is_given_up_by_its_gateways() -> None:
-    """PRC-25. Its streams end with an error, and it is found again once it goes on."""
+    """PRC-25: its streams end with an error, and gateways find it again once it goes on."""
     async with serving(Script(delay=0.01)) as (system, backend):
         task = asyncio.create_task(complete(backend, [CHAIN], 1500))
         await until(lambda: next(iter(backend.statuses().values())).snapshot.running > 0)
@@ -83,7 +84,7 @@ async def test_a_scheduler_that_is_stopped_is_given_up_by_its_gateways() -> None
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
 async def test_a_gateway_that_was_stopped_and_goes_on_serves_at_once(tcp: bool) -> None:
-    """PRC-21. It has been given up meanwhile. Requests come all the time; soon none of them fails any more."""
+    """PRC-21: the scheduler has given it up meanwhile. Requests come all the time, and soon none of them fails."""
     async with running(talk(), tcp=tcp) as system, gateway(system) as front:
         front.signal(signal.SIGSTOP)
         await until(lambda: "has left: silent for 10" in system.scheduler.log)
@@ -91,7 +92,7 @@ async def test_a_gateway_that_was_stopped_and_goes_on_serves_at_once(tcp: bool) 
         went_on = time.monotonic()
         failures = []
         while (now := time.monotonic()) < went_on + 3.0:
-            if (await asking.complete(front, [CHAIN], 1)).status != 200:
+            if (await http_client.complete(front, [CHAIN], 1)).status != 200:
                 failures.append(now - went_on)
             await asyncio.sleep(0.05)
         print(f"failed after it went on, in seconds: {failures}")
@@ -100,13 +101,13 @@ async def test_a_gateway_that_was_stopped_and_goes_on_serves_at_once(tcp: bool) 
 
 
 async def test_a_link_that_was_given_up_says_hello_again_though_it_is_never_quiet() -> None:
-    """PRC-21. The scheduler forgets a gateway that goes on to live, beat and submit; it is told, and comes back."""
+    """PRC-21: the scheduler forgets a gateway that still sends heartbeats and requests, which then says Hello again."""
     async with serving() as (_, backend):
         (engine,) = backend._connections
         name = engine.registered_name()
         assert engine._socket is not None
-        await engine._socket.send(b"nonsense")  # for which it is given up
-        async with asyncio.timeout(ENGINE_TIMEOUT - 1.5):  # or it would have been found by silence
+        await engine._socket.send(b"nonsense")  # the scheduler gives the gateway up for this
+        async with asyncio.timeout(ENGINE_TIMEOUT - 1.5):  # otherwise it would have been given up for silence
             while engine.registered_name() in (name, ""):
                 with suppress(QuireError):
                     await complete(backend, [CHAIN], 1)

@@ -1,4 +1,4 @@
-"""Scheduler and worker as programs: how they start and end when things are not as they should be."""
+"""Tests the scheduler and the worker as programs: how they start and end when something is wrong."""
 
 import asyncio
 import os
@@ -16,8 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.backend import Backend
-from tests.scripted import CHAIN, Misdeed, Script, expected_chain
-from tests.system.processes import ROOT, Child, complete, engine, until
+from tests.ports import free_ports
+from tests.scripted_worker import CHAIN, Script, ScriptedFailure, expected_chain
+from tests.system.processes import ROOT, Child, complete, engine
+from tests.waiting import until
 
 POISON = 666
 
@@ -29,7 +31,7 @@ async def folder() -> AsyncIterator[Path]:
 
 
 def refusal(module: str, *flags: str) -> str:
-    """The one line of a program that does not start."""
+    """Return the one line on stderr of a program that does not start."""
     argv = [sys.executable, "-m", module, *flags]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert result.returncode == 2
@@ -64,9 +66,7 @@ async def test_a_metrics_port_that_is_taken_is_one_line(folder: Path) -> None:
 
 
 async def test_the_scheduler_exports_its_own_figures() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     async with engine(None, f"--metrics-port={port}", "--engine=east") as system, Backend([system.address]) as backend:
         await until(backend.ready)
         await complete(backend, [CHAIN], 9)
@@ -85,7 +85,7 @@ async def test_the_scheduler_exports_its_own_figures() -> None:
 
 async def test_a_worker_without_a_scheduler_gives_up_after_its_time(folder: Path) -> None:
     flags = [f"--scheduler=ipc://{folder}/w.sock", "--scheduler-timeout=1", f"--supervisor={os.getpid()}"]
-    child = Child("worker", folder, ["tests/scripted.py", *flags])
+    child = Child("worker", folder, ["tests/scripted_worker.py", *flags])
     child.restart = False
     await child.start()
     assert await child.ended() == 1
@@ -103,27 +103,27 @@ async def test_a_worker_whose_scheduler_does_not_come_back_gives_up() -> None:
 
 
 async def test_the_watchdog_ends_a_worker_whose_step_never_returns() -> None:
-    """Its first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
-    script = Script(misdeeds=[Misdeed(POISON, "hang", lives=1)])
+    """It is the first step, to which the scheduler gives half a minute; the worker's own limit is shorter here."""
+    script = Script(failures=[ScriptedFailure(POISON, "hang", lives=1)])
     async with engine(script, worker=False) as system, Backend([system.address]) as backend:
         system.worker.argv.append("--scheduler-timeout=2")
         await system.worker.start()
         await until(backend.ready)
         assert (await complete(backend, [CHAIN, POISON], 9)).tokens == expected_chain([CHAIN, POISON], 9)
         assert "Timeout" in system.worker.log
-        assert "_misbehave" in system.worker.log  # the watchdog shows where it hung
+        assert "_fail" in system.worker.log  # the watchdog shows where it hung
         assert system.worker.lives == 2
 
 
 async def test_services_end_with_their_supervisor(folder: Path) -> None:
-    """However it ends: here by SIGKILL."""
+    """The supervisor may end in any way, here by SIGKILL."""
     (folder / "script.json").write_bytes(msgspec.json.encode(Script()))
     code = f"""
 import os, subprocess, sys, time
 me = f"--supervisor={{os.getpid()}}"
 addresses = ["--gateways=ipc://{folder}/g.sock", "--workers=ipc://{folder}/w.sock"]
 one = subprocess.Popen([sys.executable, "-m", "services.scheduler", *addresses, me])
-two = subprocess.Popen([sys.executable, "tests/scripted.py", "--scheduler=ipc://{folder}/w.sock", me])
+two = subprocess.Popen([sys.executable, "tests/scripted_worker.py", "--scheduler=ipc://{folder}/w.sock", me])
 print(one.pid, two.pid, flush=True)
 time.sleep(60)
 """
@@ -139,7 +139,7 @@ time.sleep(60)
 
 
 def alive(pid: int) -> bool:
-    """Not counting those that are dead but have not been waited for."""
+    """Return whether the process lives. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

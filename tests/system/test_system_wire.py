@@ -1,4 +1,4 @@
-"""What a scheduler does with peers that are slow, strange or hostile: it drops them, says so, and serves the others."""
+"""Tests that a scheduler drops peers that are slow, strange or hostile, logs it, and serves the others."""
 
 import asyncio
 import socket
@@ -29,9 +29,10 @@ from shared.protocol import (
 )
 from shared.transport import connect
 from shared.unread import MAX_UNREAD
-from tests.scripted import CHAIN, Script, ScriptedRunner, expected_chain
+from tests.scripted_worker import CHAIN, Script, ScriptedRunner, expected_chain
 from tests.shared.test_transport import frame, raw_peer
-from tests.system.processes import Child, Engine, complete, engine, rest, serving, until
+from tests.system.processes import Child, Engine, complete, engine, rest, serving
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -53,14 +54,14 @@ def workers(system: Engine) -> str:
 
 
 def register(**changes: object) -> bytes:
-    """What a worker says first."""
+    """Return the first message of a worker."""
     info = ScriptedRunner(Script()).info
     plain = Register(VERSION, "stranger", 0, 1, 1, "cpu", info.model, 1, 1 << 20, 0.001, 0.0)
     return encode(msgspec.structs.replace(plain, **changes))
 
 
 async def refusal(backend: Backend) -> str:
-    """What a client is told; empty if it is served."""
+    """Return the error that a client gets, or an empty string if it is served."""
     try:
         await complete(backend, [CHAIN], 1)
     except Unavailable as error:
@@ -103,7 +104,7 @@ async def test_floods_over_tcp_neither_fill_the_memory_nor_hold_up_the_others(ki
 
 
 def send_flood(port: int, kind: str) -> int:
-    """Send until the connection is ended from the other side; how many bytes were sent."""
+    """Send until the other side ends the connection, and return the number of bytes sent."""
     long = encode(Submit(0, bytes(8 << 20), 1, Sampling(max_tokens=5, seed=0)))
     data = frame(bytes(1 << 20), more=True) if kind == "endless message" else frame(long, more=False)
     with raw_peer(port) as peer:
@@ -164,7 +165,9 @@ async def test_workers_that_do_not_fit_are_sent_away() -> None:
                 await worker.send(register(**changes))
                 await until(lambda said=said: said in system.scheduler.log)
                 assert await worker.poll(5000)
-        async with stranger(workers(system)) as worker:  # this one waits in line, and is strange when its turn comes
+        async with stranger(
+            workers(system)
+        ) as worker:  # this worker waits for its turn, and then sends what it must not
             other = msgspec.structs.replace(ScriptedRunner(Script()).info.model, vocab_size=7)
             await worker.send(register(model=other))
             await until(lambda: system.scheduler.log.count("registered") == 2)
@@ -199,7 +202,7 @@ async def test_an_address_that_is_taken_is_one_clear_line_and_not_stolen() -> No
 
 
 async def test_a_gateway_that_does_not_read_for_two_seconds_gets_everything() -> None:
-    """The steps go on meanwhile; what it cannot take waits for it."""
+    """The steps go on meanwhile, and what the gateway cannot read waits for it."""
     async with serving(None, "--max-num-seqs=64", "--max-num-queued-reqs=5000") as (_, backend):
         prompts = [[CHAIN, at] for at in range(300)]
         running = [asyncio.create_task(complete(backend, prompt, 60)) for prompt in prompts]

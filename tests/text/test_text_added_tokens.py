@@ -1,4 +1,4 @@
-"""Tokens that tokenizer.json lacks, and spaces before a text, are those of transformers' own tokenizer."""
+"""Tests that tokens which tokenizer.json lacks, and spaces before a text, are those of transformers' tokenizer."""
 
 import json
 import subprocess

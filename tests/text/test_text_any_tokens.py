@@ -1,4 +1,4 @@
-"""For any ids that a model emits, in any type of vocabulary, streaming gives the text of decoding them all at once.
+"""Tests that streaming any ids, in any type of vocabulary, gives the text of decoding them all at once.
 
 The library's decoder is the reference. If bytes of a byte-fallback vocabulary are invalid, it makes U+FFFD of the whole
 run of bytes, valid characters included, which no stream can know in time. There the reference gets the same run with
@@ -25,7 +25,7 @@ UNFINISHED = re.compile(  # the beginning of a character, by the table of well-f
 
 
 def sequence(rng: random.Random, vocabulary: Vocabulary) -> list[int]:
-    """Return up to some 30 ids: texts with changed bytes, silent tokens, runs of one byte, and random ids."""
+    """Return up to about 30 ids: texts with changed bytes, silent tokens, runs of one byte, and random ids."""
     ids: list[int] = []
     for _ in range(rng.randint(1, 6)):
         choice = rng.random()
@@ -135,7 +135,7 @@ def test_an_echo_and_what_follows_are_one_text(kind: str) -> None:
 
 
 def pieces(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
-    """Return what each token shows, and at last what waits."""
+    """Return the text that each token shows, and at last the text that was held back."""
     detokenizer = Detokenizer(vocabulary.tokenizer, [])
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
@@ -148,7 +148,7 @@ def pieces(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
         (b"\xff" * 14 + "😀A".encode(), ["\ufffd"] * 14 + ["", "", "", "😀", "A", ""]),
         (b"\xef\xbf\xbd" * 20, ["", "", "\ufffd"] * 20 + [""]),
         (b"\xf0\x9f\x98", ["", "", "", "\ufffd"]),
-        (b"\xed\xa0\x80", ["", "\ufffd\ufffd", "\ufffd", ""]),  # half of a surrogate pair is no character
+        (b"\xed\xa0\x80", ["", "\ufffd\ufffd", "\ufffd", ""]),  # half of a surrogate pair is not a character
         (b"\xe4\xb8\xe4\xb8\x80", ["", "", "\ufffd", "", "一", ""]),
     ],
 )

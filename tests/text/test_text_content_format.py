@@ -1,4 +1,4 @@
-"""The format of content that a chat template reads is detected, and every message reaches it in that format."""
+"""Tests that the content format of a chat template is detected, and that every message reaches it in that format."""
 
 from typing import Any
 

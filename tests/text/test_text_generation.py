@@ -1,4 +1,4 @@
-"""Sampling defaults from generation_config.json, which anybody may have written."""
+"""Tests sampling defaults from generation_config.json, which may hold anything."""
 
 import json
 import logging

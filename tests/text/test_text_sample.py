@@ -29,7 +29,7 @@ def sample(params: SamplingParams, prompt: Sequence[int] = (200,)) -> SampleText
 def run(
     params: SamplingParams, tokens: list[int], finish: FinishReason = FinishReason.LENGTH
 ) -> tuple[list[str], SampleText]:
-    """Return the pieces of text that each token shows, and the sample."""
+    """Return the text that each token shows, and the sample."""
     text = sample(params)
     pieces = []
     for at, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""Chat templates: the files they come from, the messages they get, and their errors."""
+"""Tests chat templates: the files they come from, the messages they get, and their errors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: ids, bytes, names and end-of-sequence tokens."""
+"""Tests the tokenizer of a model folder: ids, bytes, names and end-of-sequence tokens."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A client of a runner under test: plans written by hand, and their results."""
+"""Drives a runner under test with plans that the test writes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from shared.protocol import (
 
 
 class RunnerClient:
-    """Configures a runner, and numbers the steps that it is given."""
+    """Configures a runner, and numbers its steps."""
 
     def __init__(
         self, runner: Runner, *, slots: int = 8, blocks: int = 64, block_size: int = 4, max_model_len: int = 128

@@ -1,4 +1,4 @@
-"""Batch invariance: on a CPU, the bits of a row depend on that row, its context and its position only.
+"""Tests batch invariance: on a CPU, the bits of a row depend on that row, its context and its position only.
 
 They do not depend on how many rows there are, which they are and in what order, where a prompt was cut into chunks,
 whether a position was computed with a prompt or after it, or on the number of threads.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.load import ops
 from tests.models.fallback_models import stablelm
-from tests.models.tiny import Forward, llama, opt, save
-from tests.models.variants import gemma2, qwen2, qwen3_moe
+from tests.models.family_variants import gemma2, qwen2, qwen3_moe
+from tests.models.tiny_models import Forward, llama, opt, save
 
 OPS = ops(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels are batch-invariant")

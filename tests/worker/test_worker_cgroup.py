@@ -1,4 +1,4 @@
-"""The memory and CPUs that control groups leave a process: trees of both versions, as files (MEM-21)."""
+"""Tests the memory and CPUs that control groups leave a process, with file trees of both versions (MEM-21)."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def test_files_that_were_read_are_no_use_of_memory(tree: Tree) -> None:
-    """Of 8000, 300 are in use and 7600 are cache. In version 1, the counts that include the children matter."""
+    """300 of 8000 are in use, and 7600 are cache. In version 1, the counts that include the children matter."""
     tree.is_in("0::/")
     tree.v2("", 8000, 7900, inactive=7600)
     assert cpu_tuning.available_memory() == 7700
@@ -98,7 +98,7 @@ def test_parents_bind_too(tree: Tree, version: int, group: str, limit: int) -> N
 
 
 def test_a_container_sees_its_own_group_at_the_top(tree: Tree) -> None:
-    """Its path is that of the host, which the container does not see; it sees its own groups."""
+    """The path is the host's, which the container does not see; it sees its own groups."""
     tree.v1("", 4000, 1000)
     tree.v1("inner", 2000, 500)
     tree.is_in("4:memory:/docker/abc", mounts={"memory": "/docker/abc"})

@@ -1,4 +1,4 @@
-"""Threads and memory: the limits that hold, and the settings of the process."""
+"""Tests the number of threads and the memory of the process, and the limits they follow."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The types in which a model is computed: which are chosen or refused, and batch invariance in each."""
+"""Tests the data types of a computation: which are chosen or refused, and batch invariance in each."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from services.worker.config import WorkerConfig
 from services.worker.models.precision import ModelSource, Precision, choose_precision, why_dequantized
 from shared.errors import ConfigError
 from shared.hub.checkpoint import locate
-from tests.models.tiny import Forward, llama, reference_logits, save
+from tests.models.tiny_models import Forward, llama, reference_logits, save
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -1,4 +1,4 @@
-"""The runner executes plans on a tiny model: its tokens, log-probabilities and facts about itself."""
+"""Tests the runner on a tiny model: tokens, log-probabilities, and its worker info."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
 from shared.errors import ModelError
 from shared.protocol import Epoch, Fork, Row, StepPlan, TableWrite, decode_from_worker, encode
-from tests.models.tiny import llama, reference_logits, save
+from tests.models.tiny_models import llama, reference_logits, save
 from tests.worker.runner_client import RunnerClient, sequence
 
 PROMPT = [5, 9, 100, 3, 77, 12, 8, 8, 41, 90]
@@ -165,7 +165,7 @@ def test_logprobs_of_output(runner: ModelRunner, model: PreTrainedModel) -> None
 def test_logprobs_of_the_prompt(runner: ModelRunner, model: PreTrainedModel, chunks: list[int]) -> None:
     client = RunnerClient(runner)
     entries, start = [], 0
-    client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that requests none
+    client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that without log-probabilities
     entered = [sequence(0, PROMPT, range(4), prompt_logprobs=2)]
     for count in chunks:
         last = start + count == 10

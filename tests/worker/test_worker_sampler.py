@@ -1,4 +1,4 @@
-"""The sampler on scripted logits: order of the edits, ties, independence of neighbours, reproducibility."""
+"""Tests the sampler on scripted logits: order of the edits, ties, independence of neighbours, reproducibility."""
 
 from collections.abc import Sequence
 from typing import Any

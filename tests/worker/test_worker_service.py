@@ -1,9 +1,9 @@
-"""The service with a scripted runner, without sockets. The system tests have real ones."""
+"""Tests the service with a scripted runner, without sockets. The system tests have real ones."""
 
 from services.worker.config import WorkerConfig
 from services.worker.service import Service
 from shared.protocol import Configure, Epoch
-from tests.scripted import Script, ScriptedRunner
+from tests.scripted_worker import Script, ScriptedRunner
 
 
 class LoggingRunner(ScriptedRunner):

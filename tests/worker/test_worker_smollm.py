@@ -1,4 +1,4 @@
-"""Greedy continuations of the embedded model, all in one batch, compared with transformers in float32."""
+"""Compares greedy continuations of the embedded model, all in one batch, with transformers in float32."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from services.worker.config import WorkerConfig
 from services.worker.start import start_runner
 from shared.hub.checkpoint import locate
-from tests.gguf import second_opinion
+from tests.gguf import transformers_reference
 from tests.worker.runner_client import RunnerClient, sequence
 
 PROMPTS = [
@@ -58,7 +58,7 @@ def theirs(model: PreTrainedModel, prompt: list[int], output: list[int]) -> Tens
 
 
 def test_greedy_as_transformers(prompts: list[list[int]]) -> None:
-    model = second_opinion.from_ours(locate(""))
+    model = transformers_reference.from_quire_tensors(locate(""))
     compared = 0
     for prompt, output in zip(prompts, ours(prompts), strict=True):
         logits = theirs(model, prompt, output)

@@ -60,7 +60,7 @@ def _read(path: str) -> list[Request]:
 
 def closed_loop(engine: Engine) -> Run:
     """Run a job that keeps `concurrency` requests in the engine."""
-    ids = itertools.count()  # never used again: some engines remember them
+    ids = itertools.count()  # ids are never reused, since some engines remember them
 
     def run(requests: list[Request], concurrency: int) -> Figures:
         waiting = deque(requests)

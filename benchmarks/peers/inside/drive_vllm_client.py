@@ -1,4 +1,4 @@
-"""vLLM's own `bench serve`, which takes long to import, kept for many calls: a job holds the flags of one."""
+"""Keeps vLLM's `bench serve` loaded, since its import takes long: each job has the flags of one call."""
 
 import sys
 import traceback

@@ -1,4 +1,4 @@
-"""Transformers' models of GGUF files, by its own reader as a second opinion, or from Quire's tensors (faster)."""
+"""Makes transformers' models of GGUF files, with its own reader or (faster) from the tensors that Quire reads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from services.worker.checkpoint.weight_files import WeightFiles
 
 
 def read(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config and tensors of the file as transformers' reader has them, for the architecture of `folder`.
+    """Return config and tensors of the file as transformers' reader returns them, for the architecture of `folder`.
 
     (Its `from_pretrained` would need another package.)
     """
@@ -24,7 +24,7 @@ def read(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return checkpoint["config"], checkpoint["tensors"]
 
 
-def from_ours(folder: Path) -> PreTrainedModel:
+def from_quire_tensors(folder: Path) -> PreTrainedModel:
     """Return transformers' model, in float32, of a GGUF file's folder with the tensors that Quire's worker loads."""
     files = WeightFiles(ModelFolder.read(folder))
     return from_tensors(folder, {name: files.get(name) for name in files.names})

@@ -1,7 +1,7 @@
-"""Mixed requests for the embedded model, and a loop that checks each row of an engine that serves them.
+"""Runs an engine of the embedded model on mixed requests, and checks each row that it returns.
 
-Everything is drawn from a seed. Prompts are half text and half arbitrary ids; half of the requests are greedy. All
-report the 20 likeliest tokens, which the margin rule wants to see, and none ends before its max_tokens.
+A seed determines all requests. Half of the prompts are text, the others arbitrary ids; half of the requests are
+greedy. All report the 20 likeliest tokens, which the margin rule needs, and none ends before its max_tokens.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS
 from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.tokenizer import Tokenizer
-from tests.exactness.margin import Run
+from tests.exactness.margin_rule import Run
 
 TEXT = (
     "The lighthouse keeper wrote a letter every evening and gave it to the first ship that passed in the morning. "
@@ -33,7 +33,7 @@ SAMPLED_FROM_FEW: tuple[dict[str, Any], ...] = (
     {"temperature": 1.3, "top_k": 18, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 5, "top_p": 0.95},
 )
-"""So few that all of them are reported, however flat the distribution is, as it is behind arbitrary ids."""
+"""Parameters that leave so few tokens that all are reported, even of the flat distributions after arbitrary ids."""
 
 SAMPLED = (*SAMPLED_FROM_FEW, {"temperature": 0.7, "top_p": 0.4}, {"temperature": 0.2})
 EDGES = (15, 16, 17, 31, 32, 33, 48)
@@ -41,16 +41,16 @@ EDGES = (15, 16, 17, 31, 32, 33, 48)
 
 
 class Request(NamedTuple):
-    """A prompt and how it is to be continued."""
+    """A prompt, and the parameters of its continuation."""
 
     prompt: list[int]
     sampling: Sampling
 
 
 def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Request]:
-    """`count` requests: prompts of `EDGES` and of 1 to `longest` tokens, short ones more often; 4 to 24 of output.
+    """Return `count` requests: prompts of `EDGES` and of 1 to `longest` tokens, mostly short, and 4 to 24 of output.
 
-    Texts of the lengths `EDGES` are beginnings of each other.
+    Texts of the lengths `EDGES` are prefixes of each other.
     """
     rng = random.Random(seed)
     tokenizer = Tokenizer.load(locate(""))
@@ -61,7 +61,9 @@ def draw_requests(count: int, *, seed: int = 0, longest: int = 300) -> list[Requ
     rng.shuffle(lengths)
     requests = []
     for index, length in enumerate(lengths):
-        max_tokens = 4 + round((20 if length < 64 else 4) * rng.random() ** 4)  # short ones grow, and crowd the pool
+        max_tokens = 4 + round(
+            (20 if length < 64 else 4) * rng.random() ** 4
+        )  # short prompts get long outputs, which crowd the pool
         sampling = Sampling(max_tokens=max_tokens, seed=rng.getrandbits(64), logprobs=MAX_LOGPROBS, temperature=0.0)
         if of_text := index % 4 < 2:
             start = 0 if length in EDGES else rng.randrange(len(words))
@@ -89,11 +91,11 @@ class Output(Struct):
     finish: FinishReason | None = None
 
 
-_ids = itertools.count()  # no engine may see one twice
+_ids = itertools.count()  # an engine must not get the same id twice
 
 
 def serve(engine: InProcessEngine, requests: Sequence[Request]) -> list[Output]:
-    """Run all requests at once, to their ends. Each row must continue its request where the last one left it."""
+    """Run all requests at once, to their ends. Fail if a row does not continue its request where the last row ended."""
     outputs = {next(_ids): Output(Run(request.sampling, [], [])) for request in requests}
     for (id, output), request in zip(outputs.items(), requests, strict=True):
         tokens = pack_tokens(request.prompt)

@@ -1,15 +1,14 @@
-"""The margin rule: up to where two runs of one sequence may be held to the same tokens, if their bits may differ.
+"""The margin rule: how far two runs of one sequence must have the same tokens if their bits may differ.
 
-That is so where the reference kernels serve; the compiled ones are held to equality (equality.py). Arithmetic in
-another order moves logits a little. Where the choice of a token hung on less than that, another choice is no fault, and
-from there on the two sequences have different contexts. So a run is compared with an undisturbed one up to the first
-position at which the undisturbed run's choice was close: at which the runner-up, noise included, was within
-`TOLERANCE`, or could have been if top_k or top_p had cut a neighbour's place earlier or later.
+The bits may differ on the reference kernels; on the compiled ones runs must be equal (equality.py). Arithmetic in
+another order moves logits a little. If the choice of a token depended on less than that, another choice is correct too,
+and from there on the two sequences have different contexts. So a run is compared with an undisturbed one up to the
+first position at which the undisturbed run's choice was close: at which the runner-up, noise included, was within
+`TOLERANCE`, or could have been if top_k or top_p had cut one token earlier or later.
 
-The choice is worked out here again, from the reported log-probabilities and the noise that the seed stands for
-(kernels.reference.gumbel). So a position that is compared is held to the sampling rules too. Where the tokens that
-are not reported, or those that take part in the draw as one, might have won, the choice counts as close. It knows
-nothing of engines.
+This module samples each token again, from the reported log-probabilities and the noise that the seed stands for
+(kernels.reference.gumbel). So the comparison checks the sampling rules too. The choice counts as close if tokens that
+are not reported, or those that share one draw of noise, might have won. The module knows nothing of engines.
 """
 
 import math
@@ -23,20 +22,20 @@ from kernels.reference.gumbel import REACH, TAIL, token_noise
 from shared.protocol import Sampling, TokenLogprobs
 
 TOLERANCE = 1e-3
-"""How far the difference of two logits may move with the order of sums, in float32.
+"""How much the order of sums may change the difference of two logits, in float32.
 
 Blocks of another size, in which attention adds up in another order, move the embedded model's logits by 4e-6 in the
-median and by less than 5e-5 in 5,000 values. Twenty times that is safe, also where other processors or batches add
-differently, and the two best candidates are as near as this in one position of some hundreds only. `compare` holds
-log-probabilities to it too.
+median and by less than 5e-5 in 5,000 values. Twenty times that is safe even if other processors or batches add
+differently, and only in one position of some hundreds are the two best candidates as near as this. `compare` allows
+log-probabilities to move by as much.
 """
 
 MOST = 0.9
-"""Share of positions that must be compared for a test to say anything."""
+"""Least share of positions that must be compared for a test to mean anything."""
 
 
 class Run(NamedTuple):
-    """A sequence's output. `entries` are what was reported of each token, with the likeliest alternatives."""
+    """A sequence's output. `entries` are the reported log-probabilities of each token and its alternatives."""
 
     sampling: Sampling
     tokens: list[int]
@@ -44,15 +43,15 @@ class Run(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """How many of `total` positions were compared, and the first fault among them, if any."""
+    """The number of compared positions, of `total`, and the first difference among them, if any."""
 
     compared: int
     total: int
-    fault: str = ""
+    difference: str = ""
 
 
 def compare(undisturbed: Run, other: Run, vocab_size: int) -> Comparison:
-    """Hold `other` to `undisturbed` as far as the rule goes. Lengths must be equal in any case."""
+    """Compare `other` with `undisturbed` as far as the rule goes. Lengths must be equal in any case."""
     total = len(undisturbed.tokens)
     if len(other.tokens) != total:
         return Comparison(0, total, f"{len(other.tokens)} tokens instead of {total}")
@@ -71,10 +70,10 @@ def compare(undisturbed: Run, other: Run, vocab_size: int) -> Comparison:
 
 
 def assert_same(undisturbed: Sequence[Run], others: Sequence[Run], vocab_size: int) -> None:
-    """No faults, and the rule has let most positions be compared; their number is printed."""
+    """Fail if runs differ, or if the rule lets too few positions be compared. Print how many were."""
     result = [compare(run, other, vocab_size) for run, other in zip(undisturbed, others, strict=True)]
-    faults = [f"run {index}: {one.fault}" for index, one in enumerate(result) if one.fault]
-    assert not faults, faults
+    differences = [f"run {index}: {one.difference}" for index, one in enumerate(result) if one.difference]
+    assert not differences, differences
     compared, total = sum(one.compared for one in result), sum(one.total for one in result)
     alike = sum(run.entries == other.entries for run, other in zip(undisturbed, others, strict=True))
     print(f"{compared} of {total} positions compared; {alike} of {len(result)} runs are alike to the last bit")
@@ -82,9 +81,9 @@ def assert_same(undisturbed: Sequence[Run], others: Sequence[Run], vocab_size: i
 
 
 def sure_token(entry: TokenLogprobs, sampling: Sampling, position: int, vocab_size: int) -> int | None:
-    """The token at output position `position`, however logits move within the tolerance; None if that may change it.
+    """Return the token at output position `position` if no move of logits within the tolerance changes it, else None.
 
-    `entry` lists at least two of the likeliest tokens. Raises ValueError if `sampling` edits logits in other ways
+    `entry` lists at least two of the likeliest tokens. Raise ValueError if `sampling` edits logits in other ways
     than by temperature, top_k and top_p.
     """
     _check(sampling)
@@ -96,7 +95,7 @@ def sure_token(entry: TokenLogprobs, sampling: Sampling, position: int, vocab_si
     scaled = [(logprob - best) / sampling.temperature for logprob in entry.top_logprobs]
     rest = _unlisted_mass(entry, sampling, vocab_size)
     kept = kept_of(scaled, sampling, rest, slack)
-    near = sum(value >= -REACH - slack for value in scaled[: kept.perhaps])  # those that may have noise of their own
+    near = sum(value >= -REACH - slack for value in scaled[: kept.perhaps])  # these may have noise of their own
     scores = [
         value + noise for value, noise in zip(scaled, _noise(sampling, position, entry.top_ids[:near]), strict=False)
     ]
@@ -120,7 +119,7 @@ def _noise(sampling: Sampling, position: int, tokens: Sequence[int]) -> list[flo
 
 
 class Kept(NamedTuple):
-    """Which tokens top_k and top_p leave: so many of the likeliest ones, and whether some that are not listed."""
+    """The tokens that top_k and top_p leave: how many of the likeliest, and whether some that are not listed."""
 
     surely: int
     perhaps: int
@@ -128,7 +127,7 @@ class Kept(NamedTuple):
 
 
 def kept_of(scaled: Sequence[float], sampling: Sampling, rest: float, slack: float) -> Kept:
-    """What is left of tokens with logits `scaled`, best first, and unlisted ones whose Σ exp is from 0 to `rest`."""
+    """Return what is left of tokens with logits `scaled`, best first, and unlisted ones whose Σ exp is 0 to `rest`."""
     listed = len(scaled)
     cut = 0 < sampling.top_k < listed
     surely = perhaps = sampling.top_k if cut else listed
@@ -136,13 +135,13 @@ def kept_of(scaled: Sequence[float], sampling: Sampling, rest: float, slack: flo
     if sampling.top_p < 1:
         before = [0.0, *accumulate(math.exp(value) for value in scaled[:perhaps])]
         least, most = before[-1], before[-1] + (0.0 if cut else rest)
-        blur = math.exp(slack)  # what the share of some tokens may change by
+        blur = math.exp(slack)  # the factor by which the share of some tokens may change
         unlisted = unlisted and before[-1] < sampling.top_p * most * blur
         perhaps = sum(mass < sampling.top_p * most * blur for mass in before[:-1])
         surely = sum(mass * blur < sampling.top_p * least for mass in before[:-1])
     if sampling.top_p == 1 and sampling.top_k == 0:
         return Kept(surely, perhaps, unlisted)
-    first_out = scaled[min(surely, listed - 1)]  # tokens as good as this may change places with it
+    first_out = scaled[min(surely, listed - 1)]  # tokens as likely as this one may swap places with it
     last_in = scaled[perhaps - 1]
     surely = min(surely, sum(value > first_out + slack for value in scaled))
     perhaps = sum(value >= last_in - slack for value in scaled)
@@ -150,10 +149,10 @@ def kept_of(scaled: Sequence[float], sampling: Sampling, rest: float, slack: flo
 
 
 def _unlisted_mass(entry: TokenLogprobs, sampling: Sampling, vocab_size: int) -> float:
-    """The most that all tokens but the listed ones can weigh together, the likeliest weighing 1.
+    """Return the largest weight that all unlisted tokens can have together, the likeliest token weighing 1.
 
-    Their probabilities have a known sum, and none is above the last listed one. Sharpened, they weigh most if as many
-    as can be are equal to that; flattened, if all are equal.
+    Their probabilities have a known sum, and none is above that of the last listed token. A temperature below 1 gives
+    them the most weight if as many as possible equal it; a temperature above 1, if all are equal.
     """
     heat, count = sampling.temperature, vocab_size - len(entry.top_ids)
     first, last = entry.top_logprobs[0], entry.top_logprobs[-1]

@@ -1,9 +1,9 @@
 """Run a program with the packages of one dependency group of pyproject.toml and no others.
 
-    python tests/deploy/groups.py GROUP MODULE [ARGUMENT...]
+    python tests/deploy/dependency_groups.py GROUP MODULE [ARGUMENT...]
 
 runs MODULE as `python -m MODULE` would, while a package that GROUP does not install cannot be imported. The folder of
-this file is on the path, the repository's root is not: PYTHONPATH names the code to run.
+this file is on the path, but the root of the repository is not: PYTHONPATH names the code to run.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""The tested variants of each family: tiny models with all that a config can switch on, by name.
+"""The tested variants of each family, by name: tiny models with everything that a config can switch on.
 
-Windows are far shorter than the contexts of the tests.
+Their windows are far shorter than the contexts of the tests.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tests.models.tiny import LLAMA, llama, opt, tiny
+from tests.models.tiny_models import LLAMA, llama, opt, tiny
 
 WINDOW = 7
 MIXED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
@@ -105,7 +105,7 @@ VARIANTS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "phi3": lambda: phi3(sliding_window=WINDOW),
     "phi3, part of each head": lambda: phi3(partial_rotary_factor=0.6, head_dim=10, tie_word_embeddings=True),
-    "phi3, short contexts": lambda: longrope(128),  # the tests serve no longer ones
+    "phi3, short contexts": lambda: longrope(128),  # the tests have no longer ones
     "gpt2": gpt2,
     "gpt2, untied, relu": lambda: gpt2(
         tie_word_embeddings=False, activation_function="relu", n_inner=70, scale_attn_weights=False

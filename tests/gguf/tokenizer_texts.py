@@ -1,4 +1,4 @@
-"""Texts on which tokenizers differ."""
+"""Texts for which tokenizers give different ids, and the special tokens of the tests' vocabularies."""
 
 SPECIAL = ("<|begin|>", "<|im_end|>")
 """Control tokens of the tests' vocabularies."""

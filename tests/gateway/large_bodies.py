@@ -1,4 +1,4 @@
-"""Bodies of many shapes, as long as a gateway takes them, and a measure of how long they keep its loop."""
+"""Request bodies of many shapes, as large as a gateway accepts, and a measure of how long they block its loop."""
 
 import asyncio
 import http.client
@@ -83,7 +83,7 @@ def _body(field: str, value: bytes) -> tuple[str, bytes]:
 
 
 class Ticker:
-    """A task that measures its loop. `longest` is the longest time, in seconds, that it waited for its turn."""
+    """A task that measures its event loop. `longest` is the longest time in seconds that it waited for its turn."""
 
     PAUSE = 0.002
 

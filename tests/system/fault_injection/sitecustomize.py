@@ -1,7 +1,7 @@
-"""Loaded by every Python process that finds this folder in PYTHONPATH, to make its surroundings worse than they are.
+"""Injects faults into every Python process that has this folder in PYTHONPATH, by environment variables.
 
-UNSTEADY_METRICS=FILE: its wall clock is an hour earlier at each look, and its engine metrics cannot be collected while
-that file is there. UNSTEADY_HIGH_WATER=N: so many messages may wait on a connection.
+FAIL_METRICS=FILE: the wall clock goes back by an hour at each look, and engine metrics cannot be collected while FILE
+exists. HIGH_WATER=N: at most N messages may wait on a connection.
 """
 
 import itertools
@@ -23,13 +23,13 @@ def _earlier() -> float:
 
 
 def _collect_or_fail(self: EngineCollector) -> Iterator[Metric]:
-    if Path(os.environ["UNSTEADY_METRICS"]).exists():
+    if Path(os.environ["FAIL_METRICS"]).exists():
         raise RuntimeError("metrics are made to fail")
     return _collect(self)
 
 
-if "UNSTEADY_METRICS" in os.environ:
+if "FAIL_METRICS" in os.environ:
     time.time = _earlier
     EngineCollector.collect = _collect_or_fail  # type: ignore[method-assign]
-if "UNSTEADY_HIGH_WATER" in os.environ:
-    shared.transport.HIGH_WATER = int(os.environ["UNSTEADY_HIGH_WATER"])
+if "HIGH_WATER" in os.environ:
+    shared.transport.HIGH_WATER = int(os.environ["HIGH_WATER"])

@@ -1,8 +1,9 @@
-"""A worker without a model: the real worker service on `ScriptedRunner`, whose tokens follow from the prompt and whose
-failures are listed in a script. `python tests/scripted.py --scheduler ADDRESS --script FILE` starts one.
+"""A worker without a model: the real worker service with `ScriptedRunner`.
 
-The next token of a sequence is
-- what a reply of the script says, for a prompt that contains the reply's `prompt` (then end-of-sequence, for ever);
+    python tests/scripted_worker.py --scheduler ADDRESS --script FILE
+
+The script lists replies and failures. The next token of a sequence is
+- the next one of a reply of the script, for a prompt that contains the reply's `prompt` (then end-of-sequence forever);
 - else, if the first token of the prompt is CHAIN, a digest of all tokens before it and of the sample's index, so that
   any token lost, doubled or out of order changes all that follow;
 - else the last token plus one.
@@ -41,22 +42,29 @@ CHAIN = 2
 
 
 class Reply(Struct):
-    """Output of the prompts that contain `prompt`."""
+    """The output for prompts that contain `prompt`."""
 
     prompt: list[int]
     tokens: list[int]
 
 
-class Misdeed(Struct):
-    """Makes a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes."""
+class ScriptedFailure(Struct):
+    """Lets a step fail that computes a sequence with `token` in its prompt, in the first `lives` processes.
+
+    `kind` is one of
+    - "raise", "memory", "exit": raise an error, run out of memory, or end the process;
+    - "hang", "loop": sleep or compute forever;
+    - "hang_with_gil", "loop_with_gil": the same without releasing the GIL;
+    - "garbage", "missing": return a malformed result, or one without rows.
+    """
 
     token: int
-    kind: str  # raise, memory, hang, seize (hang and hold the GIL), loop, churn (loop and hold the GIL), garbage, ...
+    kind: str
     lives: int = 1_000_000
 
 
 class Script(Struct):
-    """The runner's behaviour."""
+    """The behaviour of a `ScriptedRunner`."""
 
     vocab_size: int = 1000
     eos: int = 0
@@ -68,7 +76,7 @@ class Script(Struct):
     model: str = "scripted"
     text: str = ""
     replies: list[Reply] = []
-    misdeeds: list[Misdeed] = []
+    failures: list[ScriptedFailure] = []
 
 
 class Slot(Struct):
@@ -79,7 +87,7 @@ class Slot(Struct):
 
 
 class ScriptedRunner:
-    """`life` counts the processes that ran this script before."""
+    """A runner that follows a script. `life` is the number of processes that ran this script before."""
 
     def __init__(self, script: Script, life: int = 0) -> None:
         self.script = script
@@ -110,7 +118,7 @@ class ScriptedRunner:
         for new in plan.new_sequences:
             self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
         for row in plan.rows:
-            self._misbehave(self.slots[row.slot])
+            self._fail(self.slots[row.slot])
         time.sleep(self.script.delay)
         rows = [sampled for row in plan.rows if (sampled := self._compute(row)) is not None]
         for fork in plan.forks:
@@ -120,7 +128,7 @@ class ScriptedRunner:
                 self.slots[slot] = Slot(sequence, parent.tokens[:-1])
                 rows.append(self._sample(slot, self.slots[slot]))
         result = StepResult(plan.epoch, plan.step, rows, max(self.script.delay, 1e-4))
-        return self._falsify(plan, result)
+        return self._corrupt(plan, result)
 
     def _compute(self, row: Row) -> SampledRow | None:
         slot = self.slots[row.slot]
@@ -161,12 +169,12 @@ class ScriptedRunner:
         others = [(token + away) % self.script.vocab_size for away in range(count)]
         return TokenLogprobs(-0.25, 1, others, [-0.25 - away for away in range(count)])
 
-    def _misdeeds(self, slot: Slot) -> list[str]:
+    def _failures(self, slot: Slot) -> list[str]:
         prompt = slot.tokens[: slot.sequence.prompt_len]
-        return [one.kind for one in self.script.misdeeds if one.token in prompt and self.life < one.lives]
+        return [one.kind for one in self.script.failures if one.token in prompt and self.life < one.lives]
 
-    def _misbehave(self, slot: Slot) -> None:
-        for kind in self._misdeeds(slot):
+    def _fail(self, slot: Slot) -> None:
+        for kind in self._failures(slot):
             match kind:
                 case "raise":
                     raise RuntimeError("scripted failure")
@@ -174,18 +182,18 @@ class ScriptedRunner:
                     raise MemoryError("scripted lack of memory")
                 case "hang":
                     time.sleep(3600)
-                case "seize":
+                case "hang_with_gil":
                     ctypes.PyDLL(None).sleep(3600)
                 case "loop":
                     while True:
                         pass
-                case "churn":
+                case "loop_with_gil":
                     sum(range(10**15))
                 case "exit":
                     sys.exit(3)
 
-    def _falsify(self, plan: StepPlan, result: StepResult) -> StepResult:
-        kinds = {kind for row in plan.rows for kind in self._misdeeds(self.slots[row.slot])}
+    def _corrupt(self, plan: StepPlan, result: StepResult) -> StepResult:
+        kinds = {kind for row in plan.rows for kind in self._failures(self.slots[row.slot])}
         if "garbage" in kinds:
             return msgspec.structs.replace(result, step="nonsense")
         return msgspec.structs.replace(result, rows=[]) if "missing" in kinds else result

@@ -1,4 +1,4 @@
-"""Faults seeded into the real core: the simulation must find each of them, or it proves nothing.
+"""Tests that the simulation finds bugs: each mutant is the real core with one, and all must be found.
 
 A mutant is a function of the core with some of its text replaced. One that survives is a gap in the simulation.
 """
@@ -167,7 +167,7 @@ def _fails(seed: int) -> bool:
 
 @contextmanager
 def mutated(changes: list[tuple[str, str, str]]) -> Iterator[None]:
-    """The core with the text of some of its functions changed."""
+    """Run the block with the text of some of the core's functions changed."""
     with pytest.MonkeyPatch.context() as patch:
         texts: dict[str, str] = {}
         for where, old, new in changes:
@@ -198,4 +198,4 @@ def _replace(patch: pytest.MonkeyPatch, where: str, text: str) -> None:
         return
     patch.setattr(module, name, namespace[name])
     if (scheduler := importlib.import_module(f"{CORE}.scheduler")) and hasattr(scheduler, name):
-        patch.setattr(scheduler, name, namespace[name])  # which imported the function by its name
+        patch.setattr(scheduler, name, namespace[name])  # a module that imported the function by its name

@@ -1,6 +1,6 @@
-"""Checkpoints of packed integers, written bit by bit as GPTQ's and AWQ's formats are described.
+"""Writes GPTQ and AWQ checkpoints of transformers models, bit by bit as the formats are described.
 
-What a weight loses by being quantised is lost in the model too, so that the model is what the checkpoint stands for.
+The model gets the dequantised weights, so that it stays the reference for the checkpoint.
 """
 
 import json
@@ -16,21 +16,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose quant is the lowest four bits, the next ...
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of their quants, from the lowest four bits on
 
 
 class Scheme(NamedTuple):
-    """The way in which matrices are quantised and written."""
+    """The settings by which matrices are quantised and written."""
 
     method: str = "gptq"
     bits: int = 4
     group_size: int = 32
     symmetric: bool = True
     layout: str = "gptq"  # checkpoint_format
-    act_order: bool = False  # groups are of inputs that do not lie side by side
+    act_order: bool = False  # the inputs of a group are not neighbours
     scales: torch.dtype = torch.float16
-    seed: int = 0  # of the order of inputs
-    g_idx: str = "true"  # or "zeros", as tools write that have no use for it, or "absent"
+    seed: int = 0  # of the permutation of inputs, with act_order
+    g_idx: str = "true"  # or "zeros", which some tools write where it is unused, or "absent"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -55,11 +55,11 @@ class Quantised(NamedTuple):
 
 
 def quantise(weight: Tensor, scheme: Scheme) -> Quantised:
-    """Quantise `weight` (out, in), each group from its least to its greatest, or around zero."""
+    """Quantise `weight` (out, in), each group from its minimum to its maximum, or around zero."""
     inputs = weight.shape[1]
     group_size = inputs if scheme.group_size == -1 else scheme.group_size
     g_idx = np.arange(inputs) // group_size
-    if scheme.act_order:  # matrices with the same inputs get the same
+    if scheme.act_order:  # the same permutation for all matrices of as many inputs
         g_idx = np.random.default_rng(scheme.seed + inputs).permutation(g_idx)
     largest, scales, zero_points = 2**scheme.bits - 1, [], []
     for number in range(int(g_idx.max()) + 1):
@@ -101,7 +101,7 @@ def awq_tensors(matrix: Quantised) -> dict[str, Tensor]:
 
 
 def pack(numbers: NDArray[np.int64], bits: int) -> Tensor:
-    """Return the int32 of which row i of `numbers` are the bits from i * `bits` on."""
+    """Return int32 values in which row i of `numbers` fills the bits from i * `bits` on."""
     word = np.zeros(numbers.shape[1:], np.uint32)
     for place, row in enumerate(numbers):
         word |= row.astype(np.uint32) << np.uint32(place * bits)
@@ -116,9 +116,9 @@ def save_packed(
     plain: Callable[[str], bool] = lambda name: name == "lm_head",
     other: Callable[[str], bool] = lambda name: False,
 ) -> Path:
-    """Save `model` quantised, but for the modules that are to be `plain`; the model gets what is left of its weights.
+    """Save `model` quantised, except for the modules that are `plain`, and give it the dequantised weights.
 
-    The modules that are `other` have their inputs in another order, where that is that of their activations.
+    With act_order, the modules that are `other` get another permutation of their inputs.
     """
     modules = {
         name: module

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and their logits by Quire through a paged cache."""
+"""Makes tiny random models with transformers, and computes their logits with transformers and with Quire."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "initializer_range": 0.3,  # as drawn by default, tiny models hardly look at their context
+    "initializer_range": 0.3,  # with the default, tiny models hardly depend on their context
 }
 
 OPT: dict[str, Any] = {
@@ -52,15 +52,15 @@ def opt(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def tiny(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return a model of this config, in the plainest of transformers' implementations."""
+    """Return a model of this config in eval mode, with the eager implementations of transformers."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"  # the only one with a softcap
     config._experts_implementation = "eager"  # the only one that takes any sizes
-    return draw_the_rest(AutoModelForCausalLM.from_config(config))
+    return randomize_constants(AutoModelForCausalLM.from_config(config))
 
 
-def draw_the_rest(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, with biases, norms and routers drawn too: at 0 and 1 a forgotten one would not show."""
+def randomize_constants(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with random biases, norms and routers too: at 0 or 1, a missing one would go unnoticed."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -89,7 +89,7 @@ def transformers_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
     return reference_logits(AutoModelForCausalLM.from_pretrained(folder, **plain).eval(), tokens)
 
 
-def our_logits(folder: Path, tokens: Sequence[int], **config: Any) -> Tensor:
+def quire_logits(folder: Path, tokens: Sequence[int], **config: Any) -> Tensor:
     """Return logits (T, V) by the model that Quire loads from a folder."""
     forward = Forward(folder, **config)
     forward.enter(0, tokens, range(len(tokens)))
@@ -97,20 +97,20 @@ def our_logits(folder: Path, tokens: Sequence[int], **config: Any) -> Tensor:
 
 
 def set_config(folder: Path, *absent: str, **changes: Any) -> None:
-    """Change fields of a model folder's config.json, or take them out."""
+    """Change fields of a model folder's config.json, and remove those that shall be `absent`."""
     path = folder / "config.json"
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if name not in absent}))
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    """Write a model folder's tensors as `change` gives them."""
+def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Replace the tensors of a model folder by the result of `change`."""
     path = folder / "model.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}, path)
 
 
 class Forward:
-    """Our decoder of a model folder, over slots whose blocks lie wherever the test says."""
+    """Quire's decoder of a model folder, with a paged cache in which the test places each slot's blocks."""
 
     def __init__(self, folder: Path, *, slots: int = 4, blocks: int = 64, block_size: int = 4, **config: Any) -> None:
         device = torch.device("cpu")
