@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from quire.arguments import Prompt
+from quire.arguments import PromptType
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import LatencyOptions
 from quire.bench.output_files import check_writable, write_json
@@ -30,7 +30,7 @@ def run(options: LatencyOptions, settings: Mapping[str, Any]) -> int:
     llm = LLM(**{"enable_prefix_caching": False} | dict(settings), seed=options.seed)
     limit = min(TOKEN_ID_LIMIT, llm.get_tokenizer().vocab_size)
     token_ids = np.random.default_rng(options.seed).integers(0, limit, (options.batch_size, options.input_len))
-    prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids in token_ids.tolist()]
+    prompts: list[PromptType] = [{"prompt_token_ids": ids} for ids in token_ids.tolist()]
     params = sampling(options.output_len, options.n)
 
     def run_once() -> float:

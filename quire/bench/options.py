@@ -210,7 +210,7 @@ class ServeOptions(WorkloadOptions, frozen=True, kw_only=True):
         if start > end:
             raise ConfigError(f"--ramp-up-start-rps {start} must be at most --ramp-up-end-rps {end}")
         if start == 0 and self.ramp_up_strategy == "exponential":
-            raise ConfigError("an exponential ramp cannot start at --ramp-up-start-rps 0")
+            raise ConfigError("an exponential ramp cannot begin at --ramp-up-start-rps 0")
 
 
 class ThroughputOptions(WorkloadOptions, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quire.arguments import Prompt
+from quire.arguments import PromptType
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import ThroughputOptions
 from quire.bench.output_files import check_writable, write_json
@@ -48,7 +48,7 @@ def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
 
 def generate(llm: LLM, requests: list[Request], options: ThroughputOptions) -> tuple[int, int]:
     """Run the requests. Return the numbers of input and output tokens."""
-    prompts: list[Prompt] = [
+    prompts: list[PromptType] = [
         request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": request.prompt}
         for request in requests
     ]

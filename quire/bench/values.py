@@ -109,7 +109,7 @@ def _logprobs(count: int, chat: bool) -> dict[str, Any]:
 
 def _check_header(source: str, value: str) -> None:
     if not value.replace("\t", " ").isprintable():
-        raise ConfigError(f"{source}: holds a line end or another character that is not allowed in a header")
+        raise ConfigError(f"{source}: has a line end or another character that is not allowed in a header")
 
 
 def _number(flag: str, value: Any, minimum: float, maximum: float) -> float:
