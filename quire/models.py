@@ -25,7 +25,7 @@ def listing() -> str:
             f"Through the modelling code of transformers {version('transformers')}, with Quire's attention:",
             *(f"  {name}" for name in others),
             "",
-            "The second list is read from the files of transformers. Each of these models is checked on a few tokens",
+            "The second list is read from the files of transformers. Each of these models is tried on a few tokens",
             "when it is loaded, and refused if it keeps state outside of attention or changes attention in a way that",
             "Quire does not support.",
             "",
