@@ -141,7 +141,10 @@ class LLM:
         with self._lock:
             engine = self._running()
             params = self._per_prompt(sampling_params, len(prompt_list))
-            requests = [self._prepare(engine, prompt, one) for prompt, one in zip(prompt_list, params, strict=True)]
+            requests = [
+                self._prepare(engine, prompt, prompt_params)
+                for prompt, prompt_params in zip(prompt_list, params, strict=True)
+            ]
             return run(engine, requests, use_tqdm=use_tqdm)
 
     def chat(

@@ -80,15 +80,14 @@ class Watch:
         watched.liveness.note_heartbeat(heartbeat.process, now)
 
     def _judge(self, watched: WatchedProcess, now: float) -> str:
-        """Return why the process is taken to hang, or ''."""
+        """Return why the process hangs, or '' if it does not."""
         if watched.liveness.should_observe(now):
             watched.liveness.observe(watched.process.cpu_usage(), now)
         return watched.liveness.failure(now)
 
     def _forgive(self, now: float) -> None:
-        """Do not count as silence the time for which this process itself stood still."""
         stood_still = 0.0 if self._checked_at is None else now - self._checked_at
-        self._checked_at = now
+        self._checked_at = now  # while this process stood still, it could not read heartbeats
         if stood_still > CHECK_INTERVAL + STALL:
             for watched in self._processes.values():
                 watched.liveness.forgive(stood_still)

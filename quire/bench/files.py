@@ -88,7 +88,7 @@ def custom(path: str | None) -> Iterator[Entry]:
 def _first_exchange(conversation: Any) -> Entry | None:
     """Return the first turn of a user that the assistant answers, and the answer; None if there is none.
 
-    If no turn has the assistant's role, the roles are unknown, and the first two turns are taken.
+    If no turn has the assistant's role, the roles are unknown, and the first two turns are used.
     """
     turns = [turn for turn in _turns(conversation) if turn is None or turn.role != "system"]
     named = any(turn is not None and turn.role == "assistant" for turn in turns)

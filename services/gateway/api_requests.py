@@ -178,4 +178,4 @@ def _tool_call_arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
 
 def _check_completion(request: CompletionRequest) -> None:
     if request.best_of is not None and whole("best_of", request.best_of) != (1 if request.n is None else request.n):
-        raise InvalidRequest("best_of is supported only where it equals n", "best_of")
+        raise InvalidRequest("best_of is supported only if it equals n", "best_of")

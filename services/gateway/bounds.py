@@ -42,7 +42,7 @@ def check_values(body: bytes) -> None:
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
     num_strings = unescaped.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        raise InvalidRequest(f"the body holds {num_strings} strings, but at most {MAX_STRINGS} are taken")
+        raise InvalidRequest(f"the body holds {num_strings} strings, but at most {MAX_STRINGS} are allowed")
     outside_strings = b"".join(unescaped.split(b'"')[::2])
     if not _within(outside_strings):
         raise InvalidRequest(

@@ -110,7 +110,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
     ] = 75.0
     drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
+        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0
     log_level: LogLevel = "info"
     supervisor: Annotated[

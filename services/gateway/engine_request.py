@@ -12,7 +12,7 @@ from shared.protocol import Abort, ProgressRow
 
 
 class EngineRequest:
-    """One request at the engine named `engine`. The connection adds rows; one task reads them."""
+    """A request at the engine named `engine`. The connection adds rows, and one task reads them."""
 
     def __init__(self, id: int, n: int, engine: str, send: Callable[[Abort], None]) -> None:
         self.id = id
@@ -67,7 +67,7 @@ class EngineRequest:
             self._send(Abort(self.id, sample))
 
     def accept(self) -> None:
-        """Note that the engine has taken the request into its queue."""
+        """Note that the engine has queued the request."""
         self._accepted = True
         self._wake()
 

@@ -60,7 +60,7 @@ class Generation:
         return self._metrics.engine(self._request.engine)
 
     async def wait_accepted(self) -> None:
-        """Return as soon as the engine has taken the prompt into its queue. Raise as `updates` does if it does not."""
+        """Return as soon as the engine has queued the prompt. Raise as `updates` does if it refuses or fails."""
         try:
             await self._request.wait_accepted()
         except REFUSALS:

@@ -79,8 +79,8 @@ MIDDLEWARES = (track_request, cors.preflight, authorize, strip_slash)
 
 
 def _request_id(requested: str) -> str:
-    usable = 0 < len(requested) <= MAX_ID_LENGTH and requested.isascii() and requested.isprintable()
-    return requested if usable else uuid.uuid4().hex
+    is_valid = 0 < len(requested) <= MAX_ID_LENGTH and requested.isascii() and requested.isprintable()
+    return requested if is_valid else uuid.uuid4().hex
 
 
 def _route(request: web.Request) -> str:

@@ -41,7 +41,7 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True):
         try:
             config = read_json(path)
         except ModelError as error:
-            logger.warning("%s; no sampling defaults are taken from it", error)
+            logger.warning("%s; its sampling defaults are not used", error)
             return cls()
         return cls.from_config(config, path)
 

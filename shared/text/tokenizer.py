@@ -253,7 +253,7 @@ def _read_generation_config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except ModelError as error:
-        logger.warning("%s; no eos_token_id is taken from it", error)
+        logger.warning("%s; its eos_token_id is not used", error)
         return {}
 
 
