@@ -56,7 +56,7 @@ def files_to_fetch(files: Sequence[str], *, weights: bool = True) -> list[str]:
 
     weight_files = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
     if weights and not weight_files and (others := [name for name in files if is_gguf(name)]):
-        raise ModelError(f"there are only GGUF files; name one by its type, as in owner/name:Q4_K_M: {', '.join(others)}")
+        raise ModelError(f"it has GGUF files; name one by its type, as in owner/name:Q4_K_M: {', '.join(others)}")
     return (weight_files if weights else []) + matching(SMALL_FILES)
 
 
