@@ -1,6 +1,6 @@
-"""Quire, a server for large language models; `from quire import LLM, SamplingParams` to use one without a server.
+"""Quire is a server for large language models. `from quire import LLM, SamplingParams` runs one without a server.
 
-The names are loaded on use, since `LLM` needs torch, which takes seconds to import and which `quire serve` never does.
+The names are imported on use: `LLM` needs torch, which takes seconds to import, and `quire serve` does not need it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "quire.llm",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
@@ -22,8 +22,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

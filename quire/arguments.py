@@ -1,16 +1,16 @@
-"""Checks and conversions of the arguments of `LLM`. A wrong one raises an `InvalidRequest` that names it."""
+"""Checks and converts the arguments of `LLM`. For a wrong one, raise an `InvalidRequest` that names it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from shared.errors import InvalidRequest, brief
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+PromptType: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Ids may be an integer array of numpy or torch;
-one with two dimensions holds a prompt in each row."""
+one with two dimensions holds a prompt in each row. vLLM has the same name for it."""
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """Return one prompt or several as a list; a list of ints is one prompt. Raise `InvalidRequest` for other types."""
     prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):

@@ -1,4 +1,4 @@
-"""The announcement of `quire serve` once it serves: its address, and a command to try."""
+"""Makes the text that `quire serve` prints once it is ready: its address, and a command to try."""
 
 import json
 import os
@@ -14,12 +14,12 @@ QUESTION = "What is the capital of France?"
 
 
 def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
-    """Return the announcement of a server that became ready after `seconds`, whose chat template is in `folder`."""
+    """Return the text for a server that became ready after `seconds`. `folder` has the chat template."""
     url = "http://localhost" if config.uds else base_url(config.host, config.port)
     address = f"the socket {config.uds}" if config.uds else url
     return (
         f"Quire serves {model_name(config)} at {address} (ready in {seconds:.1f} s). Try:\n\n"
-        f"  {curl(config, url, has_chat_template(config, folder))}\n\nCtrl-C stops it.\n"
+        f"  {curl_command(config, url, has_chat_template(config, folder))}\n\nCtrl-C stops it.\n"
     )
 
 
@@ -34,7 +34,7 @@ def base_url(host: str, port: int) -> str:
     return f"http://{name}:{port}"
 
 
-def curl(config: GatewayConfig, url: str, chat: bool) -> str:
+def curl_command(config: GatewayConfig, url: str, chat: bool) -> str:
     """Return a curl command that asks the model a question."""
     prompt = {"messages": [{"role": "user", "content": QUESTION}]} if chat else {"prompt": QUESTION}
     body = json.dumps({"model": model_name(config), **prompt, "max_tokens": 32, "temperature": 0})
@@ -45,7 +45,10 @@ def curl(config: GatewayConfig, url: str, chat: bool) -> str:
 
 
 def authorization(keys: Sequence[str], variable: str | None) -> str:
-    """Return the Authorization header as a word of the shell. The key itself is never shown."""
+    """Return the Authorization header as a word of the shell, without the key itself.
+
+    `variable` is the value of QUIRE_API_KEY: if it is one of the keys, the header refers to it.
+    """
     return '"Authorization: Bearer ' + ('$QUIRE_API_KEY"' if variable in keys else '<your key>"')
 
 

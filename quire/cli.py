@@ -1,7 +1,7 @@
 """The command `quire`: `serve`, `pull`, `models`, `bench`, `knobs`, `version`.
 
-An error that the user can mend is one line on stderr and a non-zero status. Each command imports what it needs, so that
-`--help` is quick and Ctrl-C works at once.
+An error that the user can correct is one line on stderr and a non-zero exit status. Each command imports what it needs,
+so that `--help` is quick and Ctrl-C works at once.
 """
 
 import signal
@@ -13,18 +13,18 @@ from typing import Any
 USAGE = """\
 usage: quire COMMAND ...
 
-  serve [MODEL] [flags]   serve a model over the OpenAI API; `quire serve --help` lists the flags
+  serve [MODEL] [flags]   serve a model with the OpenAI API; `quire serve --help` lists the flags
   pull [MODEL]            download a model, so that serving it starts at once
   models [NAME|FOLDER]    list the supported architectures, or say how an architecture or a model is served
   bench COMMAND [flags]   measure a server, or the engine in this process; see `quire bench --help`
-  knobs [--vllm]          print the settings of `quire serve`, or how vLLM's flags are treated, as Markdown tables
+  knobs [--vllm]          print the settings of `quire serve`, or the treatment of vLLM's flags, as Markdown tables
   version                 print the version
 
 MODEL is a folder, a .gguf file or a Hugging Face name; without one, the embedded model is served.
 """
 
 EXIT_FAILED = 1
-EXIT_WRONG = 2  # wrong settings, or a model that cannot be served
+EXIT_WRONG_USAGE = 2  # wrong settings, or a model that cannot be served
 EXIT_INTERRUPTED = 130
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))
     except QuireError as error:
         print(printable(f"quire: {error}"), file=sys.stderr)
-        sys.exit(EXIT_WRONG if isinstance(error, (ConfigError, ModelError)) else EXIT_FAILED)
+        sys.exit(EXIT_WRONG_USAGE if isinstance(error, (ConfigError, ModelError)) else EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 
@@ -73,7 +73,7 @@ def run(argv: list[str], began: float) -> int:
         case [command, *_]:
             print(f"quire: there is no command {command}\n", file=sys.stderr)
     print(USAGE, end="", file=sys.stderr)
-    return EXIT_WRONG
+    return EXIT_WRONG_USAGE
 
 
 def serve(argv: list[str], began: float) -> int:
@@ -88,8 +88,8 @@ def serve(argv: list[str], began: float) -> int:
     parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")
     vllm.add_flags(parser)
     flags = vars(parser.parse_args(vllm.spell_out(argv)))
-    name_model(flags)
-    interruptible()
+    take_positional_model(flags)
+    raise_on_signals()
     return serve(settings.read(flags, os.environ, note=lambda line: print(f"quire: {line}", file=sys.stderr)), began)
 
 
@@ -97,15 +97,15 @@ def pull(argv: list[str]) -> int:
     """Download a model into the cache and print its folder."""
     import os
 
-    from quire.checks import check_model
+    from quire.startup_checks import check_model
     from shared.config import ModelConfig, flag_parser, resolve
     from shared.hub.checkpoint import locate
 
     parser = flag_parser([ModelConfig], prog="quire pull", description="Download a model.")
     parser.add_argument("positional", metavar="MODEL", nargs="?", help="The same as --model.")
     flags = vars(parser.parse_args(argv))
-    name_model(flags)
-    interruptible()
+    take_positional_model(flags)
+    raise_on_signals()
     config = resolve(ModelConfig, flags, os.environ)
     folder = locate(config.model, config.revision, config.download_dir)
     check_model(folder)
@@ -125,7 +125,7 @@ def bench(argv: list[str]) -> int:
     """Measure a server, or the engine in this process."""
     from quire.bench.command import bench
 
-    interruptible()
+    raise_on_signals()
     return bench(argv)
 
 
@@ -152,8 +152,8 @@ def version() -> int:
     return 0
 
 
-def name_model(flags: dict[str, Any]) -> None:
-    """Turn the argument MODEL into the flag --model."""
+def take_positional_model(flags: dict[str, Any]) -> None:
+    """Turn the argument MODEL into the flag --model. Raise `ConfigError` if the two differ."""
     from shared.errors import ConfigError
 
     positional = flags.pop("positional", None)
@@ -161,7 +161,7 @@ def name_model(flags: dict[str, Any]) -> None:
         raise ConfigError(f"two models are named: {positional} and --model {flags['model']}")
 
 
-def interruptible() -> None:
+def raise_on_signals() -> None:
     """Make SIGINT and SIGTERM raise KeyboardInterrupt, so that open work is cleaned up."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

@@ -1,7 +1,7 @@
-"""An engine inside the caller's process: the scheduler's engine and the worker's runner, without sockets.
+"""`InProcessEngine`: the scheduler's engine and the worker's runner in the caller's process, without sockets.
 
-The same values travel as between the services: plan, execute, commit. One plan is in flight at a time, since no other
-process could work on a second one meanwhile.
+They exchange the same values as the services do: plan, execute, commit. One plan is in flight at a time, since one
+process cannot plan and compute at the same time.
 """
 
 import time
@@ -17,17 +17,17 @@ from services.worker.start import start_runner
 from shared.errors import EngineFailure, InvalidRequest
 from shared.protocol import FinishReason, ModelInfo, ProgressRow, Submit
 
-UNBOUNDED = 2**31 - 1  # requests that may wait: the caller's list is in memory anyway
+UNBOUNDED = 2**31 - 1  # requests that may wait: a bound would save nothing, since the caller holds them in memory
 
 
 class InProcessEngine:
-    """Loads the model, then runs what is submitted, step by step. It is not safe to use from several threads."""
+    """Loads the model, then runs the submitted requests step by step. It is not thread-safe."""
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
         self.runner = start_runner(worker)
         config = replace(scheduler, async_scheduling=False, max_num_queued_reqs=UNBOUNDED)
-        self._worker = self.runner.info
-        self.engine = Engine(config, self._worker)
+        self._worker_info = self.runner.info
+        self.engine = Engine(config, self._worker_info)
         self._begin_epoch()
 
     @property
@@ -39,7 +39,7 @@ class InProcessEngine:
         return self.engine.limits
 
     def submit(self, request: Submit) -> None:
-        """Put a request into the queue. Raise `InvalidRequest` if it could never run."""
+        """Queue a request. Raise `InvalidRequest` if it could never run."""
         if refused := self.engine.submit(request, time.monotonic()):
             raise InvalidRequest(refused.detail)
 
@@ -48,10 +48,10 @@ class InProcessEngine:
         self.engine.abort(id, sample)
 
     def step(self) -> list[ProgressRow]:
-        """Compute one step and return the progress. Raise `EngineFailure` if a request cannot go on."""
+        """Compute one step. Return its progress. Raise `EngineFailure` if a request failed, or if none can run."""
         plan = self.engine.plan(time.monotonic())
         if plan is None:
-            raise EngineFailure(f"nothing can be run, though there are requests: {self.engine.snapshot}")
+            raise EngineFailure(f"no request can run, although some are unfinished: {self.engine.snapshot}")
         rows = self.engine.commit(self.runner.execute(plan))
         for row in rows:
             if row.finish_reason is FinishReason.ERROR:
@@ -66,4 +66,5 @@ class InProcessEngine:
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
-        self.runner.configure(self.engine.configure(self._worker))
+        """Let the engine configure the runner, as after a worker's registration."""
+        self.runner.configure(self.engine.configure(self._worker_info))

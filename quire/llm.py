@@ -1,7 +1,7 @@
 """`LLM`: a model in the caller's own process, for batches of prompts.
 
-It has the server's scheduler core, runner and text handling, without the server. Its arguments have vLLM's names.
-vLLM's other arguments are accepted or refused as its flags are: see `quire.vllm`.
+It uses the scheduler core, the runner and the text handling of the server, without the server. Its arguments have
+vLLM's names. Other arguments of vLLM are accepted or refused as its flags are: see `quire.vllm`.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from quire import vllm
-from quire.arguments import Prompt, as_list, check_type, token_ids
+from quire.arguments import PromptType, as_list, check_type, token_ids
 from quire.engine import InProcessEngine
 from quire.outputs import RequestOutput
 from quire.pending_request import PendingRequest
-from quire.progress import ProgressBar
+from quire.progress_bar import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import resolve
@@ -31,9 +31,9 @@ from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
-Message: TypeAlias = Mapping[str, Any]
+ChatMessage: TypeAlias = Mapping[str, Any]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -41,8 +41,8 @@ class LLM:
 
     Every argument but `seed` is a setting of the server with the same name, default and bounds. An unseeded request
     draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
-    from several threads take turns.
-    Raise `ConfigError` for an argument that cannot be honoured and `ModelError` for a model that cannot be loaded.
+    from several threads take turns. Raise `ConfigError` for an argument that is not supported, and `ModelError` for a
+    model that cannot be loaded.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LLM:
             "num_threads": num_threads,
             "download_dir": download_dir,
         }
-        arguments = translated(settings, others)
+        arguments = translate_arguments(settings, others)
         scheduler, worker = resolve(SchedulerConfig, arguments, {}), resolve(WorkerConfig, arguments, {})
         folder = locate(str(model), revision, download_dir)
         tokenizer_folder = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
@@ -127,7 +127,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -137,16 +137,19 @@ class LLM:
         `sampling_params` are one for all prompts, or one for each. Raise `InvalidRequest`, before anything runs, for an
         argument of a wrong type, or if one of the prompts cannot be served.
         """
-        listed = as_list(prompts)
+        prompt_list = as_list(prompts)
         with self._lock:
             engine = self._running()
-            params = self._per_prompt(sampling_params, len(listed))
-            requests = [self._prepare(engine, prompt, one) for prompt, one in zip(listed, params, strict=True)]
+            params = self._per_prompt(sampling_params, len(prompt_list))
+            requests = [
+                self._prepare(engine, prompt, prompt_params)
+                for prompt, prompt_params in zip(prompt_list, params, strict=True)
+            ]
             return run(engine, requests, use_tqdm=use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -166,7 +169,7 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         template = self._template if chat_template is None else ChatTemplate(chat_template, self._tokenizer.special)
-        prompts: list[Prompt] = []
+        prompts: list[PromptType] = []
         for conversation in conversations:
             check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
             text = template.render(
@@ -175,7 +178,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 variables={"tools": tools} | dict(chat_template_kwargs or {}),
             )
-            ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written the special tokens
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -197,7 +200,7 @@ class LLM:
             check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
         return params
 
-    def _prepare(self, engine: InProcessEngine, prompt: Prompt, params: SamplingParams) -> PendingRequest:
+    def _prepare(self, engine: InProcessEngine, prompt: PromptType, params: SamplingParams) -> PendingRequest:
         text, tokens = self._tokens(prompt, engine.model.vocab_size)
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
@@ -209,7 +212,7 @@ class LLM:
         )
         return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer)
 
-    def _tokens(self, prompt: Prompt, vocab_size: int) -> tuple[str | None, list[int]]:
+    def _tokens(self, prompt: PromptType, vocab_size: int) -> tuple[str | None, list[int]]:
         """Return a prompt's text, or None if it came as token ids, and its token ids."""
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
@@ -232,36 +235,36 @@ class LLM:
 
 
 def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm: bool) -> list[RequestOutput]:
-    """Run all requests to their ends. Any exception, Ctrl-C included, leaves the engine empty and usable."""
+    """Run all requests until they have ended. After any exception, Ctrl-C included, the engine is empty and usable."""
     open_requests = {request.id: request for request in requests}
     try:
-        for each in requests:
-            engine.submit(each.submit)
+        for request in requests:
+            engine.submit(request.submit)
         with ProgressBar(len(requests), disable=not use_tqdm) as bar:
             while open_requests:
                 for row in engine.step():
-                    request = open_requests.get(row.id)
-                    if request is None:  # a stop string has ended it
+                    pending = open_requests.get(row.id)
+                    if pending is None:  # a stop string has ended it
                         continue
-                    if request.apply(row):
+                    if pending.apply(row):
                         engine.abort(row.id, row.sample)
-                    if request.text.finished:
-                        bar.finished(open_requests.pop(row.id))
+                    if pending.text.finished:
+                        bar.count_finished(open_requests.pop(row.id))
     except BaseException:
         engine.reset(list(open_requests))
         raise
-    return [each.output() for each in requests]
+    return [request.output() for request in requests]
 
 
-def translated(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not None, with those of `others` under Quire's names.
+def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not None, with vLLM's settings in `others` under Quire's names.
 
-    Raise `ConfigError` for what cannot be honoured.
+    Raise `ConfigError` for one that is not supported.
     """
     arguments = {name: value for name, value in {**settings, **others}.items() if value is not None}
     own, notes = vllm.translate(arguments, python=True)
     for line in notes:
-        log.info("%s", line)
+        logger.info("%s", line)
     for name in own:
         if name not in settings:
             raise ConfigError(f"LLM has no argument {name}")

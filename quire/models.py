@@ -1,7 +1,7 @@
-"""`quire models`: which architectures are served, and whose code would serve one of them.
+"""`quire models`: lists the supported architectures, and tells which implementation would serve a model.
 
-It reads names only: of architectures, of a folder's fields and tensors. Only a folder whose architecture has a family
-needs torch, since the family is asked if it can read this one.
+It reads config.json and the names of tensors, never weights. It imports torch only for a folder whose architecture has
+a family, since the family checks that it can read this model.
 """
 
 from importlib.metadata import version
@@ -25,25 +25,25 @@ def listing() -> str:
             f"Through the modelling code of transformers {version('transformers')}, with Quire's attention:",
             *(f"  {name}" for name in others),
             "",
-            "The second list is what transformers' files say of themselves. Each of these models is tried on a few",
-            "tokens when it is loaded, and refused if it keeps state outside of attention or changes attention in a",
-            "way that Quire lacks.",
+            "The second list is read from the files of transformers. Each of these models is tried on a few tokens",
+            "when it is loaded, and refused if it keeps state outside of attention or changes attention in a way that",
+            "Quire does not support.",
             "",
         ]
     )
 
 
 def describe(model: str) -> str:
-    """Return a line about a model folder, a GGUF file or an architecture. Raise ModelError if nothing serves it."""
+    """Return a line about a model folder, a GGUF file or an architecture. Raise `ModelError` if it is not supported."""
     if model.isidentifier() and not Path(model).is_dir():
         return _line(choose_implementation(ConfigJson({"architectures": [_complete(model)]})))
     if not Path(model).expanduser().exists():
-        raise ModelError(f"there is no folder or file {model}; of a model that is elsewhere, name the architecture")
+        raise ModelError(f"there is no folder or file {model}; for a model that is elsewhere, name its architecture")
     return _line(_implementation(locate(model)))
 
 
 def _implementation(path: Path) -> Implementation:
-    """Return what would serve a model folder, by config.json alone where there are no weights."""
+    """Return the implementation that would serve a model folder. Without weights, config.json alone decides."""
     folder, implementation = read_supported(path)
     if not implementation.native:
         return implementation
@@ -62,7 +62,7 @@ def _implementation(path: Path) -> Implementation:
 
 
 def _complete(name: str) -> str:
-    """Return the architecture as it is written, for the beginning of a name, in any case, that fits only one."""
+    """Return the architecture that begins with `name` in any case, or else `name`. Raise `ModelError` for several."""
     architectures = [*ARCHITECTURES, *sorted(with_replaceable_attention() - set(ARCHITECTURES))]
     if name in architectures:
         return name

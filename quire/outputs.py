@@ -18,7 +18,7 @@ TokenDistribution = dict[int, Logprob]
 
 
 class CompletionOutput(Struct, frozen=True, kw_only=True):
-    """The output of one sample. `token_ids` includes the token that ended it, whose text is not shown."""
+    """The output of one sample. `token_ids` includes the token that ended it, which `text` leaves out."""
 
     index: int
     text: str
@@ -35,7 +35,7 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenDistribution | None] | None  # the first token has none
+    prompt_logprobs: list[TokenDistribution | None] | None  # None at the first token
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # of the prompt, found in the prefix cache

@@ -12,7 +12,7 @@ from shared.text.tokenizer import Tokenizer
 
 
 class PendingRequest:
-    """One prompt and its output so far. `prompt` is its text, or None if it came as token ids."""
+    """A prompt of `LLM.generate` and its output so far. `prompt` is its text, or None if it was passed as token ids."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class PendingRequest:
 
     @property
     def submit(self) -> Submit:
-        """Return the request as the scheduler takes it."""
+        """Return the request as a message to the engine."""
         return Submit(
             id=self.id,
             tokens=pack_tokens(self.tokens),

@@ -12,10 +12,10 @@ import msgspec
 import zmq
 
 from quire.banner import banner
-from quire.checks import check_files, check_model
-from quire.children import Child, Log
-from quire.instance import instance_folder
+from quire.children import Child, ServiceLog
+from quire.instance_folder import instance_folder
 from quire.settings import Settings, service_arguments, service_environment
+from quire.startup_checks import check_files, check_model
 from quire.supervisor import Supervisor, is_healthy
 from quire.watch import SilenceLimit, Watch
 from services.gateway.config import GatewayConfig
@@ -25,7 +25,7 @@ from shared.hub.checkpoint import locate
 from shared.transport import listen
 
 MAX_STANDSTILL = 4.0
-"""Seconds for which the loop of a gateway or scheduler may stand still. Restarted, it is back in less than ten."""
+"""Seconds for which the loop of a gateway or scheduler may stand still. A restart takes less than ten."""
 
 
 def serve(settings: Settings, began: float) -> int:
@@ -33,7 +33,9 @@ def serve(settings: Settings, began: float) -> int:
 
     Raise `QuireError` if the server cannot be started.
     """
-    port = 0 if settings.gateway.uds else free_port(settings.gateway)  # before minutes are spent on a model
+    port = (
+        0 if settings.gateway.uds else free_port(settings.gateway)
+    )  # before a model is downloaded, which may take minutes
     check_files(settings.gateway)
     if settings.serve.hf_token:
         os.environ["HF_TOKEN"] = settings.serve.hf_token
@@ -48,8 +50,8 @@ def serve(settings: Settings, began: float) -> int:
     ):
         connected = connect_services(settings, port, sockets)
         supervisor = Supervisor(
-            children(connected, Log(sys.stderr.buffer)),
-            ready=lambda: is_healthy(reachable(connected.gateway.host), port, connected.gateway.uds),
+            children(connected, ServiceLog(sys.stderr.buffer)),
+            ready=lambda: is_healthy(local_address(connected.gateway.host), port, connected.gateway.uds),
             announce=lambda: print(banner(connected.gateway, tokenizer, time.monotonic() - began), flush=True),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
@@ -60,13 +62,13 @@ def serve(settings: Settings, began: float) -> int:
 
 
 def free_port(config: GatewayConfig) -> int:
-    """Return the port to listen on; for port 0, one that is free. Raise `ConfigError` if it cannot be listened on."""
+    """Return the configured port, or a free one for port 0. Raise `ConfigError` if it cannot be listened on."""
     host, port = config.host, config.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, socket_type, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        with socket.socket(family, socket_type, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if config.reuse_port:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -80,8 +82,8 @@ def free_port(config: GatewayConfig) -> int:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def reachable(host: str) -> str:
-    """Return an address of this machine at which a server that listens on `host` answers."""
+def local_address(host: str) -> str:
+    """Return the address by which this machine reaches a server that listens on `host`."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
@@ -103,7 +105,7 @@ def heartbeat_address(folder: Path) -> str:
 
 
 def silence_limits(settings: Settings) -> dict[str, SilenceLimit]:
-    """Return how long each service may be silent. A worker's steps are judged by its scheduler, which acts sooner."""
+    """Return each service's limit. The worker has none for its steps, which its scheduler judges, and judges sooner."""
     return {
         "gateway": SilenceLimit(MAX_STANDSTILL, MAX_STANDSTILL),
         "scheduler": SilenceLimit(MAX_STANDSTILL, MAX_STANDSTILL),
@@ -111,7 +113,7 @@ def silence_limits(settings: Settings) -> dict[str, SilenceLimit]:
     }
 
 
-def children(settings: Settings, log: Log) -> list[Child]:
+def children(settings: Settings, log: ServiceLog) -> list[Child]:
     """Return the services in the order in which they are stopped."""
     environment = service_environment(settings)
     return [

@@ -1,6 +1,6 @@
-"""The settings of `quire serve`: its own and those of the services that it starts, each declared once.
+"""Collects the settings of `quire serve`: its own, and those that its services declare.
 
-`quire serve` chooses what connects the services (addresses, ...); users cannot set it: `INTERNAL`.
+`INTERNAL` settings connect the services (addresses, ...). `quire serve` chooses them, and users cannot set them.
 """
 
 import json
@@ -24,7 +24,7 @@ from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"})
 
 SECRET = frozenset({"api_key"})
-"""Settings passed to the services by environment, since everyone on the machine can read a process's arguments."""
+"""Settings that the services get by environment, since every user of a machine can read a process's arguments."""
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
@@ -32,12 +32,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
     hf_token: Annotated[str | None, Meta(description="Token for gated models on Hugging Face; unset: HF_TOKEN.")] = None
     ready_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds until the server must be ready; then the start fails.")
+        float, Meta(gt=0, description="Seconds that the server may take to become ready; after them, the start fails.")
     ] = 600.0
 
 
 class Settings(NamedTuple):
-    """Everything that one server needs to know."""
+    """The settings of one server."""
 
     serve: ServeConfig
     gateway: GatewayConfig
@@ -49,13 +49,13 @@ CONFIGS: tuple[type[Struct], ...] = (GatewayConfig, SchedulerConfig, WorkerConfi
 
 
 def public_knobs() -> list[Knob]:
-    """Return the settings of users, in the order of help and tables, each once even if several services read it."""
+    """Return the settings that users may set, each once even if several services read it. `--help` has this order."""
     by_name = {knob.name: knob for config in CONFIGS for knob in knobs(config) if knob.name not in INTERNAL}
     return list(by_name.values())
 
 
 def public_config() -> type[Struct]:
-    """Return a struct of all settings of users, for the flag parser."""
+    """Return a struct with the settings that users may set, for the flag parser."""
     fields = [
         (knob.name, knob.type, msgspec.field(default_factory=partial(copy, knob.default))) for knob in public_knobs()
     ]
@@ -67,7 +67,7 @@ def read(
 ) -> Settings:
     """Return the settings from flags, environment and the file that `--config` names. Raise `ConfigError`.
 
-    vLLM's settings are translated; `note` gets a line for each that is accepted without effect.
+    Settings of vLLM are translated. `note` is called with a line for each that is accepted without effect.
     """
     translated, notes = vllm.translate(flags)
     file, file_notes = _from_file(flags["config"]) if "config" in flags else vllm.Translation({}, [])
@@ -106,14 +106,14 @@ def service_arguments(config: Struct) -> list[str]:
 
 
 def service_environment(settings: Settings) -> dict[str, str]:
-    """Return the services' environment. It has no variables of Quire but secrets: flags say everything else."""
-    ours = {knob.variable for config in CONFIGS for knob in knobs(config)}
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    """Return the services' environment. Of Quire's variables it has only secrets; flags carry the rest."""
+    own_variables = {knob.variable for config in CONFIGS for knob in knobs(config)}
+    environment = {name: value for name, value in os.environ.items() if name not in own_variables}
     if settings.gateway.api_key:
         environment["QUIRE_API_KEY"] = json.dumps(settings.gateway.api_key)  # a key may hold a comma
     if on_terminal():
         environment[TERMINAL_VARIABLE] = "1"
-    environment["HF_HUB_OFFLINE"] = "1"  # all is downloaded, and all services must see the same files
+    environment["HF_HUB_OFFLINE"] = "1"  # everything is downloaded by now, and all services must see the same files
     return environment
 
 
@@ -122,6 +122,6 @@ def markdown_table() -> str:
     rows = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
     for knob in public_knobs():
         default = "" if knob.default in (None, "", []) else f"`{knob.default}`"
-        kind = knob.type_text.replace("|", "\\|")
-        rows.append(f"| `{knob.flag}` | `{knob.variable}` | {default} | {knob.doc} ({kind}) |")
+        type_text = knob.type_text.replace("|", "\\|")
+        rows.append(f"| `{knob.flag}` | `{knob.variable}` | {default} | {knob.doc} ({type_text}) |")
     return "\n".join(rows) + "\n"

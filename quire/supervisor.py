@@ -1,7 +1,7 @@
 """`Supervisor`: starts the children of one server together, watches them, and stops them in order.
 
-It knows processes, signals, readiness and heartbeats, but not what the children do. They are stopped in the order of
-`children`: first the one that accepts work, last the one that does it, so that accepted work can be finished.
+It knows processes, signals, readiness and heartbeats, but not what the children do. It stops them in the order of
+`children`: first the one that accepts requests, last the one that computes, so that accepted requests can finish.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from contextlib import suppress
 from typing import Any
 
 from quire.children import Child, StartFailed
-from quire.watch import PERIOD, Watch
+from quire.watch import CHECK_INTERVAL, Watch
 
-PROBE_INTERVAL = 0.05  # seconds
-PROBE_TIMEOUT = 2.0  # seconds
+HEALTH_CHECK_INTERVAL = 0.05  # seconds
+HEALTH_CHECK_TIMEOUT = 2.0  # seconds
 QUICK_STOP = 3.0  # seconds between SIGTERM and SIGKILL when there is nothing to drain
-LAST_ANSWERS = 15.0  # seconds beyond the drain timeout for the first child to send its last answers
+LAST_RESPONSES = 15.0  # seconds after the drain timeout in which the first child sends its last responses
 STOPPING = "stopping: running requests may finish (Ctrl-C again ends at once)"
-INTERRUPTED = 128  # plus the signal's number: the exit status that shells know
+INTERRUPTED = 128  # plus the signal's number, as in shells
 
 
 class Supervisor:
     """Runs `children` until a signal. `ready` tells whether they serve; `announce` is called once they do.
 
-    `say` gets a line for the user at the first signal, and when everything has ended.
+    `say` prints a line for the user: at the first signal, and when all children have ended.
     `watch` names the children that hang; those are replaced.
-    `drain_timeout`: seconds in which the first child may finish its work after SIGTERM.
+    `drain_timeout` is the time in seconds in which the first child may finish its requests after SIGTERM.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Supervisor:
         self._signals: asyncio.Queue[int] = asyncio.Queue()
 
     async def run(self) -> int:
-        """Run until a signal; return 0 after a drain, 128 + signal if it was cut short. Raise `StartFailed`.
+        """Run until a signal. Return 0 after a drain, or 128 + signal if one cut it short. Raise `StartFailed`.
 
-        No child is left, however it ends.
+        However this ends, no child is left running.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
         keepers = [asyncio.ensure_future(child.keep_running()) for child in self.children]
-        watcher = asyncio.ensure_future(self._replace_dead())
+        watcher = asyncio.ensure_future(self._replace_hung())
         watcher.add_done_callback(self._report_failure)
         try:
             status = await self._start(keepers)
@@ -75,7 +75,7 @@ class Supervisor:
         return status
 
     async def _start(self, keepers: Sequence["asyncio.Future[None]"]) -> int | None:
-        """Wait until the children serve; return an exit status if a signal came first, else None."""
+        """Wait until the children serve. Return None, or an exit status if a signal came first. Raise `StartFailed`."""
         ready = asyncio.ensure_future(self._until_ready())
         interrupt = asyncio.ensure_future(self._signals.get())
         awaited: list[asyncio.Future[Any]] = [*keepers, ready, interrupt]
@@ -85,7 +85,7 @@ class Supervisor:
         if ready in done:
             ready.result()
             for child in self.children:
-                child.established = True
+                child.note_server_ready()
             self.announce()
             return None
         await asyncio.gather(*(child.stop(QUICK_STOP) for child in self.children))
@@ -95,33 +95,33 @@ class Supervisor:
             keeper.result()
         raise StartFailed(f"not ready within {self.ready_timeout:g} s (--ready-timeout)")
 
-    async def _replace_dead(self) -> None:
+    async def _replace_hung(self) -> None:
         while self.watch is not None:
             for child, reason in self.watch.find_hung(self.children, time.monotonic()):
                 child.replace(reason)
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(CHECK_INTERVAL)
 
     def _report_failure(self, watcher: "asyncio.Future[None]") -> None:
-        """Say that hung services are no longer replaced. Serving goes on, since none may ever hang."""
+        """Tell the user that the watch has failed. Serving goes on, since perhaps no service will ever hang."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self.say(f"services that hang are no longer replaced, by a bug: {error!r}")
+            self.say(f"services that hang are no longer replaced, because of a bug: {error!r}")
 
     async def _until_ready(self) -> None:
         while not await self.ready():  # noqa: ASYNC110  (another process decides it)
-            await asyncio.sleep(PROBE_INTERVAL)
+            await asyncio.sleep(HEALTH_CHECK_INTERVAL)
 
     async def _drain(self) -> int:
-        """Stop the children one after the other, until another signal; return the exit status."""
-        drained = asyncio.ensure_future(self._stop_in_order())
+        """Stop the children one after the other, or until another signal. Return the exit status."""
+        stopped = asyncio.ensure_future(self._stop_in_order())
         interrupt = asyncio.ensure_future(self._signals.get())
-        done, _ = await asyncio.wait([drained, interrupt], return_when=asyncio.FIRST_COMPLETED)
-        drained.cancel()
+        done, _ = await asyncio.wait([stopped, interrupt], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         interrupt.cancel()
-        return drained.result() if drained in done else INTERRUPTED + interrupt.result()
+        return stopped.result() if stopped in done else INTERRUPTED + interrupt.result()
 
     async def _stop_in_order(self) -> int:
         first, *rest = self.children
-        await first.stop(self.drain_timeout + LAST_ANSWERS)
+        await first.stop(self.drain_timeout + LAST_RESPONSES)
         for child in rest:
             await child.stop(QUICK_STOP)
         return 0
@@ -130,7 +130,7 @@ class Supervisor:
 async def is_healthy(host: str, port: int, uds: str | None = None) -> bool:
     """Return whether `GET /health` is answered with 200, at the Unix socket `uds` if there is one."""
     with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(PROBE_TIMEOUT):
+        async with asyncio.timeout(HEALTH_CHECK_TIMEOUT):
             opening = asyncio.open_unix_connection(uds) if uds else asyncio.open_connection(host, port)
             reader, writer = await opening
             try:

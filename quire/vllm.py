@@ -1,12 +1,14 @@
-"""Translates vLLM's settings, so that a start line of vLLM's works unchanged.
+"""Translates vLLM's settings, so that a command line for vLLM works unchanged.
 
-A setting that Quire lacks, or has under another name, is one of three kinds:
-- *renamed*: Quire has it under another name (`RENAMED`), or has another name for a value (`VALUES`);
-- *taken*: Quire does so anyway, or it is a hint without meaning here (`TAKEN`); one line in the log says so;
-- *refused*, by name and with the reason, unless its value is vLLM's default, which asks for nothing (`REFUSED`).
+A setting that Quire lacks, or has under another name, is one of these:
+- *renamed*: Quire has it under another name (`RENAMED`), or has another name for a value (`RENAMED_VALUES`).
+- *accepted without effect* (`ACCEPTED`): Quire does so anyway, or it is a hint that has no meaning here. One line in
+  the log says so.
+- *refused* by name and with the reason (`REFUSED`), unless it has a neutral value, one that asks for nothing, such as
+  vLLM's default.
 
-Command line, configuration file, the arguments of `quire.LLM` and the page `docs/vllm_flags.md` use the same tables,
-which are in `quire.vllm_settings`.
+The command line, the configuration file, the arguments of `quire.LLM` and the page `docs/vllm_flags.md` use the same
+tables, which are in `quire.vllm_settings`.
 """
 
 import argparse
@@ -15,18 +17,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.vllm_settings import LENGTHS, REFUSED, RENAMED, SEVERAL, SHORT, TAKEN, VALUES
+from quire.vllm_settings import (
+    ACCEPTED,
+    COUNTS,
+    LIST_FLAGS,
+    REFUSED,
+    RENAMED,
+    RENAMED_VALUES,
+    SHORT_FLAGS,
+)
 from shared.errors import ConfigError
 
 GIB = 2**30
 
 
 class Setting(NamedTuple):
-    """A setting of vLLM's that Quire lacks. `neutral`: the values that ask for nothing; None if all do."""
+    """A setting of vLLM that Quire lacks. `neutral_values` ask for nothing; None: every value is accepted.
+
+    `switch`: the flag takes no value.
+    """
 
     name: str
     switch: bool
-    neutral: tuple[str, ...] | None
+    neutral_values: tuple[str, ...] | None
     reason: str
 
     @property
@@ -34,29 +47,29 @@ class Setting(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value`, from a command line, a file or Python, asks for nothing that Quire lacks."""
-        if self.neutral is None or value is None or (isinstance(value, (list, tuple, dict)) and not value):
+        """Return whether `value` (from a command line, a file or Python) asks for nothing that Quire lacks."""
+        if self.neutral_values is None or value is None or (isinstance(value, (list, tuple, dict)) and not value):
             return True
-        return any(_same(_text(value), neutral) for neutral in self.neutral)
+        return any(_same(_text(value), neutral) for neutral in self.neutral_values)
 
 
 def _settings() -> Iterator[Setting]:
-    for reason, names in TAKEN.items():
+    for reason, names in ACCEPTED.items():
         for name in names.split():
             yield Setting(name.rstrip("!"), name.endswith("!"), None, reason)
     for reason, names in REFUSED.items():
         for word in names.split():
             name, _, values = word.partition("=")
             switch = name.endswith("!")
-            neutral = tuple(values.split("|")) if values else ("false",) if switch else ("", "none")
-            yield Setting(name.rstrip("!"), switch, neutral, reason)
+            neutral_values = tuple(values.split("|")) if values else ("false",) if switch else ("", "none")
+            yield Setting(name.rstrip("!"), switch, neutral_values, reason)
 
 
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()}
 
 
 class Translation(NamedTuple):
-    """Settings under Quire's names, and a note for each that was taken without effect."""
+    """Settings under Quire's names, and a note for each that was accepted without effect."""
 
     settings: dict[str, Any]
     notes: list[str]
@@ -65,7 +78,7 @@ class Translation(NamedTuple):
 def translate(settings: Mapping[str, Any], *, place: str = "", python: bool = False) -> Translation:
     """Translate vLLM's settings. Raise `ConfigError` for those that cannot be honoured.
 
-    Messages say `place`, where the settings were written. `python`: they are arguments, not flags.
+    `place` says in messages where the settings were written. With `python`, they are arguments of `LLM`, not flags.
     """
     translated: dict[str, Any] = {}
     notes: list[str] = []
@@ -77,7 +90,7 @@ def translate(settings: Mapping[str, Any], *, place: str = "", python: bool = Fa
         shown = f"{place}{name}={value!r}" if python else f"{place}{setting.flag}{_shown(setting, value)}"
         if not setting.accepts(value):
             raise ConfigError(f"{shown} is not supported: {setting.reason}")
-        notes.append(f"{shown} is taken without effect: {setting.reason}")
+        notes.append(f"{shown} is accepted without effect: {setting.reason}")
     return Translation(translated, notes)
 
 
@@ -94,7 +107,7 @@ def _text(value: Any) -> str:
 
 
 def _same(text: str, neutral: str) -> bool:
-    """Return whether two values are equal: `0.0` and `0` are, since some of these settings are floats."""
+    """Return whether two values are equal, as numbers if they are numbers: `0.0` equals `0`."""
     try:
         return float(text) == float(neutral)
     except ValueError:
@@ -104,10 +117,10 @@ def _same(text: str, neutral: str) -> bool:
 def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
     own = RENAMED.get(name, name)
     if isinstance(value, str):
-        value = VALUES.get(own, {}).get(value.lower(), value)
+        value = RENAMED_VALUES.get(own, {}).get(value.lower(), value)
         if own == "log_level":
             value = value.lower()
-    if own in LENGTHS and isinstance(value, str):
+    if own in COUNTS and isinstance(value, str):
         value = _count(value, f"{place}--{name.replace('_', '-')} {value}")
     if own == "max_model_len" and _text(value) in ("auto", "-1"):
         return {}  # as if unset: the model's own context, as far as it fits
@@ -117,7 +130,7 @@ def _renamed(name: str, value: Any, place: str) -> dict[str, Any]:
 
 
 def _gib(value: Any, shown: str) -> float:
-    """Return a number of bytes as GiB."""
+    """Return a number of bytes in GiB. Raise `ConfigError`, with `shown` as the setting, if it is not a number."""
     number = _count(value, shown) if isinstance(value, str) else value
     try:
         return float(number) / GIB
@@ -131,7 +144,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)i?[bB]?")
 def _count(text: str, shown: str) -> Any:
     """Return the number in `text`: `2k` is 2000 and `2K` 2048, up to tera.
 
-    Other text is returned unchanged; the setting it is meant for refuses it.
+    Return other text unchanged; the setting itself refuses it.
     """
     match = _COUNT.fullmatch(text.strip())
     if match is None or not match[2]:
@@ -144,34 +157,34 @@ def _count(text: str, shown: str) -> Any:
 
 
 def spell_out(argv: Sequence[str]) -> list[str]:
-    """Return a command line in the only spelling that the parser knows.
+    """Return a command line with every flag spelled as the parser knows it.
 
     vLLM accepts short names (`-tp 2`), underscores (`--max_model_len`) and dotted names for parts of JSON values
-    (`--compilation-config.mode 3`; the part behind the dot is dropped, since no such setting has an effect here).
+    (`--compilation-config.mode 3`; the part after the dot is dropped, since no such setting has an effect here).
     """
-    spelled = []
+    result = []
     for word in argv:
         name, equals, value = word.partition("=")
         if re.fullmatch(r"-O\d", word):
             name, equals, value = "-O", "=", word[2:]
         base, _, _ = name.partition(".")
-        if base in SHORT:
-            name = "--" + SHORT[base]
+        if base in SHORT_FLAGS:
+            name = "--" + SHORT_FLAGS[base]
         elif base.startswith("--"):
             is_vllm = base[2:].replace("-", "_") in SETTINGS
             name = "--" + (base if is_vllm else name)[2:].replace("_", "-")
-        spelled.append(name + equals + value)
-    return spelled
+        result.append(name + equals + value)
+    return result
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags to `parser`, which knows Quire's. Its help omits them; docs/vllm_flags.md lists them."""
+    """Add the flags of vLLM that Quire lacks to `parser`. Its help omits them; docs/vllm_flags.md lists them."""
     parser.epilog = "vLLM's other flags are accepted, or refused with a reason; docs/vllm_flags.md lists them."
     for name, setting in SETTINGS.items():
         if setting.switch:
             parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
         else:
-            count = "+" if name in SEVERAL else None
+            count = "+" if name in LIST_FLAGS else None
             parser.add_argument(setting.flag, nargs=count, help=argparse.SUPPRESS)
     for name in RENAMED:
         parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS)
@@ -181,10 +194,10 @@ _PAGE = """\
 # vLLM's flags
 
 `quire serve` treats the flags of `vllm serve` (0.32, and some of older versions) as listed here, in a file of
-`--config` too. So does `quire.LLM` with arguments of these names, but it refuses a server's (`shutdown_timeout`, ...).
-Flags that are not here are Quire's own under the same name ([settings](settings.md)). Names may be written with
-underscores, counts as `32k` (thousands) or `32K` (of 1024), and short names (`-tp`) are known. `make docs` writes this
-page from the code; `quire knobs --vllm` prints it.
+`--config` too. So does `quire.LLM` with arguments of these names, but it refuses those of a server
+(`shutdown_timeout`, ...). Flags that are not here are Quire's own under the same name ([settings](settings.md)). Names
+may be written with underscores, counts as `32k` (32,000) or `32K` (32,768), and short names (`-tp`) are known.
+`make docs` writes this page from the code; `quire knobs --vllm` prints it.
 
 """
 
@@ -195,12 +208,12 @@ def markdown_page() -> str:
     rows += [f"| `--{name.replace('_', '-')}` | `--{own.replace('_', '-')}` |" for name, own in RENAMED.items()]
     rows += [
         f"| `--{name.replace('_', '-')} {value}` | `--{name.replace('_', '-')} {own}` |"
-        for name, values in VALUES.items()
+        for name, values in RENAMED_VALUES.items()
         for value, own in values.items()
     ]
-    rows += ["", "| taken without effect | because |", "|---|---|"]
-    rows += [f"| {_flags(names)} | {reason} |" for reason, names in TAKEN.items()]
-    rows += ["", "| refused, but with the value shown | because |", "|---|---|"]
+    rows += ["", "| accepted without effect | because |", "|---|---|"]
+    rows += [f"| {_flags(names)} | {reason} |" for reason, names in ACCEPTED.items()]
+    rows += ["", "| refused, except with the value shown | because |", "|---|---|"]
     rows += [f"| {_flags(names)} | {reason} |" for reason, names in REFUSED.items()]
     return _PAGE + "\n".join(rows) + "\n"
 

@@ -1,9 +1,9 @@
 """Tables of vLLM's settings that Quire does not have, or has under another name. `quire.vllm` says what they mean.
 
-They hold the settings of vLLM 0.32, and some of older versions that start lines still carry.
+They hold the settings of vLLM 0.32, and some of older versions that scripts still use.
 """
 
-SHORT: dict[str, str] = {
+SHORT_FLAGS: dict[str, str] = {
     "-q": "quantization",
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -37,21 +37,21 @@ RENAMED: dict[str, str] = {
     "shutdown_timeout": "drain_timeout",
     "uvicorn_log_level": "log_level",
 }
-"""vLLM's name of a knob, and Quire's."""
+"""vLLM's name of a setting, and Quire's."""
 
-VALUES: dict[str, dict[str, str]] = {
+RENAMED_VALUES: dict[str, dict[str, str]] = {
     "quantization": {"gptq_marlin": "gptq", "awq_marlin": "awq"},
     "kv_cache_dtype": {"int8_per_token_head": "int8"},
     "load_format": {"hf": "auto"},
     "model_impl": {"vllm": "quire"},
     "log_level": {"trace": "debug", "notset": "debug"},
 }
-"""Values of a knob that vLLM calls otherwise."""
+"""vLLM's and Quire's names of a value, by Quire's name of the setting."""
 
-LENGTHS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_num_queued_tokens", "max_num_queued_reqs")
-"""Counts that may be written as `32k` (thousands) or `32K` (of 1024), as vLLM takes them."""
+COUNTS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_num_queued_tokens", "max_num_queued_reqs")
+"""Settings that may be written as `32k` (32,000) or `32K` (32,768), as in vLLM."""
 
-TAKEN: dict[str, str] = {
+ACCEPTED: dict[str, str] = {
     "steps are run as they are; nothing is captured or compiled while serving": """
         enforce_eager! compilation_config optimization_level performance_mode cudagraph_capture_sizes
         max_cudagraph_capture_size max_seq_len_to_capture cuda_graph_sizes enable_flashinfer_autotune!
@@ -115,7 +115,7 @@ TAKEN: dict[str, str] = {
         exclude_tools_when_tool_choice_none!""",
     "a request's head may have 64 KiB": "h11_max_incomplete_event_size h11_max_header_count",
 }
-"""Settings that are taken with any value, by the reason; `!` marks those that are switches."""
+"""Settings that are accepted with any value, by the reason. `!` marks switches."""
 
 REFUSED: dict[str, str] = {
     "an engine has one device": """
@@ -127,7 +127,7 @@ REFUSED: dict[str, str] = {
         headless! api_server_count=1""",
     "adapters are not supported": "enable_lora! lora_modules default_mm_loras",
     "tool calls are not supported": "enable_auto_tool_choice! tool_call_parser tool_parser_plugin tool_server",
-    "reasoning is not taken apart from the answer": "reasoning_parser reasoning_parser_plugin reasoning_config",
+    "reasoning is not separated from the answer": "reasoning_parser reasoning_parser_plugin reasoning_config",
     "there is no speculative decoding": "speculative_config spec_method spec_model spec_tokens speculative_model",
     "there is no transfer of KV between engines": """
         kv_transfer_config kv_events_config ec_transfer_config ec_manager_config weight_transfer_config""",
@@ -144,14 +144,14 @@ REFUSED: dict[str, str] = {
         skip_tokenizer_init! enable_prompt_embeds! enable_mm_embeds! tokens_only! io_processor_plugin
         enable_scale_out!""",
     "tokenizers are read from tokenizer.json, or made into that": "tokenizer_mode=auto|hf|fast",
-    "classes of the user's are not loaded": """
+    "classes of the user are not loaded": """
         scheduler_cls worker_cls=auto worker_extension_cls logits_processors middleware=[] logits_processor_pattern""",
     "answers have OpenAI's shape": """
         response_role=assistant return_tokens_as_token_ids! return_sampling_mask! enable_return_routed_experts!
         enable_per_request_metrics! aux_output_config""",
     "log-probabilities are the model's own": "logprobs_mode=raw_logprobs use_fp64_gumbel!",
     "a request's own template is not used": "trust_request_chat_template!",
-    "prompts are always computed in pieces, beside running answers": "enable_chunked_prefill!=true",
+    "prompts are always computed in chunks, together with running sequences": "enable_chunked_prefill!=true",
     "the gateway speaks plain HTTP; put TLS before it": """
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers ssl_cert_reqs=0 enable_ssl_refresh!""",
     "there is no gRPC": "grpc! grpc_port",
@@ -160,14 +160,14 @@ REFUSED: dict[str, str] = {
         profiler_config custom_histogram_buckets enable_trace_replay! log_config_file logging_config""",
     "there is no such feature": "engram_config diffusion_config watermark_config",
 }
-"""Settings that are taken only with the values behind `=` (without one: if unset), by the reason."""
+"""Settings that are accepted only with the values after `=` (without `=`: only if unset), by the reason."""
 
 
-SEVERAL = frozenset(
+LIST_FLAGS = frozenset(
     """
     cudagraph_capture_sizes cuda_graph_sizes lora_modules middleware logits_processors device_ids numa_bind_nodes
     numa_bind_cpus allowed_media_domains ignore_patterns kv_cache_dtype_skip_layers sleep_preserve_parameter_names
     lora_target_modules custom_histogram_buckets collect_detailed_traces cpu_offload_params offload_params
-    """.split()  # noqa: SIM905  (one name a line would be a page of it)
+    """.split()  # noqa: SIM905  (a list would have one name a line)
 )
-"""Flags with any number of values behind them."""
+"""Flags that take several values."""

@@ -16,22 +16,22 @@ from shared.liveness import STALL, Liveness
 from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import Listener
 
-PERIOD = 0.25
+CHECK_INTERVAL = 0.25
 """Seconds between two checks."""
 
 MAX_HEARTBEATS = 100
-"""Heartbeats read in one check; only a few from each service are due."""
+"""Heartbeats read in one check, in which each service sends only a few."""
 
 
 class SilenceLimit(NamedTuple):
-    """How long a service may be silent, and how long it may stay in one turn of its loop, in seconds."""
+    """The time in seconds for which a service may be silent, and for which one turn of its loop may last."""
 
     silence: float
     turn: float | None  # None: a peer judges its turns
 
 
 class WatchedProcess(Struct):
-    """A process of a service, and its liveness."""
+    """The process of a service, and its liveness."""
 
     pid: int
     cpu_monitor: CpuMonitor
@@ -39,7 +39,7 @@ class WatchedProcess(Struct):
 
 
 class Watch:
-    """Judges services, by name. Time is a parameter: `now` is monotonic seconds."""
+    """Judges services, by name. `now` is a parameter, in seconds of the monotonic clock."""
 
     def __init__(self, listener: Listener, limits: Mapping[str, SilenceLimit]) -> None:
         self._listener = listener
@@ -48,7 +48,7 @@ class Watch:
         self._checked_at: float | None = None
 
     def find_hung(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
-        """Return the children that hang, and why. Call it every `PERIOD`."""
+        """Return the children that hang, and why. Call it every `CHECK_INTERVAL`."""
         pids = {child.name: child.process.pid for child in children if child.process is not None and child.to_run}
         self._processes = {name: watched for name, watched in self._processes.items() if pids.get(name) == watched.pid}
         self._postpone(now)
@@ -66,7 +66,9 @@ class Watch:
                 heartbeat = decode_to_supervisor(message.body)
             except ProtocolError:
                 continue
-            if message.pid is not None and message.pid == pids.get(heartbeat.identity):  # not an earlier process
+            if message.pid is not None and message.pid == pids.get(
+                heartbeat.identity
+            ):  # otherwise it is from an earlier process
                 self._note_heartbeat(heartbeat, message.pid, now)
 
     def _note_heartbeat(self, heartbeat: Heartbeat, pid: int, now: float) -> None:
@@ -78,13 +80,14 @@ class Watch:
         watched.liveness.note_heartbeat(heartbeat.process, now)
 
     def _judge(self, watched: WatchedProcess, now: float) -> str:
+        """Return why the process hangs, or '' if it does not."""
         if watched.liveness.should_observe(now):
             watched.liveness.observe(watched.cpu_monitor.cpu_usage(), now)
         return watched.liveness.failure(now)
 
     def _postpone(self, now: float) -> None:
         stood_still = 0.0 if self._checked_at is None else now - self._checked_at
-        self._checked_at = now
-        if stood_still > PERIOD + STALL:
+        self._checked_at = now  # while this process stood still, it could not read heartbeats
+        if stood_still > CHECK_INTERVAL + STALL:
             for watched in self._processes.values():
                 watched.liveness.postpone(stood_still)

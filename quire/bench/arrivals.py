@@ -1,4 +1,4 @@
-"""Arrival times of requests: seconds from the start of a run, a function of rate, burstiness and seed."""
+"""Computes the arrival times of requests, in seconds from the start of a run, from rate, burstiness and seed."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Ramp(NamedTuple):
-    """A rate that grows from the first request to the last."""
+    """A rate that grows from the first request to the last, in requests per second."""
 
     kind: Literal["linear", "exponential"]
     first: int
@@ -17,7 +17,7 @@ class Ramp(NamedTuple):
 
 
 def rates(count: int, rate: float, ramp: Ramp | None = None) -> list[float]:
-    """Return the rate (requests per second) at each of `count` requests: always `rate`, or those of the ramp."""
+    """Return the rate (requests per second) at each of `count` requests: always `rate`, or the ramp's."""
     if ramp is None:
         return [rate] * count
     shares = [index / max(count - 1, 1) for index in range(count)]
@@ -27,7 +27,7 @@ def rates(count: int, rate: float, ramp: Ramp | None = None) -> list[float]:
 
 
 def milestones(ramp: Ramp, rates_per_second: Sequence[float], times: Sequence[float]) -> list[tuple[int, float]]:
-    """Return each whole number of requests per second that a ramp reaches, and the time in seconds."""
+    """Return each whole rate (requests per second) that a ramp reaches, and when (seconds)."""
     reached_at, reached = [(ramp.first, 0.0)], ramp.first
     for rate, time in zip(rates_per_second, times, strict=True):
         reached_at += [(whole, time) for whole in range(reached + 1, int(rate) + 1)]
@@ -36,16 +36,17 @@ def milestones(ramp: Ramp, rates_per_second: Sequence[float], times: Sequence[fl
 
 
 def arrival_times(rates_per_second: Sequence[float], burstiness: float, seed: int) -> list[float]:
-    """Return a time for each request, in order, given the rate at it.
+    """Return the time of each request in seconds, in order, from the rate at each request.
 
-    Gaps are gamma-distributed with mean 1 / rate and shape `burstiness`: of shape 1 a Poisson process, of an infinite
-    one a metronome. At a constant rate the times are stretched so that the last is exactly count / rate: a run then
-    offers the rate that it says, whatever its seed. A rate of 0 (the start of a linear ramp) counts as the next one.
+    The gaps between requests are gamma-distributed with mean 1 / rate and shape `burstiness`: shape 1 is a Poisson
+    process, and an infinite shape gives equal gaps. At a constant rate the times are stretched so that the last is
+    exactly count / rate, and a run has the configured rate, whatever its seed. A rate of 0 (the start of a linear
+    ramp) is replaced by the next one.
     """
     if not rates_per_second or math.isinf(rates_per_second[0]):
         return [0.0] * len(rates_per_second)
     means = 1.0 / np.array(
-        [rate or following for rate, following in zip(rates_per_second, [*rates_per_second[1:], 1.0], strict=True)]
+        [rate or next_rate for rate, next_rate in zip(rates_per_second, [*rates_per_second[1:], 1.0], strict=True)]
     )
     rng = np.random.default_rng(seed)
     gaps = means if math.isinf(burstiness) else rng.gamma(burstiness, means / burstiness)

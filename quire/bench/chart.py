@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = (11.0, 4.5)  # inches
-DOTS = 130  # an inch
-SHOWN = ("ttft", "tpot", "itl", "e2el")
+DOTS_PER_INCH = 130
+PLOTTED = ("ttft", "tpot", "itl", "e2el")
 
 
 def check_library() -> None:
@@ -28,7 +28,7 @@ def check_library() -> None:
 
 
 def draw(path: str, results: Sequence[Result]) -> None:
-    """Write a chart, .png or .svg by the name of the file. Raise `ConfigError` if it cannot be written."""
+    """Draw a chart into a file, .png or .svg by its suffix. Raise `ConfigError` if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, layout="constrained")
@@ -40,13 +40,13 @@ def draw(path: str, results: Sequence[Result]) -> None:
         _throughput(left, results)
         _latencies(right, results)
     try:
-        figure.savefig(path, dpi=DOTS)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
     except OSError as error:
         raise ConfigError(f"--plot {path}: {error.strerror or error}") from error
 
 
 def _over_time(axes: "Axes", result: Result) -> None:
-    timeline = metrics.Timeline([one for one in result.run.outcomes if one.ok])
+    timeline = metrics.Timeline([outcome for outcome in result.run.outcomes if outcome.ok])
     seconds = range(len(timeline.pieces))
     axes.step(seconds, timeline.pieces, where="post", label="output tokens/s")
     axes.set(title="Over time", xlabel="seconds", ylabel="output tokens/s", ylim=(0, None))
@@ -61,7 +61,7 @@ def _over_time(axes: "Axes", result: Result) -> None:
 def _by_percentile(axes: "Axes", result: Result) -> None:
     percents = np.linspace(0, 100, 101)
     latencies = metrics.latencies(result.run.outcomes)
-    for name in SHOWN:
+    for name in PLOTTED:
         if latencies[name]:
             axes.plot(percents, np.percentile(np.array(latencies[name]) * 1000, percents), label=TITLES[name][0])
     axes.set(title="Latencies", xlabel="percentile", ylabel="ms", yscale="log")
@@ -70,19 +70,19 @@ def _by_percentile(axes: "Axes", result: Result) -> None:
 
 
 def _throughput(axes: "Axes", results: Sequence[Result]) -> None:
-    at = [result.concurrency or 0 for result in results]
-    axes.plot(at, [result.totals.output_throughput for result in results], marker="o")
+    concurrencies = [result.concurrency or 0 for result in results]
+    axes.plot(concurrencies, [result.totals.output_throughput for result in results], marker="o")
     axes.set(title="Throughput", xlabel="concurrency", ylabel="output tokens/s", ylim=(0, None))
     axes.grid(alpha=0.3)
 
 
 def _latencies(axes: "Axes", results: Sequence[Result]) -> None:
-    at = [result.concurrency or 0 for result in results]
+    concurrencies = [result.concurrency or 0 for result in results]
     by_result = [metrics.latencies(result.run.outcomes) for result in results]
     for name, color in (("ttft", "tab:blue"), ("itl", "tab:green")):
         for percent, style in ((50, "-"), (99, "--")):
-            values = [metrics.spread(one[name], [percent]).percentiles[percent] for one in by_result]
-            axes.plot(at, values, style, color=color, marker="o", label=f"{TITLES[name][0]} P{percent}")
+            values = [metrics.latency_stats(latencies[name], [percent]).percentiles[percent] for latencies in by_result]
+            axes.plot(concurrencies, values, style, color=color, marker="o", label=f"{TITLES[name][0]} P{percent}")
     axes.set(title="Latencies", xlabel="concurrency", ylabel="ms", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

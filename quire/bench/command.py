@@ -10,14 +10,14 @@ from shared.config import flag_parser, resolve
 USAGE = """\
 usage: quire bench COMMAND [flags]
 
-  serve        send requests to a server of the OpenAI API, and measure its answers
+  serve        send requests to an OpenAI-compatible server, and measure its responses
   throughput   run many prompts through the engine in this process
   latency      run one batch through the engine in this process many times
 
 `quire bench COMMAND --help` lists the flags, which have the names of `vllm bench`.
 """
 
-EXIT_WRONG = 2
+EXIT_WRONG_USAGE = 2
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -35,13 +35,13 @@ def bench(argv: Sequence[str]) -> int:
         case [command, *_]:
             print(f"quire: there is no benchmark {command}\n", file=sys.stderr)
     print(USAGE, end="", file=sys.stderr)
-    return EXIT_WRONG
+    return EXIT_WRONG_USAGE
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Measure a server."""
+    """Run `quire bench serve`; return the exit status."""
     parser = flag_parser(
-        [ServeOptions], prog="quire bench serve", description="Measure a server of the OpenAI API.", only_flags=True
+        [ServeOptions], prog="quire bench serve", description="Measure an OpenAI-compatible server.", only_flags=True
     )
     options = resolve(ServeOptions, vars(parser.parse_args(argv)), {})
     from quire.bench.serve import run
@@ -50,7 +50,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def throughput(argv: Sequence[str]) -> int:
-    """Measure the engine on many prompts."""
+    """Run `quire bench throughput`; return the exit status."""
     from quire.bench.offline import engine_config, engine_settings
     from quire.bench.throughput import run
 
@@ -65,14 +65,14 @@ def throughput(argv: Sequence[str]) -> int:
 
 
 def latency(argv: Sequence[str]) -> int:
-    """Measure the engine on one batch."""
+    """Run `quire bench latency`; return the exit status."""
     from quire.bench.latency import run
     from quire.bench.offline import engine_config, engine_settings
 
     parser = flag_parser(
         [LatencyOptions, engine_config()],
         prog="quire bench latency",
-        description="Measure the latency of one batch. The prefix cache is off unless it is asked for.",
+        description="Measure the latency of one batch. The prefix cache is off unless --enable-prefix-caching is set.",
         only_flags=True,
     )
     flags = vars(parser.parse_args(argv))

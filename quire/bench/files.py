@@ -1,7 +1,7 @@
-"""Prompts out of files: ShareGPT's JSON, or JSON lines of one's own.
+"""Reads prompts from files: ShareGPT's JSON, or the user's own JSON lines.
 
-A file of one's own has to be right. ShareGPT's files come from many hands: an entry that cannot be used is passed over
-and counted. A file that cannot be used at all is a `ConfigError`.
+An error in the user's own file is a `ConfigError`, and so is any file that cannot be read. ShareGPT's files were
+written by many programs, so an entry that cannot be used is skipped and counted.
 """
 
 import codecs
@@ -17,12 +17,12 @@ from msgspec import Struct
 
 from shared.errors import ConfigError
 
-TURNS = ("conversations", "conversation", "messages", "items")
-ROLES = ("from", "role")
-VALUES = ("value", "content", "text")
-"""Names that different files use for the same fields."""
+TURNS_FIELDS = ("conversations", "conversation", "messages", "items")
+ROLE_FIELDS = ("from", "role")
+TEXT_FIELDS = ("value", "content", "text")
+"""Names of the same field in different files, the most usual first."""
 
-SPEAKERS = {
+ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -38,11 +38,11 @@ SPEAKERS = {
 
 
 class Entry(NamedTuple):
-    """A prompt of a file."""
+    """A prompt from a file."""
 
     prompt: str
     answer: str | None  # the assistant's answer in a conversation
-    output_tokens: int | None  # given by its line
+    output_tokens: int | None  # the number that its line asks for
 
 
 class _Line(Struct):
@@ -51,14 +51,14 @@ class _Line(Struct):
 
 
 class _Turn(NamedTuple):
-    speaker: str | None  # None if the file does not say
+    role: str | None  # None if the file does not say
     text: str
 
 
 def sharegpt(path: str | None) -> list[Entry]:
     """Return the first question with an answer of each conversation, and count those without one on stderr."""
     try:
-        conversations = json.loads(_read("sharegpt", path))  # unlike msgspec, it takes NaN and half surrogates
+        conversations = json.loads(_read("sharegpt", path))  # unlike msgspec, it accepts NaN and half surrogate pairs
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--dataset-path {path}: not ShareGPT's JSON: {error}") from error
     if not isinstance(conversations, list):
@@ -88,15 +88,15 @@ def custom(path: str | None) -> Iterator[Entry]:
 def _first_exchange(conversation: Any) -> Entry | None:
     """Return the first turn of a user that the assistant answers, and the answer; None if there is none.
 
-    Where nobody is called an assistant, the names mean nothing, and the first two turns are taken.
+    If no turn has the assistant's role, the roles are unknown, and the first two turns are used.
     """
-    turns = [turn for turn in _turns(conversation) if turn is None or turn.speaker != "system"]
-    named = any(turn is not None and turn.speaker == "assistant" for turn in turns)
+    turns = [turn for turn in _turns(conversation) if turn is None or turn.role != "system"]
+    named = any(turn is not None and turn.role == "assistant" for turn in turns)
     pairs = itertools.pairwise(turns) if named else [turns[:2]] if len(turns) >= 2 else []
     for question, answer in pairs:
         if question is None or answer is None:
             continue
-        if not named or (question.speaker, answer.speaker) == ("user", "assistant"):
+        if not named or (question.role, answer.role) == ("user", "assistant"):
             return Entry(question.text, answer.text, None)
     return None
 
@@ -104,17 +104,17 @@ def _first_exchange(conversation: Any) -> Entry | None:
 def _turns(conversation: Any) -> list[_Turn | None]:
     """Return the turns of a conversation, None for each that cannot be read."""
     fields = conversation if isinstance(conversation, dict) else {}
-    lists = [turns for turns in (conversation, *map(fields.get, TURNS)) if isinstance(turns, list)]
+    lists = [turns for turns in (conversation, *map(fields.get, TURNS_FIELDS)) if isinstance(turns, list)]
     return [_turn(turn) for turn in lists[0]] if lists else []
 
 
 def _turn(turn: Any) -> _Turn | None:
     if not isinstance(turn, dict):
         return None
-    text, role = _first(turn, VALUES), _first(turn, ROLES)
+    text, role = _first(turn, TEXT_FIELDS), _first(turn, ROLE_FIELDS)
     if text is None or not text.strip() or not _is_unicode(text):
-        return _Turn("system", "") if role is not None and SPEAKERS.get(role.lower()) == "system" else None
-    return _Turn(role and SPEAKERS.get(role.lower(), role.lower()), text)
+        return _Turn("system", "") if role is not None and ROLES.get(role.lower()) == "system" else None
+    return _Turn(role and ROLES.get(role.lower(), role.lower()), text)
 
 
 def _first(turn: dict[str, Any], names: Sequence[str]) -> str | None:
@@ -122,7 +122,7 @@ def _first(turn: dict[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return False for half a surrogate pair, which is not a character that could be sent."""
+    """Return whether `text` can be encoded: half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -131,7 +131,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _read(dataset: str, path: str | None) -> bytes:
-    """Return the file without a byte order mark."""
+    """Return the content of the file without a byte order mark. Raise `ConfigError`."""
     if path is None:
         raise ConfigError(f"--dataset-name {dataset} needs --dataset-path")
     try:

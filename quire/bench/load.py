@@ -1,4 +1,4 @@
-"""Sends many requests, each at its time or as soon as the concurrency allows."""
+"""Sends many requests, each at its arrival time or, if too many are running then, as soon as one ends."""
 
 import asyncio
 import time
@@ -12,22 +12,22 @@ import aiohttp
 from quire.bench.client import Outcome, Target, send
 from quire.bench.workload import Request
 
-TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=60)  # besides --timeout
-RETRY = 1.0  # seconds between two tries of a server that is not ready
+SESSION_TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=60)  # seconds; --timeout applies as well
+RETRY_INTERVAL = 1.0  # seconds between two requests to a server that is not ready
 
 
 class Run(NamedTuple):
-    """A finished load."""
+    """The outcomes of one run of the benchmark."""
 
     outcomes: list[Outcome]  # in the requests' order
-    seconds: float  # from the first to the end of the last
+    seconds: float  # from the first request to the end of the last
     began: datetime
 
 
 def session(concurrency: int | None, *, insecure: bool = False) -> aiohttp.ClientSession:
     """Return a session that keeps a connection for each request that may run at once."""
     connector = aiohttp.TCPConnector(limit=concurrency or 0, keepalive_timeout=60, ssl=not insecure)
-    return aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, trust_env=True)
+    return aiohttp.ClientSession(connector=connector, timeout=SESSION_TIMEOUT, trust_env=True)
 
 
 async def run(
@@ -38,17 +38,17 @@ async def run(
     concurrency: int | None,
     *,
     prefix: str = "bench-",
-    done: Callable[[], object] = lambda: None,
+    on_done: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Send each request at its time in seconds from now, at most `concurrency` together; `done` after each."""
+    """Send each request at its time (seconds from now), at most `concurrency` at once. Call `on_done` after each."""
     slots = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
     date, began = datetime.now(), time.perf_counter()
 
-    async def one(request: Request, id: str, due: float) -> Outcome:
+    async def send_one(request: Request, id: str, due: float) -> Outcome:
         async with slots:
             outcome = await send(http, target, request, id)
         outcome.queued = outcome.started - due
-        done()
+        on_done()
         return outcome
 
     tasks: list[asyncio.Task[Outcome]] = []
@@ -56,13 +56,13 @@ async def run(
         for index, (request, at) in enumerate(zip(requests, times, strict=True)):
             if (wait := began + at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            due = time.perf_counter()  # a delay of this client is not blamed on the server
-            tasks.append(group.create_task(one(request, f"{prefix}{index}", due)))
+            due = time.perf_counter()  # if this client is late, that is not the server's delay
+            tasks.append(group.create_task(send_one(request, f"{prefix}{index}", due)))
     return Run([task.result() for task in tasks], time.perf_counter() - began, date)
 
 
-async def ready(http: aiohttp.ClientSession, target: Target, request: Request, seconds: float) -> str:
-    """Try for `seconds` until a request is answered; return the last error, or '' if it was answered."""
+async def wait_until_ready(http: aiohttp.ClientSession, target: Target, request: Request, seconds: float) -> str:
+    """Send a request until it succeeds, for at most `seconds`. Return '', or the last error."""
     error = "it does not answer"
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -70,5 +70,5 @@ async def ready(http: aiohttp.ClientSession, target: Target, request: Request, s
                 error = (await send(http, target, request, "bench-ready")).error
                 if not error:
                     break
-                await asyncio.sleep(RETRY)
+                await asyncio.sleep(RETRY_INTERVAL)
     return error

@@ -1,11 +1,11 @@
-"""Figures from timings, as `vllm bench serve` defines them. No I/O.
+"""Computes latencies and rates from the outcomes of requests, as `vllm bench serve` defines them. No I/O.
 
-- TTFT: from sending a request to its first piece. ITL: between two pieces, all requests' together.
+- TTFT: from sending a request to its first piece. ITL: between two pieces; those of all requests are pooled.
 - TPOT: (E2EL - TTFT) / (tokens - 1), of requests with more than one token.
 - E2EL: from sending to the last piece.
-- Goodput: requests per second that meet every goal; one with a single token has a TPOT of 0 there.
-- Rates are over the whole run, failed requests' time included. Percentiles are interpolated; deviations are those of a
-  whole population. Without requests, figures are 0.
+- Goodput: requests per second that meet every goal. A request with a single token has a TPOT of 0 here.
+- Rates are over the whole run, failed requests' time included. Percentiles are interpolated; standard deviations are
+  the population's. Without requests, all values are 0.
 """
 
 import math
@@ -17,13 +17,13 @@ import numpy as np
 from quire.bench.client import Outcome
 
 
-class Spread(NamedTuple):
-    """The distribution of values, in milliseconds."""
+class LatencyStats(NamedTuple):
+    """The distribution of one latency, in milliseconds."""
 
     mean: float
     median: float
     std: float
-    percentiles: dict[float, float]
+    percentiles: dict[float, float]  # by percent
 
 
 class Totals(NamedTuple):
@@ -36,26 +36,27 @@ class Totals(NamedTuple):
     request_throughput: float  # completed requests a second
     request_goodput: float | None  # completed requests a second that meet the goals; None without goals
     output_throughput: float  # tokens a second
-    total_token_throughput: float
-    peak_output_throughput: float  # most pieces in one second
+    total_token_throughput: float  # input and output tokens a second
+    peak_output_throughput: float  # most pieces in one second, as vLLM counts it
     peak_concurrency: int
 
 
 def totals(outcomes: Sequence[Outcome], seconds: float, goals: Mapping[str, float]) -> Totals:
-    """Return the totals of a run of `seconds`. `goals` are seconds by name: ttft, tpot, e2el."""
+    """Return the totals of a run that took `seconds`. `goals` are seconds by the latency's name: ttft, tpot, e2el."""
     completed = [outcome for outcome in outcomes if outcome.ok]
-    read, written = sum(one.prompt_len for one in completed), sum(one.output_tokens for one in completed)
-    good = sum(meets(one, goals) for one in completed)
+    input_tokens = sum(outcome.prompt_len for outcome in completed)
+    output_tokens = sum(outcome.output_tokens for outcome in completed)
+    num_good = sum(meets_goals(outcome, goals) for outcome in completed)
     timeline = Timeline(completed)
     return Totals(
         completed=len(completed),
         failed=len(outcomes) - len(completed),
-        input_tokens=read,
-        output_tokens=written,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
         request_throughput=len(completed) / seconds,
-        request_goodput=good / seconds if goals else None,
-        output_throughput=written / seconds,
-        total_token_throughput=(read + written) / seconds,
+        request_goodput=num_good / seconds if goals else None,
+        output_throughput=output_tokens / seconds,
+        total_token_throughput=(input_tokens + output_tokens) / seconds,
         peak_output_throughput=float(max(timeline.pieces, default=0)),
         peak_concurrency=max(timeline.running, default=0),
     )
@@ -65,20 +66,20 @@ def latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """Return the latencies (seconds) of the completed requests, by name."""
     completed = [outcome for outcome in outcomes if outcome.ok]
     return {
-        "ttft": [one.ttft for one in completed],
-        "tpot": [tpot(one) for one in completed if one.output_tokens > 1],
-        "itl": [itl for one in completed for itl in one.itls],
-        "e2el": [one.latency for one in completed],
-        "client_queue_time": [one.queued for one in completed],
-        "e2el_including_client_queue": [one.queued + one.latency for one in completed],
+        "ttft": [outcome.ttft for outcome in completed],
+        "tpot": [tpot(outcome) for outcome in completed if outcome.output_tokens > 1],
+        "itl": [itl for outcome in completed for itl in outcome.itls],
+        "e2el": [outcome.latency for outcome in completed],
+        "client_queue_time": [outcome.queued for outcome in completed],
+        "e2el_including_client_queue": [outcome.queued + outcome.latency for outcome in completed],
     }
 
 
-def spread(seconds: Sequence[float], percentiles: Sequence[float]) -> Spread:
-    """Return the distribution of these values."""
+def latency_stats(seconds: Sequence[float], percentiles: Sequence[float]) -> LatencyStats:
+    """Return the distribution of latencies in seconds, with these percentiles (0 to 100)."""
     values = np.array(seconds or [0.0]) * 1000
     at_percentiles = np.percentile(values, list(percentiles)).tolist()
-    return Spread(
+    return LatencyStats(
         float(values.mean()),
         float(np.median(values)),
         float(values.std()),
@@ -91,26 +92,29 @@ def tpot(outcome: Outcome) -> float:
     return (outcome.latency - outcome.ttft) / (outcome.output_tokens - 1) if outcome.output_tokens > 1 else 0.0
 
 
-def meets(outcome: Outcome, goals: Mapping[str, float]) -> bool:
+def meets_goals(outcome: Outcome, goals: Mapping[str, float]) -> bool:
     """Return whether a completed request took no longer than any of the goals."""
-    took = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
-    return all(took[name] <= limit for name, limit in goals.items())
+    latencies = {"ttft": outcome.ttft, "tpot": tpot(outcome), "e2el": outcome.latency}
+    return all(latencies[name] <= limit for name, limit in goals.items())
 
 
 class Timeline:
-    """Completed requests by second since the first was sent; a request runs in each second that it touches."""
+    """Pieces and running requests by second, since the first completed request was sent.
+
+    A request counts as running in each second that it touches.
+    """
 
     def __init__(self, completed: Sequence[Outcome]) -> None:
-        begin = min((one.started for one in completed), default=0.0)
-        end = max((one.started + one.latency for one in completed), default=begin)
+        begin = min((outcome.started for outcome in completed), default=0.0)
+        end = max((outcome.started + outcome.latency for outcome in completed), default=begin)
         length = math.ceil(end - begin) + 1 if completed else 0
         self.pieces = [0] * length
         self.running = [0] * length
-        for one in completed:
-            now = one.started - begin + one.ttft
+        for outcome in completed:
+            now = outcome.started - begin + outcome.ttft
             self.pieces[int(now)] += 1
-            for itl in one.itls:
+            for itl in outcome.itls:
                 now += itl
-                self.pieces[min(int(now), length - 1)] += 1  # sums of floats may end a hair behind
-            for second in range(int(one.started - begin), int(one.started + one.latency - begin) + 1):
+                self.pieces[min(int(now), length - 1)] += 1  # rounding may put a sum slightly after the end
+            for second in range(int(outcome.started - begin), int(outcome.started + outcome.latency - begin) + 1):
                 self.running[second] += 1

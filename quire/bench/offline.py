@@ -1,6 +1,6 @@
-"""The flags of the engine in this process.
+"""Makes the engine's flags for `quire bench throughput` and `latency`, which run `quire.LLM`.
 
-They are the settings of the server that `quire.LLM` has as arguments, with the same names, bounds and defaults.
+They are the settings of the server that are also arguments of `quire.LLM`, with the same names, bounds and defaults.
 """
 
 import inspect
@@ -32,10 +32,10 @@ def engine_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_id(settings: Mapping[str, Any]) -> str:
-    """Return the model's name in results."""
+    """Return the name of the model in a result."""
     return str(settings.get("model") or EMBEDDED)
 
 
 def sampling(output_len: int, n: int) -> SamplingParams:
-    """Return the sampling parameters of `vllm bench` offline: plain distribution, exactly `output_len` tokens."""
+    """Return the parameters that `vllm bench` uses: the model's own distribution, exactly `output_len` tokens."""
     return SamplingParams(n=n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=output_len)

@@ -1,4 +1,4 @@
-"""Results as a printed report and as JSON, with the names of `vllm bench serve`."""
+"""Formats results as a printed report and as JSON, with the names of `vllm bench serve`."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from quire.bench import metrics
 from quire.bench.load import Run
-from quire.bench.metrics import Spread, Totals
+from quire.bench.metrics import LatencyStats, Totals
 from quire.bench.options import ServeOptions
 from shared.errors import ConfigError
 
 WIDTH = 50
 MAX_MODEL_NAME = 100
-"""Characters of the model's name in a file's name, which can have about 255 bytes."""
+"""Characters of the model's name in the name of a result file, since file names are limited to 255 bytes."""
 
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 """Keys that are written only with --save-detailed."""
@@ -36,10 +36,10 @@ class Result(NamedTuple):
     run: Run
     concurrency: int | None
     totals: Totals
-    spreads: dict[str, Spread]  # of the reported latencies, by name
+    latencies: dict[str, LatencyStats]  # those that are reported, by name
 
 
-def result(
+def summarize(
     run: Run,
     concurrency: int | None,
     request_rate: float,
@@ -47,18 +47,21 @@ def result(
     percentiles: Sequence[float],
     goals: Mapping[str, float],
 ) -> Result:
-    """Return the figures of a run. Waiting in the client is reported only with a concurrency (and a rate)."""
+    """Return the result of a run, with the latencies in `names`. `goals` are seconds by the latency's name.
+
+    The time in the client's queue is reported only with a concurrency; the latency that includes it needs a rate too.
+    """
     latencies = metrics.latencies(run.outcomes)
     if concurrency is None:
         del latencies["client_queue_time"]
     if concurrency is None or math.isinf(request_rate):
         del latencies["e2el_including_client_queue"]
-    spreads = {name: metrics.spread(values, percentiles) for name, values in latencies.items() if name in names}
-    return Result(run, concurrency, metrics.totals(run.outcomes, run.seconds, goals), spreads)
+    stats = {name: metrics.latency_stats(values, percentiles) for name, values in latencies.items() if name in names}
+    return Result(run, concurrency, metrics.totals(run.outcomes, run.seconds, goals), stats)
 
 
-def block(result: Result, request_rate: float) -> str:
-    """Return the printed report."""
+def format_report(result: Result, request_rate: float) -> str:
+    """Return the report as text. `request_rate` is in requests per second, infinite if requests are sent at once."""
     totals = result.totals
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [_line("Successful requests", totals.completed), _line("Failed requests", totals.failed)]
@@ -80,15 +83,15 @@ def block(result: Result, request_rate: float) -> str:
         _line("Peak concurrent requests", float(totals.peak_concurrency)),
         _line("Total token throughput (tok/s)", totals.total_token_throughput),
     ]
-    for name, spread in result.spreads.items():
+    for name, stats in result.latencies.items():
         short, title = TITLES[name]
         lines.append(f"{title:-^{WIDTH}}")
-        lines += [_line(f"Mean {short} (ms)", spread.mean), _line(f"Median {short} (ms)", spread.median)]
-        lines += [_line(f"P{percent:g} {short} (ms)", value) for percent, value in spread.percentiles.items()]
+        lines += [_line(f"Mean {short} (ms)", stats.mean), _line(f"Median {short} (ms)", stats.median)]
+        lines += [_line(f"P{percent:g} {short} (ms)", value) for percent, value in stats.percentiles.items()]
     return "\n".join([*lines, "=" * WIDTH])
 
 
-def record(
+def make_record(
     options: ServeOptions, result: Result, *, model: str, tokenizer: str, metadata: Mapping[str, str], now: datetime
 ) -> dict[str, Any]:
     """Return the result as it is written to a file."""
@@ -108,21 +111,21 @@ def record(
     if options.ramp_up_strategy is not None:
         names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
         head |= {name: getattr(options, name) for name in names}
-    fields = head | _figures(result) | _per_request(result) | _latencies(result.spreads)
+    fields = head | _figures(result) | _per_request(result) | _latencies(result.latencies)
     return fields if options.save_detailed else {key: value for key, value in fields.items() if key not in DETAILS}
 
 
-def file_name(options: ServeOptions, concurrency: int | None, model: str, now: datetime) -> Path:
-    """Return the path of the result's file."""
+def result_path(options: ServeOptions, concurrency: int | None, model: str, now: datetime) -> Path:
+    """Return the path of the result file."""
     folder = Path(options.result_dir or ".")
     if options.result_filename is not None:
         return folder / options.result_filename
     rate = f"{options.request_rate}qps"
     if options.ramp_up_strategy is not None:
         rate = f"ramp-up-{options.ramp_up_strategy}-{options.ramp_up_start_rps}qps-{options.ramp_up_end_rps}qps"
-    together = "" if concurrency is None else f"-concurrency{concurrency}"
+    suffix = "" if concurrency is None else f"-concurrency{concurrency}"
     name = model.rstrip("/").split("/")[-1][:MAX_MODEL_NAME]
-    return folder / f"{options.label or options.backend}-{rate}{together}-{name}-{now:%Y%m%d-%H%M%S}.json"
+    return folder / f"{options.label or options.backend}-{rate}{suffix}-{name}-{now:%Y%m%d-%H%M%S}.json"
 
 
 def save(path: Path, record: Mapping[str, Any], *, append: bool) -> None:
@@ -158,24 +161,24 @@ def _figures(result: Result) -> dict[str, Any]:
 def _per_request(result: Result) -> dict[str, Any]:
     outcomes, totals = result.run.outcomes, result.totals
     return {
-        "input_lens": [one.prompt_len for one in outcomes],
-        "output_lens": [one.output_tokens if one.ok else 0 for one in outcomes],
-        "ttfts": [one.ttft for one in outcomes],
-        "itls": [one.itls for one in outcomes],
-        "latencies": [one.latency for one in outcomes],
-        "start_times": [one.started for one in outcomes],
-        "queue_times": [one.queued for one in outcomes],
-        "generated_texts": [one.text for one in outcomes],
-        "errors": [one.error for one in outcomes],
+        "input_lens": [outcome.prompt_len for outcome in outcomes],
+        "output_lens": [outcome.output_tokens if outcome.ok else 0 for outcome in outcomes],
+        "ttfts": [outcome.ttft for outcome in outcomes],
+        "itls": [outcome.itls for outcome in outcomes],
+        "latencies": [outcome.latency for outcome in outcomes],
+        "start_times": [outcome.started for outcome in outcomes],
+        "queue_times": [outcome.queued for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
         "max_output_tokens_per_s": totals.peak_output_throughput,
         "max_concurrent_requests": totals.peak_concurrency,
-        "rtfx": 0.0,  # audio only
+        "rtfx": 0.0,  # vLLM's speed factor of audio
     }
 
 
-def _latencies(spreads: Mapping[str, Spread]) -> dict[str, float]:
+def _latencies(latencies: Mapping[str, LatencyStats]) -> dict[str, float]:
     fields: dict[str, float] = {}
-    for name, spread in spreads.items():
-        fields |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.median, f"std_{name}_ms": spread.std}
-        fields |= {f"p{percent:g}_{name}_ms": value for percent, value in spread.percentiles.items()}
+    for name, stats in latencies.items():
+        fields |= {f"mean_{name}_ms": stats.mean, f"median_{name}_ms": stats.median, f"std_{name}_ms": stats.std}
+        fields |= {f"p{percent:g}_{name}_ms": value for percent, value in stats.percentiles.items()}
     return fields

@@ -1,7 +1,7 @@
 """`quire bench serve`: measures a server of the OpenAI API over HTTP.
 
-For each concurrency it generates requests (from the seed and the number of the run, so that no run finds its prompts
-in a cache that an earlier one filled), sends them, and prints and saves the figures.
+For each concurrency it generates requests, sends them, and prints and saves the result. The requests come from the seed
+and the number of the run, so that no run finds its prompts in a cache that an earlier one filled.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from quire.bench import values
 from quire.bench.arrivals import Ramp, arrival_times, milestones, rates
-from quire.bench.client import Target, beginning, error_message, one_line
-from quire.bench.load import Run, ready, session
+from quire.bench.client import Target, error_message, one_line, read_beginning
+from quire.bench.load import Run, session, wait_until_ready
 from quire.bench.load import run as run_load
 from quire.bench.options import ServeOptions
-from quire.bench.outputs import check_writable
-from quire.bench.report import MAX_MODEL_NAME, Result, block, file_name, record, result, save
+from quire.bench.output_files import check_writable
+from quire.bench.report import MAX_MODEL_NAME, Result, format_report, make_record, result_path, save, summarize
 from quire.bench.workload import Request, RequestGenerator
 from shared.errors import EngineFailure, ModelError, Unavailable
 from shared.hub.checkpoint import locate
@@ -38,28 +38,28 @@ ALL_FAILED = 1
 MAX_ERRORS_SHOWN = 3
 
 LIST_TIMEOUT = 30.0
-"""Seconds in which a server has to list its models."""
+"""Seconds that a server may take to list its models."""
 
 MAX_LIST_SIZE = 1024 * 1024
-"""Bytes of such a list at most."""
+"""Bytes of that list that are read, about."""
 
 Printable = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
-class _Card(Struct):
+class _ModelCard(Struct):
     id: Printable
     root: Printable | None = None
 
 
-class _Cards(Struct):
-    data: list[_Card]
+class _ModelList(Struct):
+    data: list[_ModelCard]
 
 
 class ModelText(NamedTuple):
-    """The text side of the model: its names, tokenizer and chat template, no weights."""
+    """The model's names, tokenizer and chat template, without its weights."""
 
-    model: str  # in reports
-    name: str  # in requests
+    model: str  # its name in reports
+    name: str  # its name in requests
     tokenizer_id: str
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -73,7 +73,7 @@ def run(options: ServeOptions, environment: Mapping[str, str]) -> int:
         check_library()
         check_writable("--plot", options.plot)
     if options.save_result or options.append_result:
-        longest = file_name(options, max(options.max_concurrency or [0]), "m" * MAX_MODEL_NAME, datetime.now())
+        longest = result_path(options, max(options.max_concurrency or [0]), "m" * MAX_MODEL_NAME, datetime.now())
         check_writable("--result-dir or --result-filename", longest)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         results = runner.run(_Serve(options, environment).run())
@@ -82,11 +82,11 @@ def run(options: ServeOptions, environment: Mapping[str, str]) -> int:
 
         draw(options.plot, results)
         print(f"Chart: {options.plot}")
-    return 0 if all(one.totals.completed for one in results) else ALL_FAILED
+    return 0 if all(result.totals.completed for result in results) else ALL_FAILED
 
 
 class _Serve:
-    """Runs the command for checked options."""
+    """Runs the command. Raise `ConfigError` for wrong options, before any request is sent."""
 
     def __init__(self, options: ServeOptions, environment: Mapping[str, str]) -> None:
         chat = options.backend == "openai-chat"
@@ -101,22 +101,22 @@ class _Serve:
         self.names = values.latencies(options)
         always = options.dataset_name in ("random", "long-tail")
         self.body = values.body(options, ignore_eos=options.ignore_eos or always)
-        values.range_ratios(options)  # raises for a wrong one before any request is sent
+        values.range_ratios(options)  # only to raise
 
     async def run(self) -> list[Result]:
-        """Make all runs, one after the other. SIGTERM ends them as SIGINT does."""
-        if threading.current_thread() is threading.main_thread():  # no other one has signals
-            # by the loop: an exception of a handler would interrupt any of its callbacks and be lost there
+        """Make one run for each concurrency, one after the other. SIGTERM ends them as SIGINT does."""
+        if threading.current_thread() is threading.main_thread():  # no other thread can
+            # Python's own handler would raise inside whichever callback runs, and the loop would lose the exception
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
         model_text = await self._load_text()
         url = self.base + self.endpoint
         target = Target(url, self.chat, model_text.name, self.headers, self.body, self.options.timeout)
         results = []
         for index, concurrency in enumerate(self.options.max_concurrency or [None]):
-            results.append(await self._one(index, concurrency, model_text, target))
+            results.append(await self._run_once(index, concurrency, model_text, target))
         return results
 
-    async def _one(self, index: int, concurrency: int | None, model_text: ModelText, target: Target) -> Result:
+    async def _run_once(self, index: int, concurrency: int | None, model_text: ModelText, target: Target) -> Result:
         options, now = self.options, datetime.now()
         requests = self._requests(model_text, options.seed + index)
         ramp = _ramp(options)
@@ -126,24 +126,24 @@ class _Serve:
             await self._prepare(http, target, requests[0], concurrency)
             load = await self._load(http, target, requests, times, concurrency)
         count_tokens(load, model_text.tokenizer)
-        figures = result(load, concurrency, options.request_rate, self.names, self.percentiles, self.goals)
+        result = summarize(load, concurrency, options.request_rate, self.names, self.percentiles, self.goals)
         print_errors(load)
-        print(block(figures, options.request_rate), flush=True)
+        print(format_report(result, options.request_rate), flush=True)
         if options.save_result or options.append_result:
-            path = file_name(options, concurrency, model_text.model, now)
-            written = record(
+            path = result_path(options, concurrency, model_text.model, now)
+            record = make_record(
                 options,
-                figures,
+                result,
                 model=model_text.model,
                 tokenizer=model_text.tokenizer_id,
                 metadata=self.metadata,
                 now=now,
             )
             if ramp is not None:
-                written["rps_change_events"] = _events(load, milestones(ramp, request_rates, times))
-            save(path, written, append=options.append_result)
+                record["rps_change_events"] = _events(load, milestones(ramp, request_rates, times))
+            save(path, record, append=options.append_result)
             print(f"Result: {path}", flush=True)
-        return figures
+        return result
 
     def _requests(self, model_text: ModelText, seed: int) -> list[Request]:
         template = None if self.chat or self.options.skip_chat_template else model_text.template
@@ -155,9 +155,9 @@ class _Serve:
     async def _prepare(
         self, http: aiohttp.ClientSession, target: Target, request: Request, concurrency: int | None
     ) -> None:
-        """The first request, as often as warming up takes."""
+        """Wait until the server is ready, and warm it up with `request`."""
         seconds = self.options.ready_check_timeout_sec
-        if seconds and (error := await ready(http, target, request, seconds)):
+        if seconds and (error := await wait_until_ready(http, target, request, seconds)):
             raise Unavailable(f"{target.url} is not ready after {seconds} s: {error}")
         if count := self.options.num_warmups:
             await run_load(http, target, [request] * count, [0.0] * count, concurrency, prefix="bench-warmup-")
@@ -174,7 +174,7 @@ class _Serve:
         prefix = f"bench-{datetime.now():%H%M%S%f}-" if prefix is None else prefix
         hidden = self.options.disable_tqdm or not on_terminal()
         with tqdm(total=len(requests), desc="Requests", file=sys.stderr, disable=hidden) as bar:
-            return await run_load(http, target, requests, times, concurrency, prefix=prefix, done=bar.update)
+            return await run_load(http, target, requests, times, concurrency, prefix=prefix, on_done=bar.update)
 
     async def _load_text(self) -> ModelText:
         options = self.options
@@ -199,26 +199,26 @@ class _Serve:
                 session(None, insecure=self.options.insecure) as http,
                 http.get(url, headers=self.headers) as response,
             ):
-                body = await beginning(response, MAX_LIST_SIZE)
+                body = await read_beginning(response, MAX_LIST_SIZE)
         except TimeoutError as error:
             raise Unavailable(f"{url} does not answer in {LIST_TIMEOUT:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # a ValueError for an invalid address
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an invalid URL
             raise Unavailable(f"{url} cannot be reached: {one_line(str(error))}") from error
         if response.status != 200:
             raise EngineFailure(f"{url}: HTTP {response.status}: {error_message(body)}")
         try:
-            card = msgspec.json.decode(body, type=_Cards).data[0]
+            card = msgspec.json.decode(body, type=_ModelList).data[0]
         except (msgspec.DecodeError, LookupError, RecursionError) as error:
             raise EngineFailure(f"{url} names no model ({error}); name one with --model") from error
         return card.id, card.root or card.id
 
 
 def count_tokens(load: Run, tokenizer: Tokenizer) -> None:
-    """Count the tokens of the text where the server does not report them."""
+    """Fill in `output_tokens` of the outcomes whose server reported none, by tokenizing their text."""
     for outcome in load.outcomes:
         if outcome.ok and not outcome.output_tokens:
-            written = outcome.aside + outcome.text
-            outcome.output_tokens = len(tokenizer.encode(written, add_special_tokens=False))
+            text = outcome.other_text + outcome.text
+            outcome.output_tokens = len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def print_errors(load: Run) -> None:

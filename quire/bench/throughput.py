@@ -1,20 +1,17 @@
 """`quire bench throughput`: run many prompts at once through the engine in this process."""
 
-import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from quire.arguments import Prompt
+from quire.arguments import PromptType
 from quire.bench.offline import model_id, sampling
 from quire.bench.options import ThroughputOptions
-from quire.bench.outputs import check_writable
+from quire.bench.output_files import check_writable, write_json
 from quire.bench.workload import Request, RequestGenerator
 from quire.llm import LLM
-from shared.errors import ConfigError
 
 
 def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
@@ -28,44 +25,37 @@ def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
         warmups = RequestGenerator(warmup_options, llm.get_tokenizer(), seed=options.seed + 1).generate()
         generate(llm, warmups[: options.num_warmups], options)
     started = time.perf_counter()
-    read, written = generate(llm, requests, options)
+    input_tokens, output_tokens = generate(llm, requests, options)
     seconds = time.perf_counter() - started
+    total_tokens = input_tokens + output_tokens
     print(
-        f"Throughput: {len(requests) / seconds:.2f} requests/s, {(read + written) / seconds:.2f} total tokens/s, "
-        f"{written / seconds:.2f} output tokens/s"
+        f"Throughput: {len(requests) / seconds:.2f} requests/s, {total_tokens / seconds:.2f} total tokens/s, "
+        f"{output_tokens / seconds:.2f} output tokens/s"
     )
-    print(f"Total num prompt tokens:  {read}\nTotal num output tokens:  {written}")
+    print(f"Total num prompt tokens:  {input_tokens}\nTotal num output tokens:  {output_tokens}")
     if options.output_json is not None:
         record = {
             "model_id": model_id(settings),
             "elapsed_time": seconds,
             "num_requests": len(requests),
-            "total_num_tokens": read + written,
+            "total_num_tokens": total_tokens,
             "requests_per_second": len(requests) / seconds,
-            "tokens_per_second": (read + written) / seconds,
+            "tokens_per_second": total_tokens / seconds,
         }
         write_json(options.output_json, record)
     return 0
 
 
 def generate(llm: LLM, requests: list[Request], options: ThroughputOptions) -> tuple[int, int]:
-    """Run the requests; return the numbers of prompt and output tokens."""
-    prompts: list[Prompt] = [
+    """Run the requests. Return the numbers of input and output tokens."""
+    prompts: list[PromptType] = [
         request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": request.prompt}
         for request in requests
     ]
     params = [sampling(request.output_len, options.n) for request in requests]
     outputs = llm.generate(prompts, params, use_tqdm=not options.disable_tqdm)
-    written = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    return sum(len(output.prompt_token_ids) for output in outputs), written
-
-
-def write_json(path: str, record: Mapping[str, Any]) -> None:
-    """Write a result. Raise `ConfigError` if that cannot be done."""
-    try:
-        Path(path).write_text(json.dumps(record, indent=4), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output-json {path}: {error.strerror or error}") from error
+    output_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return sum(len(output.prompt_token_ids) for output in outputs), output_tokens
 
 
 def _min_requests(options: ThroughputOptions) -> int:

@@ -1,4 +1,4 @@
-"""Parses flags that are more than a number or a word. Each error names its flag."""
+"""Parses the flags whose values have a structure. Each error names its flag."""
 
 import math
 import re
@@ -12,11 +12,11 @@ from shared.errors import ConfigError
 
 GOALS = ("ttft", "tpot", "e2el")
 
-NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""Name of a header (RFC 9110)."""
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""A header's name in RFC 9110."""
 
-FRAMING = ("content-length", "transfer-encoding")
-"""Headers that the request's body determines."""
+BODY_HEADERS = ("content-length", "transfer-encoding")
+"""Headers whose values depend on the request's body."""
 
 
 def goals(options: ServeOptions) -> dict[str, float]:
@@ -57,14 +57,14 @@ def pairs(flag: str, items: Sequence[str]) -> dict[str, str]:
 
 
 def headers(options: ServeOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of every request: the key of `OPENAI_API_KEY`, and --header. Raise `ConfigError`."""
+    """Return the headers of every request: `OPENAI_API_KEY` as a bearer token, and --header. Raise `ConfigError`."""
     parsed = {}
     if key := environment.get("OPENAI_API_KEY"):
         _check_header("OPENAI_API_KEY", key)  # the key is not shown
         parsed["Authorization"] = f"Bearer {key}"
     for name, value in pairs("--header", options.header).items():
-        if not NAME.fullmatch(name) or name.lower() in FRAMING:
-            raise ConfigError(f"--header {name!r}: no header that can be set")
+        if not HEADER_NAME.fullmatch(name) or name.lower() in BODY_HEADERS:
+            raise ConfigError(f"--header {name!r}: not a header that can be set")
         _check_header(f"--header {name}", value)
         parsed[name] = value
     _check_header("--request-id-prefix", options.request_id_prefix or "")
@@ -72,7 +72,7 @@ def headers(options: ServeOptions, environment: Mapping[str, str]) -> dict[str, 
 
 
 def range_ratios(options: WorkloadOptions) -> tuple[float, float]:
-    """Return the range ratios of input and output lengths. Raise `ConfigError`."""
+    """Return the ratios (0 to below 1) by which input and output lengths may deviate. Raise `ConfigError`."""
     flag = f"--random-range-ratio {options.random_range_ratio}"
     try:
         value: Any = msgspec.json.decode(options.random_range_ratio)
@@ -109,14 +109,14 @@ def _logprobs(count: int, chat: bool) -> dict[str, Any]:
 
 def _check_header(source: str, value: str) -> None:
     if not value.replace("\t", " ").isprintable():
-        raise ConfigError(f"{source}: has a line end or another character that no header can have")
+        raise ConfigError(f"{source}: has a line end or another character that is not allowed in a header")
 
 
-def _number(flag: str, value: Any, least: float, most: float) -> float:
+def _number(flag: str, value: Any, minimum: float, maximum: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{flag}: {value!r} is not a number") from error
-    if not least <= number <= most:
-        raise ConfigError(f"{flag}: {value} must be between {least:g} and {most:g}")
+    if not minimum <= number <= maximum:
+        raise ConfigError(f"{flag}: {value} must be between {minimum:g} and {maximum:g}")
     return number

@@ -1,12 +1,12 @@
-"""`python -m services.gateway --engines ADDRESS`: run one gateway process until SIGTERM or Ctrl-C.
+"""`python -m services.gateway --engines ADDRESS`: runs one gateway process until SIGTERM or Ctrl-C.
 
-The first signal drains the gateway: new requests get 503, and running ones have `--drain-timeout` to finish. The
-second signal ends those too, each with an error to its client. The exit status is 0 then. A gateway that cannot start
-writes one line to stderr and exits with status 2.
+The first signal drains the gateway: new requests get 503, and running ones have `--drain-timeout` seconds to finish.
+The second signal ends those too, each with an error to its client. The exit status is 0 in both cases. A gateway that
+cannot start writes one line to stderr and exits with status 2.
 
-The process runs asyncio, because it serves thousands of connections that mostly wait, for clients or for engines. One
-thread serves them all without locks; whatever takes long runs in other threads (`threads.py`). The loop is uvloop's:
-with aiohttp, each chunk of each stream passes through the loop, and uvloop does that part in C.
+The process uses asyncio, because it serves thousands of connections that mostly wait, for clients or for engines. One
+thread serves them all without locks; long work runs in other threads (`threads.py`). The loop is uvloop's: each chunk
+of each stream passes through the loop, and uvloop does that part in C.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from services.gateway.app import make_app
 from services.gateway.backend import Backend
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
+from services.gateway.http_server import HttpRunner
 from services.gateway.lifecycle import Lifecycle
-from services.gateway.listener import Runner
 from services.gateway.metrics import Metrics
 from services.gateway.served_model import ServedModel
 from shared.config import load
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         end_with_supervisor(config.supervisor)
         model = ServedModel.load(config)
         gc.collect()
-        gc.freeze()  # full collections stop the loop, and need not visit objects that live until the end
+        gc.freeze()  # a full collection stops the loop; it need not visit objects that live until the end
         uvloop.run(serve(config, model))
     except QuireError as error:
         return report_error("gateway", error)
@@ -60,7 +60,7 @@ async def serve(config: GatewayConfig, model: ServedModel) -> None:
     lifecycle, stop = Lifecycle(), asyncio.Event()
     _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
-    runner = Runner(
+    runner = HttpRunner(
         make_app(Gateway(config, model, backend, metrics, lifecycle)),
         handler_cancellation=True,  # without it, a client's disconnect would go unnoticed
         access_log=None,

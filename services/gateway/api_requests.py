@@ -1,9 +1,9 @@
-"""The request bodies of OpenAI's API, as structs that decode and check themselves.
+"""Decodes and checks the request bodies of OpenAI's API.
 
-Quire honours what it accepts. It refuses, by name, a declared field with an unsupported value and a foreign field that
-would change the answer (`unsupported_fields.py`). It ignores an unknown field and returns its name, or refuses it if
-`strict`. Null means the default, everywhere. Whole numbers may be written as 5.0, since some clients' languages have
-no other numbers.
+An accepted field has its effect. A declared field with an unsupported value is refused by name, and so is a field of
+other servers that would change the answer (`unsupported_fields.py`). An unknown field is ignored and its name returned,
+or it is refused if `strict`. Null always means the default. Whole numbers may be written as 5.0, since some languages
+have no integers.
 """
 
 import re
@@ -27,11 +27,11 @@ class StreamOptions(Struct, frozen=True):
     """Options of a stream."""
 
     include_usage: bool | None = None  # add a last chunk with the usage
-    continuous_usage_stats: bool | None = None  # with the former: add the usage so far to every chunk
+    continuous_usage_stats: bool | None = None  # with include_usage: add the usage so far to every chunk
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints take. Those that OpenAI does not have are vLLM's."""
+    """The fields that both endpoints accept. Those that OpenAI does not have are vLLM's."""
 
     model: str | None = None
     max_tokens: Integer | None = None
@@ -49,7 +49,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, and names the key at fault
+    logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, so that the error names the key
     prompt_logprobs: Integer | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -84,20 +84,20 @@ NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
     "response_format": frozenset({"type"}),
 }
-"""The known fields of objects in a request. Messages are not here: the template gets all of their fields."""
+"""The known fields of objects in a request. Messages are missing here: all of their fields go to the template."""
 
 MAX_NAME = 100  # characters of an unknown field's name in an error
 
-_RAW_FIELDS = msgspec.json.Decoder(dict[str, Raw])  # skips the values, and builds nothing of them
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, Raw])  # does not decode the values
 _DECODERS: dict[type[Any], "msgspec.json.Decoder[Any]"] = {}
 
 
 def decode(body: bytes, request_type: type[RequestT], *, strict: bool = False) -> tuple[RequestT, list[str]]:
     """Return the request in `body`, and the names of its unknown fields, which are ignored.
 
-    Raise `InvalidRequest`, naming the field at fault if there is one; if `strict`, for unknown fields too.
+    Raise `InvalidRequest`, which names the wrong field if there is one. If `strict`, unknown fields are wrong too.
     """
-    body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 lets a reader ignore it
+    body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 allows to ignore it
     check_values(body)
     try:
         fields = _RAW_FIELDS.decode(body)
@@ -132,9 +132,9 @@ def _unknown_nested_fields(fields: Mapping[str, Raw], request: GenerationRequest
 
 
 def _invalid(message: str) -> InvalidRequest:
-    """Return the error for a message of msgspec, in which the JSON path becomes the parameter's name."""
-    problem, _, place = message.partition(" - at ")
-    path = re.sub(r"^.*?`?\$\.?|`|\[\.\.\.\]", "", place)
+    """Return the API's error for a message of msgspec. The JSON path in the message becomes the error's parameter."""
+    problem, _, json_path = message.partition(" - at ")
+    path = re.sub(r"^.*?`?\$\.?|`|\[\.\.\.\]", "", json_path)
     if field := re.search(r"missing required field `(.*)`", problem):
         path = f"{path}.{field[1]}" if path else field[1]
         return InvalidRequest(f"{path} is missing", path)
@@ -142,7 +142,7 @@ def _invalid(message: str) -> InvalidRequest:
 
 
 def _check(request: GenerationRequest) -> None:
-    """Raise `InvalidRequest` for combinations of fields that no model could serve."""
+    """Raise `InvalidRequest` for values and combinations of fields that are not supported, whatever the model."""
     format = request.response_format
     if format is not None and format.get("type") != "text":
         message = f"response_format {brief(format.get('type'))} is not supported, only 'text'"
@@ -178,4 +178,4 @@ def _tool_call_arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
 
 def _check_completion(request: CompletionRequest) -> None:
     if request.best_of is not None and whole("best_of", request.best_of) != (1 if request.n is None else request.n):
-        raise InvalidRequest("best_of is supported only where it equals n", "best_of")
+        raise InvalidRequest("best_of is supported only if it equals n", "best_of")

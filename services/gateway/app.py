@@ -1,4 +1,4 @@
-"""The routes of a gateway, and the small handlers."""
+"""Makes the HTTP application: its routes, and the handlers of those that do not generate."""
 
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +13,7 @@ from services.gateway.completions import completions
 from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
 from shared.errors import Unavailable
 
-STARTED = int(time.time())
+STARTED = int(time.time())  # the API's creation time of the model
 
 
 def make_app(gateway: Gateway) -> web.Application:

@@ -1,7 +1,7 @@
-"""`Backend`: the engines behind a gateway. It chooses an engine for each request.
+"""`Backend`: the engines of a gateway. It chooses an engine for each request.
 
-A request stays at its engine. If the engine's workers die, it goes on when they are back; if the scheduler dies, it
-fails.
+A request stays at its engine. If the engine's worker dies, the request continues when the worker is back; if the
+scheduler dies, the request fails.
 """
 
 import asyncio
@@ -23,10 +23,11 @@ __all__ = ["Backend", "EngineRequest"]
 
 
 class Backend:
-    """Connections to engines, one for each address, for the time of an `async with`. Raise `ConfigError` for a bad one.
+    """Connects to engines, one for each address, for the time of an `async with` block.
 
-    `text_digest` identifies this gateway's tokenizer files; an engine with another digest gets no requests. Heartbeats
-    tell the engines, and the supervisor at the address `supervisor` if there is one, that this gateway lives.
+    Raise `ConfigError` for an invalid address. `text_digest` identifies this gateway's tokenizer files; an engine with
+    another digest gets no requests. Heartbeats tell the engines, and the supervisor at the address `supervisor` if
+    there is one, that this gateway is alive.
     """
 
     def __init__(self, addresses: Sequence[str], text_digest: str = "", supervisor: str = "") -> None:
@@ -37,12 +38,12 @@ class Backend:
             EngineConnection(self._context, address, text_digest, self._short_of_cpu)
             for address in dict.fromkeys(addresses)
         ]
-        self._loop = LoopTimer()
+        self._loop_timer = LoopTimer()
         watchers = [Watcher(engine.address, engine.registered_name) for engine in self._connections]
-        self._heartbeats = HeartbeatSender(self._loop, watchers + supervisor_watcher(supervisor, "gateway"))
+        self._heartbeats = HeartbeatSender(self._loop_timer, watchers + supervisor_watcher(supervisor, "gateway"))
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
-        self._welcome: Welcome | None = None
+        self._last_welcome: Welcome | None = None
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -57,20 +58,23 @@ class Backend:
         self._heartbeats.__exit__()
         for task in self._running:
             task.cancel()
-        cancelled = isinstance(error, asyncio.CancelledError)  # perhaps by the group, if a connection has crashed
-        try:  # another error of the block is raised as it is, not in a group
-            await (self._tasks.__aexit__(kind, error, trace) if cancelled else self._tasks.__aexit__(None, None, None))
+        try:
+            if isinstance(error, asyncio.CancelledError):  # by the task group, if one of its tasks has crashed
+                await self._tasks.__aexit__(kind, error, trace)
+            else:  # the group would wrap any other error of the block in an exception group
+                await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
 
     @property
     def welcome(self) -> Welcome | None:
-        """Return the `Welcome` of the first engine that is connected, or of the last one that was."""
-        self._welcome = next((engine.welcome for engine in self._connections if engine.welcome), self._welcome)
-        return self._welcome
+        """Return the `Welcome` of the first connected engine. If none is connected, return the last one returned."""
+        connected = (engine.welcome for engine in self._connections if engine.welcome)
+        self._last_welcome = next(connected, self._last_welcome)
+        return self._last_welcome
 
     def ready(self) -> bool:
-        """Return whether some engine makes steps."""
+        """Return whether at least one engine can compute steps."""
         return any(engine.ready for engine in self._connections)
 
     def statuses(self) -> Mapping[str, Status]:
@@ -85,7 +89,7 @@ class Backend:
     async def submit(
         self, tokens: "array[int]", sampling: Sampling, *, n: int = 1, priority: int = 0, samples_before: int = 0
     ) -> AsyncIterator[EngineRequest]:
-        """Run a request for the time of the block. Leaving the block ends what is unfinished.
+        """Run a request for the time of the block. On leaving the block, abort its unfinished samples.
 
         Raise `Unavailable` if no engine can take it.
         """
@@ -97,21 +101,24 @@ class Backend:
             engine.release(request)
 
     async def _mark_turns(self) -> None:
-        """Mark the turns of the event loop for the reporter."""
+        """Mark the turns of the event loop, by which heartbeats show that it does not stand still."""
         while True:
-            self._loop.begin_turn()
+            self._loop_timer.begin_turn()
             await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     def _short_of_cpu(self, now: float) -> bool:
         return self._heartbeats.short_of_cpu(now)
 
     def _choose(self) -> EngineConnection:
-        """Return the least loaded engine that makes steps, or else one that queues until its workers are back."""
+        """Return the least loaded engine of those that compute steps, or else of those that queue requests.
+
+        Raise `Unavailable` if there is neither.
+        """
         connected = [engine for engine in self._connections if engine.welcome is not None]
         if not connected:
             reasons = (engine.unusable for engine in self._connections if engine.unusable)
             raise Unavailable(next(reasons, "no engine is ready yet"))
-        open_ = [engine for engine in connected if not engine.draining]
-        if not open_:
+        accepting = [engine for engine in connected if not engine.draining]
+        if not accepting:
             raise Unavailable("the engine is shutting down")
-        return min([engine for engine in open_ if engine.ready] or open_, key=lambda engine: engine.load)
+        return min([engine for engine in accepting if engine.ready] or accepting, key=lambda engine: engine.load)

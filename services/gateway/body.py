@@ -1,38 +1,35 @@
-"""Reading a request's body: `Expect: 100-continue`, its size, its time and its type.
+"""Reads and decodes a request's body: checks its type, size and time, and answers `Expect: 100-continue`.
 
-A client that expects "100 Continue" waits for permission to send its body. The gateway sends it when it is about to
-read the body, not when the headers have come: so a request with a wrong key, path or length never sends its body.
+A client that expects "100 Continue" waits for permission to send its body. The gateway gives it when it is about to
+read the body, not when the headers have come, so the body of a request with a wrong key, path or length is never sent.
 """
 
 import asyncio
-from typing import TypeVar
 
 from aiohttp import HttpVersion11, web
 
 from services.gateway import ignored_fields
-from services.gateway.api_requests import GenerationRequest, decode
+from services.gateway.api_requests import RequestT, decode
 from services.gateway.bounds import SMALL_BODY
 from services.gateway.errors import BodyTimeout, UnreadableBody
 from services.gateway.gateway import GATEWAY
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
-
-TIMEOUT = 120.0
+BODY_TIMEOUT = 120.0
 """Seconds within which a body must arrive: 16 MiB take that long at 1.5 MBit/s."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 async def read(request: web.Request, request_type: type[RequestT]) -> RequestT:
-    """Decode the body as `request_type`. A body without a declared type is JSON; other types get 400, as in vLLM."""
+    """Return the body, decoded as `request_type`. Without a Content-Type it is JSON; others get 400, as in vLLM."""
     declared = request.content_type if "Content-Type" in request.headers else "application/json"
     if declared != "application/json" and not declared.endswith("+json"):
         raise InvalidRequest(f"the body must be application/json, not {declared}")
     gateway = request.app[GATEWAY]
     try:
-        async with asyncio.timeout(TIMEOUT):
+        async with asyncio.timeout(BODY_TIMEOUT):
             body = await _receive(request, gateway.max_body_size)
     except TimeoutError as error:
         raise BodyTimeout from error
@@ -45,7 +42,7 @@ async def read(request: web.Request, request_type: type[RequestT]) -> RequestT:
 
 
 async def _receive(request: web.Request, max_size: int) -> bytes:
-    """Return the body, decompressed piece by piece. Raise 413 if it is announced or found to exceed `max_size`."""
+    """Return the body, decompressed. Raise 413 if its declared or its actual size exceeds `max_size` bytes."""
     if (request.content_length or 0) > max_size:
         raise web.HTTPRequestEntityTooLarge(max_size)
     await _send_continue(request)
@@ -64,11 +61,11 @@ async def check_expect(request: web.Request) -> None:
 
 
 def awaits_continue(request: web.Request) -> bool:
-    """Return whether the client waits for permission, and has not sent its body anyway."""
+    """Return whether the client waits for permission to send its body, and has not sent it anyway."""
     return "Expect" in request.headers and request.version >= HttpVersion11 and not request.content.is_eof()
 
 
 async def _send_continue(request: web.Request) -> None:
     if awaits_continue(request):
         await request.writer.write(CONTINUE)
-        request.writer.output_size = 0  # the response itself has not begun
+        request.writer.output_size = 0  # it counts the response, which has not begun

@@ -1,20 +1,20 @@
-"""The bounds of a request: the length of its body, and the number of values in it.
+"""Bounds of a request: the length of its body, and the number of values in it.
 
-One loop serves all streams of a gateway, so no request may keep the loop, or the interpreter, for long. A decoder
-builds all values of a body in one call, during which nothing else runs. The call is short because the values are
-counted before: a list or object costs up to 300 ns (the garbage collector's visits included), a string 100, a number
-20. The bounds of single fields, which both front doors share, are in `shared/params.py`.
+One loop serves all streams of a gateway, so no request may block the loop, or hold the interpreter, for long. A decoder
+builds all values of a body in one call, during which nothing else runs. The values are counted first, so that the call
+is short: a list or object takes up to 300 ns (garbage collection included), a string 100 ns, a number 20 ns. The bounds
+of single fields, which `quire.LLM` has too, are in `shared/params.py`.
 """
 
 from shared.errors import InvalidRequest
 
 MIB = 1024 * 1024
 
-BASE_BODY = 4 * MIB  # bytes of a body, besides those for the context
+BASE_BODY = 4 * MIB  # bytes; the context's tokens come on top
 BYTES_PER_TOKEN = 32  # a token has some four characters, and a character up to six bytes of JSON
-LARGEST_BODY = 16 * MIB  # without --max-body-size
+MAX_BODY = 16 * MIB  # bytes, without --max-body-size
 
-SMALL_BODY = 64 * 1024  # bytes; a body of at most this length is decoded on the loop, in four milliseconds at worst
+SMALL_BODY = 64 * 1024  # bytes; such a body is decoded on the loop, which takes at most four milliseconds
 
 MAX_NESTED = 32_768  # lists and objects in a body
 MAX_STRINGS = 131_072  # keys included
@@ -24,25 +24,25 @@ MAX_SAMPLES = 1024
 """Prompts times n of one request: as many as the engine's queue takes by default."""
 
 MAX_LISTED = 65_536
-"""Entries of `logit_bias` and `stop_token_ids` times prompts: each prompt carries them to the engine."""
+"""Entries of `logit_bias` and `stop_token_ids` times prompts: they are sent to the engine with each prompt."""
 
 _NOT_COMMAS = bytes(set(range(256)) - set(b","))
 _NOT_OPENING = bytes(set(range(256)) - set(b"[{"))
 
 
 def max_body_size(max_model_len: int) -> int:
-    """Return the bytes that a body may have for a context of `max_model_len` tokens."""
-    return min(BASE_BODY + BYTES_PER_TOKEN * max_model_len, LARGEST_BODY)
+    """Return the maximum size of a body, in bytes, for a context of `max_model_len` tokens."""
+    return min(BASE_BODY + BYTES_PER_TOKEN * max_model_len, MAX_BODY)
 
 
 def check_values(body: bytes) -> None:
-    """Raise `InvalidRequest` if decoding `body` would build too many values. Each pass reads some GB/s."""
+    """Raise `InvalidRequest` if decoding `body` would build too many values. Each pass reads several GB/s."""
     if len(body) <= SMALL_BODY or (body.count(b'"') <= 2 * MAX_STRINGS and _within(body)):
-        return  # nearly always, although the counts include characters inside strings
+        return  # nearly always: these counts are upper bounds, since they include characters inside strings
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
     num_strings = unescaped.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        raise InvalidRequest(f"the body holds {num_strings} strings, but at most {MAX_STRINGS} are taken")
+        raise InvalidRequest(f"the body holds {num_strings} strings, but at most {MAX_STRINGS} are allowed")
     outside_strings = b"".join(unescaped.split(b'"')[::2])
     if not _within(outside_strings):
         raise InvalidRequest(

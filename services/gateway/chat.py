@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from services.gateway.api_requests import ChatRequest
@@ -13,13 +12,11 @@ from services.gateway.gateway import GATEWAY, REQUEST_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.prompt import PreparedPrompt, chat_prompt
-from services.gateway.response import ResponseHead, usage
+from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import chat_params, priority_of
 from services.gateway.stream import collect, stream
 from services.gateway.threads import run_in_thread_if
 from shared.text.sample_text import SampleText
-
-_to_json = msgspec.json.Encoder().encode
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
@@ -57,8 +54,8 @@ def _respond(head: ResponseHead, request: ChatRequest, generations: Sequence[Gen
         for index, sample in enumerate(generation.text.samples)
     ]
     count = generation.prompt.params.prompt_logprobs
-    scores = None if count is None else prompt_logprobs(generation.text.prompt_logprobs(), count)
-    return head.respond(choices, usage=usage(generations), prompt_logprobs=scores)
+    of_prompt = None if count is None else prompt_logprobs(generation.text.prompt_logprobs(), count)
+    return head.respond(choices, usage=usage(generations), prompt_logprobs=of_prompt)
 
 
 def _choice(index: int, sample: SampleText, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -72,7 +69,7 @@ def _choice(index: int, sample: SampleText, logprobs: dict[str, Any] | None) -> 
 
 
 class _ChunkEncoder:
-    """Chunks of a chat: first the role, then pieces of the content, the last of them with the finish reason."""
+    """Encodes the chunks of a chat: first the role, then pieces of content, the last one with the finish reason."""
 
     def __init__(self, head: ResponseHead, logprobs: bool) -> None:
         self.prefix = head.chunk_prefix
@@ -81,16 +78,18 @@ class _ChunkEncoder:
     def opening(self, index: int, generation: Generation) -> bytes:
         return _OPENING % index
 
-    async def prepare(self, position: int, generation: Generation) -> None:
+    async def prepare(self, prompt_index: int, generation: Generation) -> None:
         """Do nothing: a chat has no echo."""
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample = generation.text.samples[update.sample]
-        delta = b'{"content":' + _to_json(update.text) + b"}"  # also if it is "": clients join contents without a check
-        logprobs = _to_json(chat_logprobs(update.logprobs)) if self._logprobs else b"null"
+        delta = (
+            b'{"content":' + to_json(update.text) + b"}"
+        )  # even if it is "", since clients join contents without a check
+        logprobs = to_json(chat_logprobs(update.logprobs)) if self._logprobs else b"null"
         if sample.finish_reason is None:
             return _MIDDLE % (index, delta, logprobs)
-        return _LAST % (index, delta, logprobs, _to_json(sample.finish_reason), _to_json(sample.stop_reason))
+        return _LAST % (index, delta, logprobs, to_json(sample.finish_reason), to_json(sample.stop_reason))
 
 
 _OPENING = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'

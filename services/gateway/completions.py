@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from services.gateway.api_requests import CompletionRequest
@@ -14,9 +13,9 @@ from services.gateway.bounds import MAX_LISTED, MAX_SAMPLES
 from services.gateway.gateway import GATEWAY, REQUEST_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import completion_logprobs, has_many_logprobs, prompt_logprobs
-from services.gateway.prompt import PreparedPrompt, Prompt, completion_prompts
-from services.gateway.response import ResponseHead, usage
-from services.gateway.sampling import COMPLETION_TOKENS, completion_params, priority_of
+from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, completion_prompts
+from services.gateway.response import ResponseHead, to_json, usage
+from services.gateway.sampling import DEFAULT_COMPLETION_TOKENS, completion_params, priority_of
 from services.gateway.stream import collect, stream
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
@@ -24,13 +23,11 @@ from shared.params import SamplingParams
 from shared.text.logprobs import LogprobEntry
 
 MAX_PROMPT_LOGPROBS = 1_000_000
-"""Log-probabilities of prompt tokens in one response, alternatives included. They make some 30 MB of JSON."""
-
-_to_json = msgspec.json.Encoder().encode
+"""Log-probabilities of prompt tokens in one response, alternatives included. They are about 30 MB of JSON."""
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
-    """Answer with what follows each prompt, whole or as a stream. Choice i is sample i % n of prompt i // n."""
+    """Answer with the continuations of each prompt, whole or as a stream. Choice i is sample i % n of prompt i // n."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
     request = await read(http, CompletionRequest)
     prompts = await _prepare(gateway, request, arrived)
@@ -43,8 +40,8 @@ async def completions(http: web.Request) -> web.StreamResponse:
 
 def _respond(head: ResponseHead, request: CompletionRequest, generations: Sequence[Generation]) -> web.Response:
     choices: list[dict[str, Any]] = []
-    for position, generation in enumerate(generations):
-        choices += _choices(position, generation, request.prompt_logprobs is not None)
+    for prompt_index, generation in enumerate(generations):
+        choices += _choices(prompt_index, generation, request.prompt_logprobs is not None)
     return head.respond(choices, usage=usage(generations))
 
 
@@ -57,11 +54,11 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float)
         request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
     )
     _check_samples(len(prompts), params)
-    default_max_tokens = COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
+    default_max_tokens = DEFAULT_COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
     _check_prompt_logprobs(prompts, params)
     prepared: list[PreparedPrompt] = []
-    for position, prompt in enumerate(prompts):
+    for prompt_index, prompt in enumerate(prompts):
         prepared.append(
             gateway.prepare(
                 prompt,
@@ -69,29 +66,29 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float)
                 default_max_tokens=default_max_tokens,
                 priority=priority,
                 arrived=arrived,
-                samples_before=position * params.n,
+                samples_before=prompt_index * params.n,
                 echo=request.echo is True,
             )
         )
-        await asyncio.sleep(0)  # give other requests their turn
+        await asyncio.sleep(0)  # let other requests run in between
     return prepared
 
 
-def _choices(position: int, generation: Generation, with_prompt_logprobs: bool) -> list[dict[str, Any]]:
-    """Return the choices of the prompt at `position`."""
+def _choices(prompt_index: int, generation: Generation, with_prompt_logprobs: bool) -> list[dict[str, Any]]:
+    """Return the choices of one prompt."""
     prompt = generation.prompt
     echo_logprobs = _echo_logprobs(generation)
-    scores = None
+    of_prompt = None
     if with_prompt_logprobs and prompt.params.prompt_logprobs is not None:
-        scores = prompt_logprobs(generation.text.prompt_logprobs(), prompt.params.prompt_logprobs)
+        of_prompt = prompt_logprobs(generation.text.prompt_logprobs(), prompt.params.prompt_logprobs)
     return [
         {
-            "index": position * prompt.params.n + index,
+            "index": prompt_index * prompt.params.n + index,
             "text": (prompt.echo or "") + sample.text,
             "logprobs": _logprobs(generation, generation.logprobs[index], echo_logprobs),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
-            "prompt_logprobs": scores,
+            "prompt_logprobs": of_prompt,
         }
         for index, sample in enumerate(generation.text.samples)
     ]
@@ -108,7 +105,7 @@ def _check_samples(num_prompts: int, params: SamplingParams) -> None:
         )
 
 
-def _check_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+def _check_prompt_logprobs(prompts: Sequence[TokenizedPrompt], params: SamplingParams) -> None:
     if params.prompt_logprobs is None:
         return
     count = sum(len(prompt.tokens) for prompt in prompts) * params.n * (params.prompt_logprobs + 1)
@@ -121,7 +118,7 @@ def _check_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) ->
 
 
 def _echo_logprobs(generation: Generation) -> dict[str, list[Any]] | None:
-    """Return the log-probabilities of the echoed prompt, which come before each choice's own, or None without any."""
+    """Return the log-probabilities of the echoed prompt, which each choice has before its own, or None."""
     prompt = generation.prompt
     if prompt.echo is None or prompt.params.logprobs is None:
         return None
@@ -139,38 +136,41 @@ def _logprobs(
 
 
 class _ChunkEncoder:
-    """Chunks of completions. An echo is the first text of each choice, and waits for its log-probabilities."""
+    """Encodes the chunks of completions. An echo is the first text of each choice.
+
+    If log-probabilities are requested, the echo waits for its own, which come with the first output.
+    """
 
     def __init__(self, head: ResponseHead) -> None:
         self.prefix = head.chunk_prefix
-        self._begun: set[int] = set()  # choices whose first chunk was made
+        self._has_chunk: set[int] = set()  # choices whose first chunk has been made
         self._echo_logprobs: dict[int, dict[str, list[Any]] | None] = {}  # by prompt
 
     def opening(self, index: int, generation: Generation) -> bytes:
         prompt = generation.prompt
         if not prompt.echo or prompt.params.logprobs is not None:
             return b""
-        return _MIDDLE % (index, _to_json(prompt.echo), b"null")
+        return _MIDDLE % (index, to_json(prompt.echo), b"null")
 
-    async def prepare(self, position: int, generation: Generation) -> None:
-        """Make the echo's log-probabilities, all of which go into each choice's first chunk."""
+    async def prepare(self, prompt_index: int, generation: Generation) -> None:
+        """Make the log-probabilities of the echo. The first chunk of each choice has all of them."""
         many = has_many_logprobs([generation])
-        self._echo_logprobs[position] = await run_in_thread_if(many, _echo_logprobs, generation)
+        self._echo_logprobs[prompt_index] = await run_in_thread_if(many, _echo_logprobs, generation)
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample, prompt = generation.text.samples[update.sample], generation.prompt
         echo_logprobs = self._take_echo_logprobs(index, generation)
-        text = _to_json(update.text if echo_logprobs is None else (prompt.echo or "") + update.text)
-        logprobs = _to_json(_logprobs(generation, update.logprobs, echo_logprobs))
+        text = to_json(update.text if echo_logprobs is None else (prompt.echo or "") + update.text)
+        logprobs = to_json(_logprobs(generation, update.logprobs, echo_logprobs))
         if sample.finish_reason is None:
             return _MIDDLE % (index, text, logprobs)
-        return _LAST % (index, text, logprobs, _to_json(sample.finish_reason), _to_json(sample.stop_reason))
+        return _LAST % (index, text, logprobs, to_json(sample.finish_reason), to_json(sample.stop_reason))
 
     def _take_echo_logprobs(self, index: int, generation: Generation) -> dict[str, list[Any]] | None:
         """Return the echo's log-probabilities for the first chunk of a choice, and None for the others."""
-        if index in self._begun:
+        if index in self._has_chunk:
             return None
-        self._begun.add(index)
+        self._has_chunk.add(index)
         return self._echo_logprobs[index // generation.prompt.params.n]
 
 

@@ -1,4 +1,4 @@
-"""The gateway's settings. The table in the documentation and `--help` are made from this struct."""
+"""Declares the gateway's settings. `--help` and the table in the documentation are made from this struct."""
 
 from typing import Annotated, Literal
 
@@ -11,9 +11,9 @@ Name = Annotated[str, Meta(min_length=1)]
 
 
 class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
-    """Settings of one gateway process. Any number of them may stand before the same engines."""
+    """Settings of one gateway process. Several gateways may use the same engines."""
 
-    engines: Annotated[list[Name], Meta(description="Address of an engine's scheduler, or several.")] = field(
+    engines: Annotated[list[Name], Meta(description="Addresses of the engines' schedulers.")] = field(
         default_factory=lambda: ["tcp://127.0.0.1:5557"]
     )
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
@@ -22,20 +22,21 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(/[^/{}?#\s]+)*/?$",
-            description="Path under which a proxy publishes the API; requests are answered with it and without it.",
+            description="Path under which a proxy publishes the API; paths with and without it are served.",
         ),
     ] = ""
     uds: Annotated[str | None, Meta(description="Path of a Unix socket to listen on, instead of host and port.")] = None
     reuse_port: Annotated[
-        bool, Meta(description="Let several gateways listen on one port; the system spreads connections over them.")
+        bool,
+        Meta(description="Let several gateways listen on one port; the kernel distributes connections among them."),
     ] = False
     served_model_name: Annotated[
         list[Name],
-        Meta(description="Name of the model in the API, or several; responses have the first. Unset: --model."),
+        Meta(description="Names of the model in the API; responses have the first. Unset: --model."),
     ] = []
     api_key: Annotated[
         list[Name],
-        Meta(description="Key that requests must carry as a bearer token, or several, of which any will do."),
+        Meta(description="API keys; a request must have one of them as its bearer token."),
     ] = []
     allowed_origins: Annotated[
         list[Name],
@@ -48,23 +49,23 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         list[Name], Meta(description="Headers that web pages of other origins may send; *: all.")
     ] = field(default_factory=lambda: ["*"])
     allow_credentials: Annotated[
-        bool, Meta(description="Let web pages of other origins send cookies and the like.")
+        bool, Meta(description="Let web pages of other origins send credentials, such as cookies.")
     ] = False
     tokenizer: Annotated[
         str | None,
-        Meta(description="Folder or Hugging Face name of another tokenizer and chat template than the model's."),
+        Meta(description="Folder or Hugging Face name of a tokenizer and chat template to use instead of the model's."),
     ] = None
     tokenizer_revision: Annotated[
         str | None, Meta(description="Branch, tag or commit of the tokenizer that --tokenizer names.")
     ] = None
-    chat_template: Annotated[str | None, Meta(description="File of a chat template to use instead of the model's.")] = (
-        None
-    )
+    chat_template: Annotated[
+        str | None, Meta(description="File with a chat template to use instead of the model's.")
+    ] = None
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],
         Meta(
-            description="Form in which the chat template gets a message's content: one string, or openai's list of "
-            "parts; auto: whichever the template reads."
+            description="Format of a message's content for the chat template: a string, or a list of parts (openai); "
+            "auto: the one that the template reads."
         ),
     ] = "auto"
     default_chat_template_kwargs: Annotated[
@@ -79,32 +80,37 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     ] = "auto"
     max_logprobs: Annotated[
         int,
-        Meta(ge=0, le=MAX_LOGPROBS, description="Most log-probabilities for each token that a request may ask for."),
+        Meta(
+            ge=0,
+            le=MAX_LOGPROBS,
+            description="Maximum number of log-probabilities that a request may ask for, per token.",
+        ),
     ] = MAX_LOGPROBS
     max_body_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="MiB that a request's body may have; longer ones get status 413. Unset: 4, and 32 bytes for "
-            "each token of the context, but at most 16; longer bodies may hold up other requests' streams."
+            description="Maximum size of a request's body in MiB; a larger one gets status 413. Unset: 4 MiB and 32 "
+            "bytes for each token of the context, at most 16 MiB. Larger bodies can delay other requests' streams."
         ),
     ] = None
     strict_fields: Annotated[
         bool, Meta(description="Refuse a request with a field that this server does not know, instead of ignoring it.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Meta(description="Write the usage in every chunk of a stream, as if stream_options asked for all of it.")
+        bool,
+        Meta(
+            description="Write the usage in every chunk of a stream, as if each request asked for it in stream_options."
+        ),
     ] = False
     sse_keep_alive_interval: Annotated[
         float,
-        Meta(
-            ge=0, description="Seconds after which a silent stream gets a comment, or at most twice as many; 0: never."
-        ),
+        Meta(ge=0, description="Seconds of silence, at most doubled, after which a stream gets a comment; 0: never."),
     ] = 15.0
     keep_alive_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
     ] = 75.0
     drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests have to finish after SIGTERM.")
+        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0
     log_level: LogLevel = "info"
     supervisor: Annotated[

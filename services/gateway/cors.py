@@ -39,13 +39,13 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Write on a response which pages may read it."""
+    """Add the headers that say which pages may read a response."""
     config = request.app[GATEWAY].config
     if not config.allowed_origins:
         return
     origin = _origin(config, request)
     if origin != "*":
-        response.headers.add("Vary", "Origin")  # or a cache would give one origin's response to another
+        response.headers.add("Vary", "Origin")  # otherwise a cache would give one origin's response to another
     if origin is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
         if config.allow_credentials:
@@ -53,7 +53,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def _origin(config: GatewayConfig, request: web.Request) -> str | None:
-    """Return the value of Access-Control-Allow-Origin, or None without an origin that is allowed."""
+    """Return the value of Access-Control-Allow-Origin, or None if the request has no allowed origin."""
     any_origin = "*" in config.allowed_origins
     if any_origin and not config.allow_credentials:
         return "*"
@@ -64,9 +64,9 @@ def _origin(config: GatewayConfig, request: web.Request) -> str | None:
 
 
 def _headers(config: GatewayConfig, requested: str) -> str:
-    """Return the value of Access-Control-Allow-Headers. Raise `InvalidRequest` if one is not allowed."""
+    """Return the value of Access-Control-Allow-Headers. Raise `InvalidRequest` if one of `requested` is not allowed."""
     allowed = {name.lower() for name in config.allowed_headers}
     names = {name.strip().lower() for name in requested.split(",")} - {""}
     if not requested.isascii() or ("*" not in allowed and names - allowed - SIMPLE_HEADERS):
-        raise InvalidRequest("a header that is to be sent is not one of --allowed-headers")
+        raise InvalidRequest("a requested header is not one of --allowed-headers")
     return ", ".join(sorted(names))

@@ -1,9 +1,9 @@
 """`EngineConnection`: a gateway's connection to one engine, and the requests that run there.
 
-One task, `run`, owns the socket. It reads a bounded number of messages a turn, so that the event loop stays with the
-clients, and hands their rows to the requests. An engine is lost when its connection ends, when it is overdue, when it
-takes no more messages, or when it has given this gateway up. Then all its requests fail, the socket is closed with
-whatever is still queued in it, and a new one is opened under a new identity.
+One task, `run`, owns the socket. It reads a bounded number of messages in each turn of the event loop, so that clients
+are served in between, and passes their rows to the requests. An engine is lost when its connection ends, when it is
+overdue, when it reads no more messages, or when it has dropped this gateway. Then all its requests fail, the socket is
+closed with the messages still queued in it, and a new one is opened under a new identity.
 """
 
 import asyncio
@@ -40,45 +40,51 @@ from shared.protocol import (
 )
 from shared.transport import Monitor, connect, new_identity, printable_identity
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 0.5
-"""Seconds between two checks whether the engine is overdue, at most."""
+"""Maximum seconds between two checks whether the engine is overdue."""
 
 STATUS_LIFETIME = 2.0
 """Seconds after which a `Status` is out of date."""
 
 ENGINE_TIMEOUT = 5.0
-"""Seconds of silence after which an engine is taken for dead, unless it is excused. It sends four times a second."""
+"""Seconds of silence after which an engine counts as dead, unless this process is short of CPU.
+
+An engine sends a `Status` four times a second.
+"""
 
 RECONNECT_DELAY = 0.05
 """Seconds before the gateway opens a new connection."""
 
 MAX_MESSAGES = 64
-"""Messages read before other tasks get their turn."""
+"""Messages read before other tasks run."""
 
 
 class EngineConnection:
-    """One engine as its gateway sees it. `short_of_cpu` tells whether this process is short of CPU at a given time."""
+    """Connects to one engine, and keeps its state as the gateway knows it.
+
+    `short_of_cpu` returns whether this process is short of CPU at a time of the monotonic clock.
+    """
 
     def __init__(
         self, context: zmq.asyncio.Context, address: str, text_digest: str, short_of_cpu: Callable[[float], bool]
     ) -> None:
         self.address = address
-        self.welcome: Welcome | None = None  # of the present connection
-        self.status: Status | None = None  # the last one of the present connection
-        self.unusable = ""  # why the engine of the present connection is not used
+        self.welcome: Welcome | None = None  # of this connection
+        self.status: Status | None = None  # the last one of this connection
+        self.unusable = ""  # why this engine gets no requests although it is connected
         self._text_digest = text_digest
         self._context = context
         self._short_of_cpu = short_of_cpu
-        self._identity = ""  # of the present connection
-        self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # the engine's, since the connection was opened
+        self._identity = ""  # of this connection
+        self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
         self._status_time = 0.0  # when `status` came
-        self._num_submitted = 0  # samples, since then
+        self._num_submitted = 0  # samples submitted since then
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
         self._socket: zmq.asyncio.Socket | None = None
-        self._lost = ""  # why the present connection is of no use any more
+        self._loss = ""  # why this connection has to end
 
     def registered_name(self) -> str:
         """Return the name by which the engine knows this gateway, or '' until a status shows that it does."""
@@ -86,7 +92,7 @@ class EngineConnection:
 
     @property
     def ready(self) -> bool:
-        """Return whether the engine makes steps and takes requests, by its last status."""
+        """Return whether the engine computes steps and accepts requests, by its last status."""
         status = self.status
         if self.welcome is None or status is None or time.monotonic() - self._status_time > STATUS_LIFETIME:
             return False
@@ -98,7 +104,7 @@ class EngineConnection:
 
     @property
     def load(self) -> int:
-        """Return the number of sequences at the engine: those of its last status, and those submitted since."""
+        """Return the number of sequences at the engine: those in its last status, and those submitted since."""
         snapshot = self.status.snapshot if self.status else None
         return self._num_submitted + (snapshot.running + snapshot.waiting if snapshot else 0)
 
@@ -128,26 +134,26 @@ class EngineConnection:
         return request
 
     def release(self, request: EngineRequest) -> None:
-        """Forget a request, and end at the engine what is unfinished of it."""
+        """Forget a request, and abort it at the engine if it is unfinished."""
         if self._requests.pop(request.id, None) is not None and not request.done:
             self._send(Abort(request.id))
 
     async def run(self) -> None:
-        """Keep a connection until cancelled. However one ends, the requests that ran on it fail."""
+        """Keep the engine connected until cancelled. When a connection ends, its requests fail."""
         while True:
             reason = "the gateway is shutting down"
             try:
-                reason = "the engine was lost: " + await self._connect()
-                log.warning("engine at %s: %s (%d requests)", self.address, reason, len(self._requests))
+                reason = "the engine was lost: " + await self._run_connection()
+                logger.warning("engine at %s: %s (%d requests)", self.address, reason, len(self._requests))
             finally:
                 self._fail_all(reason)
             await asyncio.sleep(RECONNECT_DELAY)
 
-    async def _connect(self) -> str:
-        """Open a connection and keep it as long as it is of use. Return why it ended."""
+    async def _run_connection(self) -> str:
+        """Open a connection, and handle its messages until the engine is lost. Return the reason."""
         name = new_identity("gateway")
         with connect(self._context, self.address, name) as (socket, monitor):
-            self._socket, self._identity, self._lost = socket, printable_identity(name), ""
+            self._socket, self._identity, self._loss = socket, printable_identity(name), ""
             self._liveness = Liveness(ENGINE_TIMEOUT, time.monotonic())
             try:
                 self._send(Hello(VERSION, printable_identity(name)))
@@ -157,12 +163,12 @@ class EngineConnection:
                 self.unusable = ""
 
     async def _receive(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
-        """Handle messages until the engine is lost. Return why it was."""
-        reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)  # reads at once, between two polls
+        """Handle messages until the engine is lost. Return the reason."""
+        reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)  # for reading without await, between two polls
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor.socket, zmq.POLLIN)
-        checked = time.monotonic()
+        last_check = time.monotonic()
         while True:
             await poller.poll(int(CHECK_INTERVAL * 1000))
             more = self._read(reader)
@@ -170,21 +176,21 @@ class EngineConnection:
                 await asyncio.sleep(0)  # a poll with messages at hand does not yield
             elif monitor.drain():
                 return "its connection ended"
-            now, last_checked = time.monotonic(), checked
-            checked = now
+            now = time.monotonic()
+            since_last_check, last_check = now - last_check, now
             if not monitor.connected:
-                self._liveness.note_message(now)  # it cannot be silent yet
-            if reason := self._lost_reason(now, now - last_checked):
+                self._liveness.note_message(now)  # its silence does not count before it is connected
+            if reason := self._loss_reason(now, since_last_check):
                 return reason
 
-    def _lost_reason(self, now: float, stalled: float) -> str:
-        """Return why this connection is of no use any more, or ''. `stalled`: seconds since the last check."""
-        if self._lost:
-            return self._lost
-        if stalled > GATEWAY_TIMEOUT:
-            return f"this gateway stood still for {stalled:.0f} s, and was given up meanwhile"
+    def _loss_reason(self, now: float, since_last_check: float) -> str:
+        """Return why the engine is lost, or ''. Times are in seconds."""
+        if self._loss:
+            return self._loss
+        if since_last_check > GATEWAY_TIMEOUT:  # then the engine has dropped this gateway
+            return f"this gateway stood still for {since_last_check:.0f} s, and was given up meanwhile"
         overdue = self._liveness.failure(now, short_of_cpu=self._short_of_cpu(now))
-        return overdue and f"it has been {overdue}"
+        return f"it has been {overdue}" if overdue else ""
 
     def _read(self, reader: "zmq.Socket[bytes]") -> bool:
         """Handle the messages that have come, up to a bound. Return whether there may be more."""
@@ -196,14 +202,14 @@ class EngineConnection:
             try:
                 self._handle(decode_to_gateway(b"".join(frames)))
             except ProtocolError as error:
-                log.error("engine at %s: %s", self.address, error)
-                self._lost = "it sent something that is not a message"  # a request might wait for it for ever
+                logger.error("engine at %s: %s", self.address, error)
+                self._loss = "it sent something that is not a message"  # a request might wait for it forever
         return True
 
     def _handle(self, message: Welcome | Accepted | Refused | Progress | Status | UnknownGateway) -> None:
         now = time.monotonic()
-        if isinstance(message, UnknownGateway):  # no sign of life: the engine does nothing for this gateway
-            self._lost = "it has given this gateway up"
+        if isinstance(message, UnknownGateway):  # not a sign of life, since the engine does nothing for this gateway
+            self._loss = "it has given this gateway up"
             return
         self._liveness.note_message(now)
         match message:
@@ -223,17 +229,17 @@ class EngineConnection:
                 self._liveness.note_heartbeat(message.process, now)
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
-                log.error("engine at %s: %s; restart both", self.address, self.unusable)
+                logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
-                log.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
+                logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
 
     def _send(self, message: Struct) -> None:
         if self._socket is None:
             return
-        sent: Any = self._socket.send(encode(message), zmq.NOBLOCK)  # completes at once, sent or not
+        sent: Any = self._socket.send(encode(message), zmq.NOBLOCK)  # it is done at once, whether it was sent or not
         if isinstance(sent.exception(), zmq.Again):
-            self._lost = "it does not read"  # `_receive` checks this, and gives up the engine and its requests
+            self._loss = "it does not read"  # `_receive` checks this
 
     def _fail_all(self, reason: str) -> None:
         requests, self._requests = self._requests, {}

@@ -1,7 +1,7 @@
-"""`EngineRequest`: one `Submit` at an engine, and the rows that have come of it. It keeps no sockets and no tasks.
+"""`EngineRequest`: one `Submit` at an engine, and the rows that have come for it. It owns no socket and no task.
 
-Each row says at which position its tokens stand. Tokens that a sample has already are dropped. If some are missing,
-the request fails, since a stream with a hole must not go on.
+Each row has the output position of its tokens. A row whose tokens have come before is dropped. If tokens are missing,
+the request fails, since a stream with a gap must not continue.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from shared.protocol import Abort, ProgressRow
 
 
 class EngineRequest:
-    """One request at the engine named `engine`. The connection adds rows; one task reads them."""
+    """A request at the engine named `engine`. The connection adds rows, and one task reads them."""
 
     def __init__(self, id: int, n: int, engine: str, send: Callable[[Abort], None]) -> None:
         self.id = id
@@ -36,7 +36,7 @@ class EngineRequest:
     async def wait_accepted(self) -> None:
         """Return as soon as the engine has accepted the request, or has sent a first row.
 
-        Raise as `rows` does if it never will.
+        Raise as `rows` does if the request ended before that.
         """
         while not (self._accepted or self._rows or self.done):
             await self._wait()
@@ -46,9 +46,9 @@ class EngineRequest:
     async def rows(self) -> list[ProgressRow]:
         """Return the rows that have come since the last call, waiting for one if there are none.
 
-        Once these rows are taken, raise `Overloaded`, `InvalidRequest` or `Unavailable` if the engine refused the
-        request, and `EngineFailure` if the engine was lost. Do not call this again when each sample has had its last
-        row or was aborted.
+        When there are no more rows, raise `Overloaded`, `InvalidRequest` or `Unavailable` if the engine refused the
+        request, and `EngineFailure` if the engine was lost. Do not call this after each sample has had its last row or
+        was aborted.
         """
         if not self._rows and not self._num_received:
             raise RuntimeError(f"{self!r} has ended")
@@ -67,12 +67,12 @@ class EngineRequest:
             self._send(Abort(self.id, sample))
 
     def accept(self) -> None:
-        """Note that the engine has taken the request into its queue."""
+        """Note that the engine has queued the request."""
         self._accepted = True
         self._wake()
 
     def add(self, row: ProgressRow) -> None:
-        """Keep a row for the reader, unless the sample has ended or has the row's tokens already."""
+        """Keep a row for the reader, unless the sample has ended or its tokens have come before."""
         num_received = self._num_received.get(row.sample)
         if num_received is None or self._error is not None:
             return
@@ -90,7 +90,7 @@ class EngineRequest:
         self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """End the request with `error`, which the reader gets behind the rows that have come. Idempotent."""
+        """End the request with `error`, which the reader gets after the rows that have come. Idempotent."""
         if not self.done:
             self._error = error
             self._wake()

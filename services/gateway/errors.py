@@ -1,8 +1,9 @@
-"""The only place that makes error bodies. Every refusal and failure of the API has one shape:
+"""Makes all error responses of the API. Every refusal and failure has the same fields:
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": <HTTP status>}}
 
-`to_api_error` translates exceptions. One that it does not know is a bug: status 500, and a traceback in the log.
+`to_api_error` translates exceptions. One that it does not know is a bug: it gives status 500, and a traceback in the
+log.
 """
 
 import logging
@@ -28,7 +29,7 @@ TYPES: Mapping[int, str] = {
     503: "ServiceUnavailableError",
 }
 
-MAX_MESSAGE = 500  # characters; a message may quote the client, for instance in a template's error, at any length
+MAX_MESSAGE = 500  # characters; a message may quote the client at any length, as a template's error does
 MAX_PARAM = 100  # characters
 
 UNAVAILABLE_RETRY_AFTER = 1  # seconds after which a client may try an unavailable server again
@@ -52,11 +53,11 @@ class Unauthorized(Exception):
 
 
 class UnreadableBody(Exception):
-    """The body is not encoded as its headers say. Its end is unknown, so the connection cannot be used any more."""
+    """The body is not encoded as its headers say. Its end is unknown, so the connection cannot be reused."""
 
 
 class BodyTimeout(Exception):
-    """The body has not come in time."""
+    """The body has not arrived in time."""
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -84,12 +85,12 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(500, str(error))
         case web.HTTPException():
             return _from_http_exception(error)
-    logger.error("a request failed by a bug", exc_info=error)
+    logger.error("a request failed because of a bug", exc_info=error)
     return ApiError(500, "internal error; the server's log has more under this request's id")
 
 
 def error_body(error: ApiError) -> bytes:
-    """Return the JSON object of an error."""
+    """Return the JSON of an error."""
     param = None if error.param is None else _shorten(error.param, MAX_PARAM)
     message = _shorten(error.message, MAX_MESSAGE)
     fields = {"message": message, "type": _type(error.status), "param": param, "code": error.status}

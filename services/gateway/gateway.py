@@ -1,4 +1,4 @@
-"""`Gateway`: the parts of one gateway process, and the keys under which its handlers find them."""
+"""`Gateway`: the parts of one gateway process, and aiohttp's keys under which handlers find them."""
 
 from aiohttp import web
 from msgspec import Struct
@@ -8,7 +8,7 @@ from services.gateway.bounds import MIB, max_body_size
 from services.gateway.config import GatewayConfig
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.prompt import PreparedPrompt, Prompt
+from services.gateway.prompt import PreparedPrompt, TokenizedPrompt
 from services.gateway.served_model import ServedModel
 from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
@@ -39,21 +39,21 @@ class Gateway(Struct, frozen=True):
 
     @property
     def welcome(self) -> Welcome:
-        """Return what an engine said of itself. Raise `Unavailable` before the first engine has answered."""
+        """Return the `Welcome` of an engine. Raise `Unavailable` before the first engine has sent one."""
         if self.backend.welcome is None:
             raise Unavailable("no engine is ready yet")
         return self.backend.welcome
 
     @property
     def max_body_size(self) -> int:
-        """Return the bytes that a request's body may have: --max-body-size, or what the model's context needs."""
+        """Return the maximum size of a request's body in bytes: --max-body-size, or what the model's context needs."""
         if self.config.max_body_size is not None:
             return self.config.max_body_size * MIB
         return max_body_size(self.backend.welcome.max_model_len if self.backend.welcome else 0)
 
     def prepare(
         self,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         params: SamplingParams,
         *,
         default_max_tokens: int | None,
@@ -62,7 +62,7 @@ class Gateway(Struct, frozen=True):
         samples_before: int = 0,
         echo: bool = False,
     ) -> PreparedPrompt:
-        """Return a prompt that is ready to be submitted. Raise `InvalidRequest` for what exceeds the model's limits."""
+        """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits."""
         welcome = self.welcome
         self._check_logprobs(params)
         sampling = params.to_sampling(
@@ -72,8 +72,10 @@ class Gateway(Struct, frozen=True):
             eos_token_ids=self.model.tokenizer.eos_token_ids,
             default_max_tokens=default_max_tokens,
         )
-        text = self._echo(prompt) if echo else None
-        return PreparedPrompt(prompt.tokens, params, sampling, priority, arrived, samples_before, text, prompt.offsets)
+        echo_text = self._echo(prompt) if echo else None
+        return PreparedPrompt(
+            prompt.tokens, params, sampling, priority, arrived, samples_before, echo_text, prompt.offsets
+        )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         limit = self.config.max_logprobs
@@ -82,10 +84,10 @@ class Gateway(Struct, frozen=True):
             if count is not None and count > limit:
                 raise InvalidRequest(f"{name} must be at most {limit} (--max-logprobs), got {count}", name)
 
-    def _echo(self, prompt: Prompt) -> str:
-        """Return the text that an echo shows: that of the request, or the text that its token ids spell.
+    def _echo(self, prompt: TokenizedPrompt) -> str:
+        """Return the text of an echo: the prompt's own, or its token ids decoded.
 
-        An unfinished character at the end is left out: the output may complete it, and shows it then.
+        An incomplete character at the end is left out, since the output may complete it, and then has it.
         """
         if prompt.text is not None:
             return prompt.text
@@ -95,6 +97,6 @@ class Gateway(Struct, frozen=True):
 GATEWAY = web.AppKey("gateway", Gateway)
 
 ROUTE_PATHS = web.AppKey("route paths", dict[str, str])
-"""Each route's declared path by its resource's canonical path, which may begin with --root-path."""
+"""Each route's path without --root-path, by its resource's canonical path, which may begin with it."""
 
 REQUEST_ID = web.RequestKey("id", str)

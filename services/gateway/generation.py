@@ -1,7 +1,7 @@
-"""`Generation`: one prompt in flight, from the engine's rows to text, with metrics and errors.
+"""`Generation`: one prompt at an engine. It turns the engine's rows into text, metrics and errors.
 
-`submit` is the region in which a generation runs. Leaving it, for whatever reason, ends the unfinished samples at the
-engine and enters each sample in the metrics once.
+A generation runs for the time of a `submit` block. However the block ends, the unfinished samples are aborted at the
+engine, and each sample is recorded in the metrics once.
 """
 
 import time
@@ -25,7 +25,7 @@ REFUSALS = (Overloaded, InvalidRequest, Unavailable)
 
 
 class Update(Struct, frozen=True, gc=False):
-    """New text of one sample. With the last update the sample has its `finish_reason`."""
+    """New text of one sample. Once the last update is made, the sample has its `finish_reason`."""
 
     sample: int
     text: str
@@ -45,7 +45,9 @@ class Generation:
             echo_length=None if prompt.echo is None else len(prompt.echo),
             offsets=prompt.offsets,
         )
-        self.logprobs: list[list[LogprobEntry]] = [[] for _ in self.text.samples]  # those that `finish` has collected
+        self.logprobs: list[list[LogprobEntry]] = [
+            [] for _ in self.text.samples
+        ]  # of each sample, collected by `finish`
         self._request = request
         self._metrics = metrics
         submitted = time.monotonic()
@@ -54,11 +56,11 @@ class Generation:
 
     @cached_property
     def _engine_metrics(self) -> EngineMetrics:
-        """The engine's metrics. Made on first use, so that an engine that only refuses does not show up in them."""
+        """Return the engine's metrics. They are made on first use, so that an engine that only refuses has none."""
         return self._metrics.engine(self._request.engine)
 
     async def wait_accepted(self) -> None:
-        """Return as soon as the engine has taken the prompt into its queue. Raise as `updates` does if it does not."""
+        """Return as soon as the engine has queued the prompt. Raise as `updates` does if it refuses or fails."""
         try:
             await self._request.wait_accepted()
         except REFUSALS:
@@ -94,7 +96,7 @@ class Generation:
                 self.logprobs[update.sample] += update.logprobs
 
     def close(self, reason: str) -> None:
-        """Enter the unfinished samples in the metrics. A refused prompt is not entered: it never began."""
+        """Record the unfinished samples in the metrics, with `reason`. A refused prompt is not recorded."""
         if self._refused:
             return
         now = time.monotonic()
@@ -102,17 +104,20 @@ class Generation:
             if sample.finish_reason is None:
                 self._record_end(index, reason, now)
         num_outputs = [len(sample.token_ids) for sample in self.text.samples]
-        begun = any(times.first_token for times in self._times)
-        num_computed = len(self.prompt.tokens) - self.text.num_cached_tokens if begun else None
+        has_output = any(times.first_token for times in self._times)
+        num_computed = len(self.prompt.tokens) - self.text.num_cached_tokens if has_output else None
         self._engine_metrics.record_prompt(self.prompt.sampling.max_tokens, num_outputs, num_computed)
 
     def _apply(self, row: ProgressRow, now: float) -> str:
+        """Return the text that a row adds to its sample. Raise `EngineFailure` or `Unavailable` if the row says so."""
         sample, times = self.text.samples[row.sample], self._times[row.sample]
         if row.scheduling is not None:
             times.scheduling = row.scheduling
         if row.finish_reason is FinishReason.ERROR:
             raise EngineFailure(row.detail or "the engine ended this request")
-        if row.finish_reason is FinishReason.ABORT:  # not by this gateway: rows of samples that it aborts are dropped
+        if (
+            row.finish_reason is FinishReason.ABORT
+        ):  # not by this gateway, which drops the rows of samples that it aborts
             raise Unavailable("the engine was shut down")
         num_before = len(sample.token_ids)
         text, stopped = self.text.apply(row)
@@ -154,6 +159,6 @@ def _reason(error: BaseException) -> str:
     It is "error" if the engine or the gateway failed, and "abort" if the client left or another prompt was refused.
     """
     if isinstance(error, BaseExceptionGroup):
-        return max(_reason(one) for one in error.exceptions)  # "error" before "abort"
+        return max(map(_reason, error.exceptions))  # "error" is greater than "abort"
     aborted = isinstance(error, (ConnectionError, *REFUSALS))
     return "error" if isinstance(error, Exception) and not aborted else "abort"

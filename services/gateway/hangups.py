@@ -1,8 +1,8 @@
 """`HangUpWatcher`: notices when a half-closed connection is closed completely.
 
-A client that shuts down its sending side may still wait for its response. Once the event loop has read the end of the
-client's data it stops watching the socket, since each further read would return the same end. So it does not see when
-the client goes away. An epoll set with an empty event mask still reports hang-ups and errors, and nothing else.
+A client that shuts down its sending side may still wait for its response. When the event loop has read the end of the
+client's data, it stops watching the socket, since every further read would return the same end. So it does not notice
+when the client goes away. Epoll with an empty event mask still reports hang-ups and errors, and nothing else.
 """
 
 import asyncio

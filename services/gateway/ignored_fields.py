@@ -1,7 +1,7 @@
-"""Fields that were ignored because this server does not know them: each response names them, and the log does once.
+"""Reports the unknown fields of a request, which are ignored: in a header of its response, and in the log once.
 
-Their names come from clients. So they are shortened and percent-encoded: only printable ASCII gets into a header or
-the log, and no comma that would make two names of one.
+The names come from clients. So they are shortened and percent-encoded: a header or the log gets only printable ASCII,
+and no comma, which would separate two names.
 """
 
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 HEADER = "X-Quire-Ignored-Fields"
 MAX_NAMES = 20  # in one header
 MAX_NAME_LENGTH = 64  # characters
-MAX_LOGGED = 1000  # names, in the life of the process
+MAX_LOGGED = 1000  # names, over the life of the process
 
 _NAMES = web.RequestKey("ignored fields", list[str])
 _logged: set[str] = set()
@@ -35,6 +35,6 @@ def report(request: web.Request, fields: Sequence[str]) -> None:
 
 
 async def add_header(request: web.Request, response: web.StreamResponse) -> None:
-    """Write the names on the response, streams and errors included."""
+    """Add the header to a response. Streams and errors have it too."""
     if names := request.get(_NAMES):
         response.headers[HEADER] = ", ".join(names)

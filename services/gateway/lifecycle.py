@@ -1,7 +1,7 @@
 """`Lifecycle`: the running requests of a gateway, and how they end when the process does.
 
-`drain` refuses new requests and lets the running ones finish. `abort` ends those too: each task gets `Unavailable`
-where it waits, so that it can send its client an error.
+`drain` refuses new requests and lets the running ones finish. `abort` ends those too: `Unavailable` is raised in each
+request's task, which then sends its client an error.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Lifecycle:
-    """The running requests of one gateway process. Once it drains, it never takes requests again."""
+    """The running requests of one gateway process. Once it drains, it never accepts requests again."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -30,7 +30,7 @@ class Lifecycle:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Count a request as running for the time of the block. Raise `Unavailable` when draining or aborted."""
+        """Count a request as running for the time of the block. Raise `Unavailable` if draining or aborted."""
         if self.draining:
             raise Unavailable(SHUTTING_DOWN)
         task = asyncio.current_task()
@@ -50,11 +50,11 @@ class Lifecycle:
                 self._idle.set()
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Refuse new requests from now on."""
         self.draining = True
 
     def abort(self) -> None:
-        """Take no more requests, and end the running ones. Idempotent."""
+        """Refuse new requests, and end the running ones. Idempotent."""
         self.draining = True
         if not self._aborted:
             self._aborted = True
@@ -62,7 +62,7 @@ class Lifecycle:
                 task.cancel()
 
     async def wait_idle(self, seconds: float) -> bool:
-        """Wait until no request runs, for at most so many seconds. Return whether none does."""
+        """Wait until no request is running, for at most `seconds`. Return whether that is so."""
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

@@ -1,7 +1,8 @@
-"""Log-probabilities in the three shapes of the API: a chat's, a completion's, and vLLM's for prompts.
+"""Formats log-probabilities in the API's three formats: a chat's, a completion's, and vLLM's for prompts.
 
-Each generated token has one entry, the token that ended the sample included. Each entry is encoded at once: a response
-may have a million of them, and a tree of so many objects would take one long call to encode, and another to free.
+Each generated token has one entry, the token that ended the sample included. Each entry is encoded as soon as it is
+made: a response may have a million of them, and so many objects would take one long call to encode, and another to
+free.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,10 @@ from typing import Any
 import msgspec
 
 from services.gateway.generation import Generation
+from services.gateway.response import to_json
 from shared.text.logprobs import LogprobEntry
 
-_encode = msgspec.json.Encoder().encode
-
-MANY_LOGPROBS = 2000  # so many take a few milliseconds to encode
+MANY_LOGPROBS = 2000  # they take a few milliseconds to encode
 
 
 def has_many_logprobs(generations: Sequence[Generation]) -> bool:
@@ -37,7 +37,7 @@ def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
 
 
 def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, list[Any]]:
-    """Return four parallel lists. An entry's alternatives are the `count` likeliest tokens and the token itself."""
+    """Return four lists with an item for each entry. `top_logprobs` has the `count` likeliest tokens and its own."""
     return {
         "text_offset": [entry.offset for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -47,12 +47,12 @@ def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str
 
 
 def prompt_logprobs(entries: Sequence[LogprobEntry], count: int) -> list[msgspec.Raw | None]:
-    """Return for each token of a prompt its alternatives and itself by token id; null for the first token."""
+    """Return a mapping by token id for each token of a prompt: the `count` likeliest and itself; null at the first."""
     return [None if entry.logprob is None else _raw(_by_id(entry, count)) for entry in entries]
 
 
 def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(_encode(value))
+    return msgspec.Raw(to_json(value))
 
 
 def _with_alternatives(entry: LogprobEntry) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Prometheus metrics of requests as clients see them. Those of engines come from `shared.metrics`.
 
-Names and buckets are vLLM's where vLLM has the metric. A sample is counted when it ends, once, under one reason. So for
-any set of requests the counts agree with each other, whatever cut the requests off. Refused requests are counted in
-quire:http_responses only. Samples that left the queue before the engine reported their admission are missing in the
-metrics that begin with the admission.
+Names and buckets are vLLM's if vLLM has the metric. A sample is counted once, when it ends, under one reason. So the
+counts of a set of requests agree with each other, however the requests ended. Refused requests are counted in
+quire:http_responses only. Metrics that start at a sample's admission
+lack the samples that ended before the engine reported it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
 
 class SampleTimes(Struct):
-    """The times of one sample's events, in seconds of a monotonic clock. None: not yet."""
+    """The times of one sample's events, in seconds of the monotonic clock. None: not yet."""
 
     arrived: float
     submitted: float = 0.0  # to the engine
@@ -59,7 +59,7 @@ class EngineMetrics:
         )
 
     def record_tokens(self, times: SampleTimes, count: int, now: float) -> None:
-        """Record that `count` tokens of a sample have come. Tokens that come together count as evenly spaced."""
+        """Record that `count` tokens of a sample have come. The time since the last one is divided among them."""
         if not count:
             return
         if times.first_token is None or times.last_token is None:
@@ -96,7 +96,7 @@ class EngineMetrics:
         """Record that all samples of a prompt have ended.
 
         `num_outputs` has the number of output tokens of each sample. `num_computed` is the number of prompt tokens that
-        were not in the prefix cache, or None if the prompt was cut off before.
+        were not in the prefix cache, or None if the prompt ended before its first output.
         """
         if num_computed is not None:
             self.computed_tokens.observe(num_computed)
@@ -106,7 +106,7 @@ class EngineMetrics:
 
 
 class Metrics:
-    """All metrics of one gateway. `snapshots` returns the engines' states, by name, at the moment of a scrape."""
+    """The metrics of one gateway. `snapshots` returns the current snapshots of the engines, by name."""
 
     def __init__(self, model_name: str, snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
         self._model_name = model_name
@@ -122,7 +122,7 @@ class Metrics:
         return metrics
 
     def count_response(self, handler: str, status: int) -> None:
-        """Count a response to an HTTP request. Those with status 400 are counted here and nowhere else."""
+        """Count a response to an HTTP request. Refused requests are counted here only."""
         self._families.responses.labels(handler, str(status)).inc()
 
     def render(self) -> tuple[bytes, str]:
@@ -141,23 +141,37 @@ class _Families:
         self.of_samples = (
             _histogram("vllm:time_to_first_token_seconds", "Seconds from arrival to the first token.", TTFT_BUCKETS),
             _histogram("vllm:inter_token_latency_seconds", "Seconds between two tokens of a sample.", ITL_BUCKETS),
-            _histogram("vllm:request_time_per_output_token_seconds", "Mean of that for one sample.", ITL_BUCKETS),
-            _histogram("vllm:e2e_request_latency_seconds", "Seconds from arrival to the end.", TIME_BUCKETS),
+            _histogram(
+                "vllm:request_time_per_output_token_seconds",
+                "Mean seconds per output token of a sample, after the first.",
+                ITL_BUCKETS,
+            ),
+            _histogram(
+                "vllm:e2e_request_latency_seconds", "Seconds from arrival to the end of a sample.", TIME_BUCKETS
+            ),
             _histogram("vllm:request_decode_time_seconds", "Seconds from the first token to the last.", TIME_BUCKETS),
-            _histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", TOKEN_BUCKETS),
-            _histogram("vllm:request_generation_tokens", "Tokens of the output.", TOKEN_BUCKETS),
+            _histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample.", TOKEN_BUCKETS),
+            _histogram("vllm:request_generation_tokens", "Output tokens of a sample.", TOKEN_BUCKETS),
         )
         self.of_admitted_samples = (
             _histogram("vllm:request_queue_time_seconds", "Seconds in the engine's waiting queue.", TIME_BUCKETS),
             _histogram("vllm:request_prefill_time_seconds", "Seconds from admission to the first token.", TIME_BUCKETS),
-            _histogram("vllm:request_inference_time_seconds", "Seconds from admission to last token.", TIME_BUCKETS),
+            _histogram(
+                "vllm:request_inference_time_seconds", "Seconds from admission to the last token.", TIME_BUCKETS
+            ),
             _histogram("vllm:request_num_preemptions", "Preemptions of a sample.", PREEMPTION_BUCKETS),
         )
         self.of_prompts = (
             _histogram("vllm:request_params_max_tokens", "max_tokens of a prompt, after defaults.", TOKEN_BUCKETS),
             _histogram("vllm:request_params_n", "Samples of a prompt.", N_BUCKETS),
-            _histogram("vllm:request_max_num_generation_tokens", "Tokens of a prompt's longest sample.", TOKEN_BUCKETS),
-            _histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not in the cache.", TOKEN_BUCKETS),
+            _histogram(
+                "vllm:request_max_num_generation_tokens", "Output tokens of a prompt's longest sample.", TOKEN_BUCKETS
+            ),
+            _histogram(
+                "vllm:request_prefill_kv_computed_tokens",
+                "Prompt tokens that were not in the prefix cache.",
+                TOKEN_BUCKETS,
+            ),
         )
 
     @property

@@ -1,7 +1,7 @@
-"""Middlewares around every handler: request ids, errors in one shape, API keys, counts and the log.
+"""Middlewares around every handler: request ids, error responses, API keys, counts and the log.
 
 Their order is that of `MIDDLEWARES`. The outermost one gives the request its id and turns every exception into a
-response, so refusals by the others and unknown paths pass through it too.
+response, so that it also handles unknown paths and refusals by the others.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from services.gateway.gateway import GATEWAY, REQUEST_ID, ROUTE_PATHS
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""Routes, as they are declared, that need no API key. Everything else needs one, unknown paths included."""
+"""Routes that need no API key, without --root-path. All others need one, unknown paths included."""
 
-PROBES = frozenset({"/health", "/ping", "/metrics"})
-"""Routes that machines ask every few seconds. They are not logged, lest they hide the requests of people."""
+UNLOGGED_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""Routes that monitoring requests every few seconds. They are not logged, since they would hide other requests."""
 
 MAX_ID_LENGTH = 128  # characters
-CLIENT_CLOSED = 499  # a status in the counts only: no client is left to send it to
+CLIENT_CLOSED = 499  # only counted: there is no client left to send it to
 
 
 @web.middleware
@@ -47,8 +47,8 @@ async def track_request(request: web.Request, handler: Handler) -> web.StreamRes
     gateway = request.app[GATEWAY]
     gateway.metrics.count_response(_route(request), response.status)
     if gateway.lifecycle.draining or awaits_continue(request):
-        response.force_close()  # a client that awaits permission may now send its body, or its next request
-    if gateway.config.enable_log_requests and _route(request) not in PROBES:
+        response.force_close()  # what a client that awaits 100-continue sends next may be its body or another request
+    if gateway.config.enable_log_requests and _route(request) not in UNLOGGED_PATHS:
         seconds, path = time.monotonic() - started, request.rel_url.raw_path
         logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, path, response.status, seconds)
     return response
@@ -64,7 +64,7 @@ async def authorize(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Write the id on every response, and close the connection where nothing else marks the response's end."""
+    """Add the id to every response, and close the connection if nothing else marks the end of the response."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id("")
     if request.version < HttpVersion11 and response.content_length is None:
         response.force_close()  # HTTP/1.0 has no chunks: without a length, the response ends with the connection
@@ -79,12 +79,12 @@ MIDDLEWARES = (track_request, cors.preflight, authorize, strip_slash)
 
 
 def _request_id(requested: str) -> str:
-    usable = 0 < len(requested) <= MAX_ID_LENGTH and requested.isascii() and requested.isprintable()
-    return requested if usable else uuid.uuid4().hex
+    is_valid = 0 < len(requested) <= MAX_ID_LENGTH and requested.isascii() and requested.isprintable()
+    return requested if is_valid else uuid.uuid4().hex
 
 
 def _route(request: web.Request) -> str:
-    """Return the declared path that the request resolved to, without --root-path, or 'none' if there is none."""
+    """Return the path of the request's route, without --root-path, or 'none' if it has no route."""
     resource = request.match_info.route.resource
     return "none" if resource is None else request.app[ROUTE_PATHS][resource.canonical]
 
@@ -94,5 +94,7 @@ def _has_key(header: str, keys: Sequence[str]) -> bool:
     if scheme.lower() != "bearer":  # RFC 9110: the scheme's case does not matter
         return False
     token_bytes = token.strip().encode("utf-8", "surrogateescape")
-    matches = [hmac.compare_digest(token_bytes, key.encode()) for key in keys]  # all, so that timing reveals nothing
+    matches = [
+        hmac.compare_digest(token_bytes, key.encode()) for key in keys
+    ]  # all of them, so that the time reveals nothing
     return any(matches)

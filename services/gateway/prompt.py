@@ -1,8 +1,8 @@
-"""From a request's prompt or messages to token ids, checked against the vocabulary and the context.
+"""Turns a request's prompt or messages into token ids, checked against the vocabulary and the context.
 
-One loop serves all streams of this gateway, so whatever may take long runs in a thread. The tokenizer releases the
-interpreter meanwhile; all other work shares one thread (`threads.py`). What cannot fit is refused before that, by its
-number of characters, ids or messages.
+One loop serves all streams of this gateway, so long work runs in a thread. Tokenizing releases the interpreter, and
+may use any thread; all other work shares one (`threads.py`). A prompt that cannot fit is refused first, by its number
+of characters, ids or messages.
 """
 
 import asyncio
@@ -21,51 +21,51 @@ from shared.protocol import Sampling
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
-LONG_TEXT = 20_000  # characters or ids; about ten milliseconds of tokenizing
-MANY_MESSAGES = 64  # about a millisecond of rendering
-BATCH = 1_000_000  # characters that are tokenized at once; the library's result is some hundred megabytes
+LONG_TEXT = 20_000  # characters or ids; tokenizing them takes about ten milliseconds
+MANY_MESSAGES = 64  # rendering them takes about a millisecond
+MAX_BATCH = 1_000_000  # characters tokenized in one call, whose result takes several hundred megabytes
 
 
-class Prompt(Struct, frozen=True):
-    """One prompt as token ids."""
+class TokenizedPrompt(Struct, frozen=True):
+    """A prompt as token ids."""
 
     tokens: "array[int]"
-    text: str | None = None  # as it was written, if it was text
-    offsets: "array[int] | None" = None  # where in that text each token begins, if that is needed
+    text: str | None = None  # None if the request has token ids
+    offsets: "array[int] | None" = None  # character of the text at which each token begins, if needed
 
 
 class PreparedPrompt(Struct, frozen=True):
-    """One prompt with its sampling, checked against the model's limits and ready to be submitted."""
+    """A prompt with its sampling, checked against the model's limits and ready to be submitted."""
 
     tokens: "array[int]"
     params: SamplingParams
     sampling: Sampling
     priority: int
     arrived: float  # on the monotonic clock
-    samples_before: int = 0  # samples of the same request before the first of these
+    samples_before: int = 0  # samples of the same request in earlier prompts
     echo: str | None = None  # text that is shown before the output
-    offsets: "array[int] | None" = None  # where in the prompt's text each token begins, if that is needed
+    offsets: "array[int] | None" = None  # character of the prompt's text at which each token begins, if needed
 
 
 async def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
-) -> list[Prompt]:
+) -> list[TokenizedPrompt]:
     """Return one prompt for each text or list of ids in the request. Raise `InvalidRequest` naming `prompt`."""
     parts = _split(request.prompt, max_model_len)
     texts = [part for part in parts if isinstance(part, str)]
     if texts:
-        special = request.add_special_tokens is not False
-        offsets = request.echo is True and request.logprobs is not None
-        return await _from_texts(texts, tokenizer, special, max_model_len, "prompt", offsets)
+        add_special_tokens = request.add_special_tokens is not False
+        with_offsets = request.echo is True and request.logprobs is not None
+        return await _from_texts(texts, tokenizer, add_special_tokens, max_model_len, "prompt", with_offsets)
     ids = [part for part in parts if not isinstance(part, str)]
     return await run_in_thread_if(sum(map(len, ids)) > LONG_TEXT, _from_all_ids, ids, max_model_len, vocab_size)
 
 
 async def chat_prompt(
     request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate, *, max_model_len: int
-) -> Prompt:
-    """Return the messages as rendered by the template. It writes BOS, so none is added unless the request says so."""
-    if len(request.messages) > max_model_len:  # even an empty message has its role, which is a token or more
+) -> TokenizedPrompt:
+    """Return the messages as rendered by the template. It writes BOS, so none is added unless requested."""
+    if len(request.messages) > max_model_len:  # even an empty message has at least one token, for its role
         raise InvalidRequest(
             f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
             "messages",
@@ -86,7 +86,7 @@ def render(request: ChatRequest, template: ChatTemplate) -> str:
 
 
 def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Sequence[str | list[int]]:
-    """Return the prompts one by one, from any of the four ways to write them. Check their number first."""
+    """Return a list of the prompts, from any of the four types. Raise `InvalidRequest` for too many or mixed ones."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -104,7 +104,7 @@ def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Seq
 
 
 def _is_short(request: ChatRequest) -> bool:
-    """Return whether rendering is certainly quick: there are few messages, with nothing but short texts."""
+    """Return whether rendering is certainly quick: there are few messages, and they hold only short texts."""
     if len(request.messages) > MANY_MESSAGES or request.chat_template_kwargs:
         return False
     parts = [part for message in request.messages for part in message.values()]
@@ -117,8 +117,8 @@ async def _from_texts(
     add_special_tokens: bool,
     max_model_len: int,
     param: str,
-    offsets: bool = False,
-) -> list[Prompt]:
+    with_offsets: bool = False,
+) -> list[TokenizedPrompt]:
     max_length = tokenizer.max_characters(max_model_len)
     for text in texts:
         if len(text) > max_length:
@@ -128,28 +128,28 @@ async def _from_texts(
                 param,
             )
     if sum(map(len, texts)) <= LONG_TEXT:
-        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
-    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, offsets)
+        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
+    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
 
 
 def _tokenize(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, offsets: bool
-) -> list[Prompt]:
-    prompts: list[Prompt] = []
+    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, with_offsets: bool
+) -> list[TokenizedPrompt]:
+    prompts: list[TokenizedPrompt] = []
     for batch in _batches(texts):
         for text, ids in zip(batch, tokenizer.encode_all(batch, add_special_tokens), strict=True):
             _check_length(len(ids), max_model_len, param)
-            token_offsets = array("i", tokenizer.token_offsets(text, add_special_tokens)) if offsets else None
-            prompts.append(Prompt(array("i", ids), text, token_offsets))
+            token_offsets = array("i", tokenizer.token_offsets(text, add_special_tokens)) if with_offsets else None
+            prompts.append(TokenizedPrompt(array("i", ids), text, token_offsets))
     return prompts
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:
-    """Yield the texts in order, in lists of at most `BATCH` characters, or of one text that is longer."""
+    """Yield the texts in order, in lists of at most `MAX_BATCH` characters, or of one longer text."""
     batch: list[str] = []
     length = 0
     for text in texts:
-        if batch and length + len(text) > BATCH:
+        if batch and length + len(text) > MAX_BATCH:
             yield batch
             batch, length = [], 0
         batch.append(text)
@@ -158,22 +158,23 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 def _check_length(count: int, max_model_len: int, param: str) -> None:
-    """Raise `InvalidRequest` if the prompt alone is impossible. The parameters check the room for the output."""
+    """Raise `InvalidRequest` if the prompt is empty or alone exceeds the context. `max_tokens` is checked elsewhere."""
     if not count:
         raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
     if count > max_model_len:
         raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
 
 
-def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[Prompt]:
+def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[TokenizedPrompt]:
     return [_from_ids(ids, max_model_len, vocab_size) for ids in prompts]
 
 
-def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> Prompt:
+def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> TokenizedPrompt:
     _check_length(len(ids), max_model_len, "prompt")
     if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = next(id for id in ids if not 0 <= id < vocab_size)
+        invalid = next(id for id in ids if not 0 <= id < vocab_size)
         raise InvalidRequest(
-            f"prompt holds {brief(wrong)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}", "prompt"
+            f"prompt holds {brief(invalid)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}",
+            "prompt",
         )
-    return Prompt(array("i", ids))
+    return TokenizedPrompt(array("i", ids))

@@ -1,11 +1,11 @@
-"""`RequestParser`: aiohttp's, with two changes: it keeps requests that came before an unreadable one, and bounds heads.
+"""`RequestParser`: aiohttp's parser, but it keeps the requests before an unreadable one, and bounds the head's size.
 
-aiohttp's parser loses the requests that came in one packet with something unreadable. So this one pauses behind every
-request (it can, with a queue of one) and is fed until nothing is left. What cannot be read becomes an error in its
-place, so that the connection answers in the order in which things came.
+aiohttp's parser loses the requests that came in one packet with something unreadable. With a queue of one message it
+pauses after each request, so this class feeds it until nothing is left. What cannot be read becomes an error at its
+place among the requests, so that the connection answers in order.
 
-A request line may have 8 KiB, as in most servers, and a head 64 KiB, be it one field (a cookie or a sign-on token) or
-all fields together.
+A request line may have 8 KiB, as in most servers. A head may have 64 KiB, in one field (a cookie or a sign-on token) or
+in all fields together.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import MAX_MSG_QUEUE_SIZE, RequestPayloadError, _ErrInfo
 
 KIB = 1024
-MAX_LINE = 8 * KIB
+MAX_LINE = 8 * KIB  # bytes
 MAX_HEAD = 66 * KIB
-"""Names and values together: 64 KiB for a long field, and some for those that every client sends."""
+"""Bytes of all names and values: 64 KiB for a long field, and 2 KiB for those that every client sends."""
 
 MAX_FIELDS = 128
 
-Message = tuple[RawRequestMessage | _ErrInfo, StreamReader]
+ParsedRequest = tuple[RawRequestMessage | _ErrInfo, StreamReader]
 
 
 class RequestParser(HttpRequestParser):
@@ -45,16 +45,16 @@ class RequestParser(HttpRequestParser):
         self._connection = protocol
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request
         self._head_size = 0  # bytes of a head that is not complete yet
-        self.failed = False  # an unreadable request came: the rest is dropped
+        self.failed = False  # an unreadable request has come, and the rest is dropped
 
     @property
     def between_requests(self) -> bool:
         """Return whether the body of the last request is complete."""
         return self._body.is_eof()
 
-    def feed_data(self, data: bytes, *_: Any) -> tuple[Sequence[Message], bool, bytes]:  # type: ignore[override]
-        """Return the requests in `data`, whether the last one asks for another protocol, and the data behind it."""
-        messages: list[Message] = []
+    def feed_data(self, data: bytes, *_: Any) -> tuple[Sequence[ParsedRequest], bool, bytes]:  # type: ignore[override]
+        """Return the requests in `data`, whether the last one asks for another protocol, and the data after it."""
+        messages: list[ParsedRequest] = []
         upgraded, rest = False, b""
         if not self.failed:
             try:
@@ -64,7 +64,7 @@ class RequestParser(HttpRequestParser):
                 messages.append((_error(error), EMPTY_PAYLOAD))
         return messages, upgraded, rest
 
-    def _feed(self, data: bytes, messages: list[Message]) -> tuple[bool, bytes]:
+    def _feed(self, data: bytes, messages: list[ParsedRequest]) -> tuple[bool, bytes]:
         while True:
             in_head = self.between_requests
             self.message_consumed()
@@ -78,7 +78,7 @@ class RequestParser(HttpRequestParser):
             data = b""
 
     def _check(self, messages: Sequence[tuple[RawRequestMessage, StreamReader]]) -> None:
-        """Raise `HttpProcessingError` if a head is too long, be it complete or not."""
+        """Raise `HttpProcessingError` if a head is too long, even if it is incomplete."""
         if self._head_size > MAX_LINE + MAX_HEAD:
             raise HttpProcessingError(code=431)
         for message, body in messages:

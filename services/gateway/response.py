@@ -1,4 +1,4 @@
-"""Fields that the responses of both endpoints share: their head, and the usage.
+"""Makes what the responses of both endpoints share: their first fields, and the usage.
 
 Each prompt counts once in the usage, whatever its number of samples.
 """
@@ -13,6 +13,8 @@ from msgspec import Struct
 
 from services.gateway.generation import Generation
 
+to_json = msgspec.json.Encoder().encode
+
 
 class ResponseHead(Struct, frozen=True):
     """`id`, `object`, `created` and `model`, which are the same in each chunk of a stream."""
@@ -24,16 +26,16 @@ class ResponseHead(Struct, frozen=True):
 
     @classmethod
     def now(cls, id: str, object: str, model: str) -> "ResponseHead":
-        """Return a head that was created just now."""
+        """Return the head of a response that is created now."""
         return cls(id, object, int(time.time()), model)
 
     @property
     def chunk_prefix(self) -> bytes:
-        """The JSON of a chunk up to its choices. Make it once a stream."""
+        """Return the JSON of a chunk up to its choices. It is the same for all chunks of a stream."""
         return msgspec.json.encode(self)[:-1] + b',"choices":['
 
     def respond(self, choices: list[Any], **rest: Any) -> web.Response:
-        """Return the whole response."""
+        """Return the whole response, with `rest` as further fields."""
         fields = msgspec.structs.asdict(self) | {"choices": choices} | rest
         return web.Response(body=msgspec.json.encode(fields), content_type="application/json")
 
@@ -48,19 +50,19 @@ def usage(generations: Sequence[Generation]) -> dict[str, Any]:
 
 
 class StreamedUsage:
-    """The usage of what a stream has sent so far. It keeps sums, since each of a thousand prompts may have chunks."""
+    """The usage of what a stream has sent so far. It keeps sums, since a stream may have a thousand choices."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._prompt = sum(len(generation.prompt.tokens) for generation in generations)
         self._output, self._cached = _RunningTotal(), _RunningTotal()
 
-    def set_output(self, choice: int, num_tokens: int) -> None:
+    def set_output(self, choice_index: int, num_tokens: int) -> None:
         """Set the number of tokens of a choice that have been sent."""
-        self._output.set(choice, num_tokens)
+        self._output.set(choice_index, num_tokens)
 
-    def set_cached(self, prompt: int, num_tokens: int) -> None:
+    def set_cached(self, prompt_index: int, num_tokens: int) -> None:
         """Set the number of tokens of a prompt that were found in the prefix cache."""
-        self._cached.set(prompt, num_tokens)
+        self._cached.set(prompt_index, num_tokens)
 
     def now(self) -> dict[str, Any]:
         """Return the usage so far."""

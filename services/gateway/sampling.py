@@ -1,8 +1,7 @@
-"""From a request's fields to `SamplingParams`, with defaults for the fields that it leaves open.
+"""Makes `SamplingParams` from a request's fields, with defaults for those that are null or absent.
 
-A field that is null or absent takes the model's default (generation_config.json), then vLLM's. Without `max_tokens` a
-completion generates 16 tokens, and a chat the rest of the context, or generation_config's max_new_tokens, at most what
-is left.
+The default is the model's (generation_config.json), or else vLLM's. Without `max_tokens`, the model's max_new_tokens
+applies; if there is none, a completion generates 16 tokens, and a chat the rest of the context.
 """
 
 from typing import Any
@@ -12,18 +11,18 @@ from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams, whole
 from shared.text.sampling_defaults import SamplingDefaults
 
-COMPLETION_TOKENS = 16  # OpenAI's default
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 
-PARAMS = (
+COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "prompt_logprobs", "skip_special_tokens",
 )  # fmt: skip
-"""Fields that go into `SamplingParams` as they are, under the same names. It checks and converts them."""
+"""Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """Return the parameters of a chat, `max_tokens` None if the request leaves it open. Raise `InvalidRequest`."""
+    """Return the parameters of a chat, with `max_tokens` None if the request has none. Raise `InvalidRequest`."""
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = _whole_or_none(request, name)
     if max_tokens is not None and not 0 <= max_tokens < 2**63:
@@ -34,7 +33,7 @@ def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingPar
 
 
 def completion_params(request: CompletionRequest, defaults: SamplingDefaults) -> SamplingParams:
-    """Return the parameters of a completion, `max_tokens` None if the request leaves it open. Raise `InvalidRequest`.
+    """Return the parameters of a completion, with `max_tokens` None if the request has none. Raise `InvalidRequest`.
 
     An echo with log-probabilities needs those of the prompt too.
     """
@@ -46,7 +45,7 @@ def completion_params(request: CompletionRequest, defaults: SamplingDefaults) ->
 
 
 def priority_of(request: GenerationRequest) -> int:
-    """Return the request's priority; lower is served first. Raise `InvalidRequest` if it exceeds a 64-bit integer."""
+    """Return the request's priority; a lower one is served first. Raise `InvalidRequest` if it exceeds 64 bits."""
     priority = _whole_or_none(request, "priority") or 0
     if not -(2**63) <= priority < 2**63:
         raise InvalidRequest("priority must be between -2**63 and 2**63 - 1", "priority")
@@ -55,7 +54,7 @@ def priority_of(request: GenerationRequest) -> int:
 
 def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str, Any]:
     """Return the fields of `SamplingParams` that the request has, over those that the model's defaults have."""
-    requested = {name: getattr(request, name) for name in PARAMS}
+    requested = {name: getattr(request, name) for name in COPIED_FIELDS}
     model_defaults = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
     return model_defaults | {name: value for name, value in requested.items() if value is not None}
 

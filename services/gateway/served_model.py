@@ -1,8 +1,8 @@
 """`ServedModel`: the model as a gateway knows it, without its weights.
 
-It has the model's names in the API, tokenizer, chat template and sampling defaults. All are read at the start from the
-model's folder or, for tokenizer and template, from the folder that `--tokenizer` names. The sizes of the context and
-of the vocabulary come from the engine instead.
+It has the model's names in the API, tokenizer, chat template and sampling defaults. They are read at the start from the
+model's folder, tokenizer and template from the one that `--tokenizer` names. The engine sends the sizes of context and
+vocabulary.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ class ServedModel(Struct, frozen=True):
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: SamplingDefaults
-    text_digest: str = ""  # of its tokenizer files: an engine must have loaded the same; empty: unknown
+    text_digest: str = ""  # of the tokenizer files, which an engine must have too; empty: unknown
 
     @classmethod
     def load(cls, config: GatewayConfig) -> "ServedModel":
@@ -63,7 +63,7 @@ class ServedModel(Struct, frozen=True):
         return self.names[0]
 
     def check(self, name: str | None) -> None:
-        """Raise `UnknownModel` unless `name` is a served name, or None."""
+        """Raise `UnknownModel` unless `name` is one of the names, or None."""
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
             raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {served}", "model")
@@ -89,7 +89,7 @@ def sampling_defaults(source: str, folder: Path, override: str = "") -> Sampling
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
-    """Return the JSON object in a flag's value; an empty one for ''. Raise `ConfigError`."""
+    """Return the JSON object in a flag's value, an empty one for ''. Raise `ConfigError` if it is not one."""
     try:
         return parse_object(text or "{}")
     except ValueError as error:

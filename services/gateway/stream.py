@@ -1,15 +1,14 @@
-"""Responses to requests: streamed as server-sent events, or collected and sent as one object.
+"""Runs the prompts of a request, and streams their output as server-sent events or collects it.
 
-The engine decides the status. The headers of a stream wait until every prompt has been accepted, however long that
-takes, so that a refusal has its own status and Retry-After even in a stream. A later error is sent as one event that
-holds it, and `[DONE]`.
+The headers of a stream are sent when the engine has accepted every prompt, however long that takes, so that a refusal
+has its own status and Retry-After. A later error is sent as an event, followed by `[DONE]`.
 
-An accepted request may wait in the queue for long. While nothing else is written, a comment is sent now and then, lest
-a proxy close a connection that looks idle. Comments are rare, for a client may not expect them: vLLM's benchmark strips
-the blank line behind a comment that comes alone, and would take the next event for part of the comment. So the next
-event is preceded by a blank line, which ends the comment for such a reader, and means nothing to others.
+An accepted request may wait in the queue for long. While nothing else is written, a comment is sent now and then, so
+that proxies do not close the connection as idle. Comments are rare, since clients may not expect them: vLLM's benchmark
+strips the blank line after a comment that comes alone, and would read the next event as part of the comment. So a blank
+line is written before the next event. It ends the comment for such a reader, and other readers skip it.
 
-All rows that wait for one prompt are written together, one chunk for each sample.
+All rows that have come for one prompt are written together, in one chunk for each sample.
 """
 
 import asyncio
@@ -37,20 +36,20 @@ HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-
 
 
 class ChunkEncoder(Protocol):
-    """An endpoint's encoding of chunks. `index` is that of a choice in the response."""
+    """Encodes the chunks of an endpoint. `index` is that of a choice in the response."""
 
     @property
     def prefix(self) -> bytes:
         """Return the JSON of a chunk up to its choices: `{"id": ..., "choices": [`."""
 
     def opening(self, index: int, generation: Generation) -> bytes:
-        """Return the choice object before the first text of a choice, or b'' if there is none."""
+        """Return the object that comes before the first text of a choice, or b'' if there is none."""
 
-    async def prepare(self, position: int, generation: Generation) -> None:
-        """Make what the first chunks of the prompt at `position` need, off the loop if it takes long."""
+    async def prepare(self, prompt_index: int, generation: Generation) -> None:
+        """Make what the first chunks of a prompt need, in a thread if it takes long."""
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
-        """Return the choice object of an update."""
+        """Return the object of a choice for an update."""
 
 
 async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
@@ -64,7 +63,7 @@ async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[G
 
 
 async def _submit_all(stack: AsyncExitStack, gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
-    """Enter the regions of all prompts. There may be a thousand, so other requests get their turn in between."""
+    """Submit all prompts until `stack` closes. There may be a thousand, so other requests run in between."""
     generations: list[Generation] = []
     for prompt in prompts:
         generations.append(await stack.enter_async_context(submit(gateway, prompt)))
@@ -79,15 +78,14 @@ async def stream(
     encoder: ChunkEncoder,
     options: StreamOptions | None,
 ) -> web.StreamResponse:
-    """Run all prompts, and write what they generate. Raise only what can still be answered with a status."""
+    """Run all prompts, and write their output. Raise an error only if the status has not been sent yet."""
     writer = _StreamWriter(request, encoder, options, gateway.config)
     try:
         async with gateway.lifecycle.running(), AsyncExitStack() as stack:
-            writer.generations = await _submit_all(stack, gateway, prompts)
-            await writer.open()
+            await writer.open(await _submit_all(stack, gateway, prompts))
             async with asyncio.TaskGroup() as tasks:
                 comments = tasks.create_task(writer.keep_alive())
-                await asyncio.wait([tasks.create_task(writer.write(position)) for position in range(len(prompts))])
+                await asyncio.wait([tasks.create_task(writer.write(index)) for index in range(len(prompts))])
                 comments.cancel()
             await writer.end()
     except Exception as error:
@@ -98,18 +96,18 @@ async def stream(
 def _is_disconnect(error: BaseException) -> bool:
     """Return whether `error` means that the client has left."""
     if isinstance(error, BaseExceptionGroup):
-        return all(_is_disconnect(one) for one in error.exceptions)
+        return all(map(_is_disconnect, error.exceptions))
     return isinstance(error, ConnectionError)
 
 
 class _StreamWriter:
-    """One stream. The tasks of its prompts share the response, and each write holds whole chunks."""
+    """Writes one stream. The tasks of its prompts share the response, and each write is of whole chunks."""
 
     def __init__(
         self, request: web.Request, encoder: ChunkEncoder, options: StreamOptions | None, config: GatewayConfig
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
-        self.generations: list[Generation] = []
+        self._generations: list[Generation] = []
         self._request = request
         self._encoder = encoder
         self._streamed_usage = StreamedUsage([])
@@ -120,16 +118,17 @@ class _StreamWriter:
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
 
-    async def open(self) -> None:
-        """Send the headers once every prompt is accepted. Raise a group of the exceptions of those that are not."""
+    async def open(self, generations: list[Generation]) -> None:
+        """Send the headers once every prompt is accepted. Raise a group of exceptions if some are refused."""
+        self._generations = generations
         async with asyncio.TaskGroup() as tasks:
-            for generation in self.generations:
+            for generation in self._generations:
                 tasks.create_task(generation.wait_accepted())
-        self._streamed_usage = StreamedUsage(self.generations)
+        self._streamed_usage = StreamedUsage(self._generations)
         await self.response.prepare(self._request)
 
     async def keep_alive(self) -> None:
-        """Write a comment whenever nothing else was written for an interval, until cancelled."""
+        """Write a comment whenever nothing else was written for an interval. Run until cancelled."""
         while self._keep_alive_interval < math.inf:
             self._idle = True
             await asyncio.sleep(self._keep_alive_interval)
@@ -137,42 +136,46 @@ class _StreamWriter:
                 self._event_prefix = AFTER_COMMENT
                 await self.response.write(COMMENT)
 
-    async def write(self, position: int) -> None:
+    async def write(self, prompt_index: int) -> None:
         """Write the updates of one prompt as they come, to its end.
 
         The opening chunks are written with the first update, since clients take the first chunk for the first token.
         """
-        generation = self.generations[position]
+        generation = self._generations[prompt_index]
         num_samples = len(generation.text.samples)
-        base = position * num_samples
-        updates = await self._updates(position)
-        await self._encoder.prepare(position, generation)
-        opening = b"".join(self._chunk(self._encoder.opening(base + index, generation)) for index in range(num_samples))
+        first_choice = prompt_index * num_samples
+        updates = await self._updates(prompt_index)
+        await self._encoder.prepare(prompt_index, generation)
+        opening = b"".join(
+            self._chunk(self._encoder.opening(first_choice + index, generation)) for index in range(num_samples)
+        )
         while True:
-            data = opening + b"".join(self._update(base + update.sample, generation, update) for update in updates)
+            data = opening + b"".join(
+                self._update(first_choice + update.sample, generation, update) for update in updates
+            )
             if data:
                 await self.response.write(self._events(data))
             if generation.text.finished:
                 return
-            updates, opening = await self._updates(position), b""
+            updates, opening = await self._updates(prompt_index), b""
 
-    async def _updates(self, position: int) -> list[Update]:
-        generation = self.generations[position]
+    async def _updates(self, prompt_index: int) -> list[Update]:
+        generation = self._generations[prompt_index]
         updates = await generation.updates()
-        self._streamed_usage.set_cached(position, generation.text.num_cached_tokens)
+        self._streamed_usage.set_cached(prompt_index, generation.text.num_cached_tokens)
         return updates
 
     async def end(self) -> None:
         """Write the usage, if it is requested, and the end of the stream."""
         last = b""
         if self._with_usage:
-            whole = msgspec.json.encode(usage(self.generations))
-            last = b"data: " + self._encoder.prefix + b'],"usage":' + whole + b"}\n\n"
+            total = msgspec.json.encode(usage(self._generations))
+            last = b"data: " + self._encoder.prefix + b'],"usage":' + total + b"}\n\n"
         await self.response.write(self._events(last + DONE))
         await self.response.write_eof()
 
     async def fail(self, error: Exception) -> None:
-        """Send `error` to the client if the status is sent already, or else raise it. Do neither if the client left."""
+        """Send `error` to the client, or raise it if no status was sent yet. Do neither if the client has left."""
         if _is_disconnect(error):
             return
         if not self.response.prepared:
@@ -183,7 +186,7 @@ class _StreamWriter:
             await self.response.write_eof()
 
     def _events(self, data: bytes) -> bytes:
-        """Return the bytes to write for whole events."""
+        """Return the bytes to write for `data`, which is whole events."""
         prefix, self._event_prefix, self._idle = self._event_prefix, b"", False
         return prefix + data
 

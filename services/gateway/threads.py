@@ -1,8 +1,8 @@
-"""One thread for work that holds the interpreter: decoding long bodies, rendering templates, making long responses.
+"""Runs work that holds the interpreter in one thread: decoding bodies, rendering templates, encoding responses.
 
-Python switches threads every five milliseconds. So beside one such thread the loop waits no longer than that, however
-much work there is; beside six it would wait for six. Work that releases the interpreter, such as tokenizing, has no
-need of this thread.
+Python switches threads every five milliseconds. So with one such thread the loop waits at most that long, however much
+work there is; with six it could wait six times as long. Work that releases the interpreter, such as tokenizing, does
+not need this thread.
 """
 
 import asyncio
@@ -22,5 +22,5 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 async def run_in_thread_if(long: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` in the thread if it takes long, else at once: the thread costs a tenth of a millisecond."""
+    """Call `function` in the thread if it takes `long`, or else directly: the thread costs 0.1 ms."""
     return await run_in_thread(function, *args, **kwargs) if long else function(*args, **kwargs)

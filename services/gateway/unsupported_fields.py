@@ -1,7 +1,7 @@
-"""Fields of other servers' requests that are not supported here.
+"""Lists the fields of OpenAI's and vLLM's requests that are not supported here.
 
-A hint cannot change the text: it is accepted with any value. Any other field of another server is accepted with null,
-or with a neutral value, at which it changes nothing: many clients send all fields with their defaults. Other values are
+A hint cannot change the text, so it is accepted with any value. Any other field is accepted with null, or with a
+neutral value, with which it has no effect, since many clients send all fields with their defaults. Other values are
 refused. A field that is in neither table is unknown.
 """
 
@@ -22,9 +22,10 @@ HINTS = frozenset(
         "include_reasoning", "request_id", "session_id", "stream_interval", "truncation_side",
     }
 )  # fmt: skip
-"""Some of them concern tools, reasoning and searches, which do not exist here."""
+"""Fields that are accepted with any value. Some are about tools, reasoning and searches, which do not exist here."""
 
 STREAM_HINTS = frozenset({"include_obfuscation"})
+"""Hints among the stream_options."""
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's
@@ -70,6 +71,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (),
 }
+"""The values besides null with which a field is accepted."""
 
 
 def unknown_fields(fields: Mapping[str, msgspec.Raw], supported: Container[str]) -> list[str]:

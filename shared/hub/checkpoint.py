@@ -1,8 +1,8 @@
-"""`locate`: the local folder of a model, given a folder, a GGUF file, a Hugging Face name or nothing.
+"""`locate`: finds the local folder of a model, given a folder, a GGUF file, a Hugging Face name or nothing.
 
-Every service that reads model files calls it and gets the same folder. Downloads use huggingface_hub and its own cache,
-so `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` have their usual meaning. A GGUF file, such as the embedded model, gets a
-folder in Quire's cache when it is first used.
+Every service that reads model files calls it and gets the same folder. Downloads use huggingface_hub and its cache, so
+`HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` have their usual meaning. For a GGUF file, such as the embedded model, a
+folder is made in Quire's cache on first use.
 """
 
 import hashlib
@@ -16,13 +16,21 @@ from shared.gguf.parts import GGUF_GLOB, is_gguf
 from shared.hub.download import download, files_to_fetch, gguf_files
 from shared.hub.embedded import RECOMMENDED, embedded_file
 
-TEXT_FILES = ("config.json", "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json")
+TOKENIZER_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "*.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+)
 
 
 def cache_folder() -> Path:
-    """Return the folder of the files that Quire makes: `QUIRE_CACHE`, or one in the user's cache folder."""
-    if own := os.environ.get("QUIRE_CACHE"):
-        return Path(own).expanduser()
+    """Return the folder for files that Quire makes: `QUIRE_CACHE`, or quire in the user's cache folder."""
+    if folder := os.environ.get("QUIRE_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quire"
 
 
@@ -30,14 +38,14 @@ def locate(model: str, revision: str | None = None, cache: str | None = None) ->
     """Return the local folder of `model`, and download it if needed.
 
     `model` is a folder, a GGUF file, a Hugging Face name, such a name with a GGUF type (`owner/name:Q4_K_M`), or '' for
-    the embedded model. `cache` is the folder for downloads, by default Hugging Face's own. Raise `ModelError`, which
-    says what to do about it, if the model cannot be found.
+    the embedded model. `cache` is the folder for downloads, by default Hugging Face's own. If the model cannot be
+    found, raise `ModelError` with advice.
     """
     if not model:
         return model_folder(embedded_file(), cache_folder() / "gguf", RECOMMENDED)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _checked(path)
+        return _check_config(path)
     if is_gguf(path.name):
         return model_folder(path, cache_folder() / "gguf")
     if path.exists():
@@ -52,7 +60,7 @@ def locate(model: str, revision: str | None = None, cache: str | None = None) ->
         folder = download(name, revision, choose, cache)
         files = choose([str(file.relative_to(folder)) for file in folder.rglob(GGUF_GLOB)])
         return model_folder(folder / files[0], cache_folder() / "gguf")
-    return _checked(download(model, revision, files_to_fetch, cache))
+    return _check_config(download(model, revision, files_to_fetch, cache))
 
 
 def locate_tokenizer(name: str, revision: str | None = None, cache: str | None = None) -> Path:
@@ -71,15 +79,15 @@ def locate_tokenizer(name: str, revision: str | None = None, cache: str | None =
 def text_digest(folder: Path) -> str:
     """Return a digest of a model folder's tokenizer files, in sixteen hexadecimal digits.
 
-    The chat template is not part of it: it produces text, and a gateway's may differ.
+    It does not include the chat template, which only produces text: the gateway may use another one.
     """
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in TEXT_FILES for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _checked(folder: Path) -> Path:
+def _check_config(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         files = sorted(folder.glob(GGUF_GLOB))
         hint = f"; name the file itself: {files[0]}" if files else ""

@@ -1,4 +1,4 @@
-"""Downloads from Hugging Face with huggingface_hub, chooses the files, and explains failures."""
+"""Downloads models with huggingface_hub: chooses the files, and explains errors."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,19 +10,19 @@ from shared.errors import ModelError
 from shared.gguf.parts import PART_NAME, is_gguf
 
 HUB_TIMEOUT = 10.0
-"""Seconds for the hub to answer which files a model has. After them, an earlier download is used."""
+"""Seconds for the hub to list the files of a model. After them, an earlier download is used."""
 
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-"""Patterns of the usual names of configuration, tokenizer and chat template."""
+"""Patterns of the configuration, tokenizer and chat template files."""
 
 
 def download(
     name: str, revision: str | None, choose: Callable[[Sequence[str]], list[str]], cache: str | None = None
 ) -> Path:
-    """Download the files that `choose` selects of a repository's, and return their folder.
+    """Download the files of a repository that `choose` selects, and return their folder.
 
-    Without network, return an earlier download. The folder is in `cache`, by default Hugging Face's own. Raise
-    `ModelError`, which says what to do about it.
+    If the hub cannot be reached, return an earlier download. The folder is in `cache`, by default Hugging Face's own.
+    Raise `ModelError`, with advice.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
@@ -33,14 +33,14 @@ def download(
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, cache_dir=cache))
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder nor a Hugging Face name") from error
-    except (HTTPError, OSError) as error:  # OSError: the user chose to be offline, or the disk is full
-        if not _is_answer(error):
+    except (HTTPError, OSError) as error:  # OSError: HF_HUB_OFFLINE is set, or the disk is full
+        if not _is_refusal(error):
             with suppress(LocalEntryNotFoundError):
                 return Path(snapshot_download(name, revision=revision, local_files_only=True, cache_dir=cache))
         raise ModelError(_reason(name, revision, error)) from error
 
 
-def _is_answer(error: Exception) -> bool:
+def _is_refusal(error: Exception) -> bool:
     """Return whether the hub refused. Otherwise it could not be reached, and an earlier download can be used."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -48,7 +48,7 @@ def _is_answer(error: Exception) -> bool:
 
 
 def files_to_fetch(files: Sequence[str], *, weights: bool = True) -> list[str]:
-    """Return a repository's files at its top level that serving needs: weights in one format, and the small files."""
+    """Return the files at a repository's top level that serving needs: weights of one format, and the small files."""
     top = [name for name in files if "/" not in name]
 
     def matching(patterns: Iterable[str]) -> list[str]:
@@ -56,15 +56,15 @@ def files_to_fetch(files: Sequence[str], *, weights: bool = True) -> list[str]:
 
     weight_files = matching(["model*.safetensors"]) or matching(["*.safetensors"]) or matching(["pytorch_model*.bin"])
     if weights and not weight_files and (others := [name for name in files if is_gguf(name)]):
-        raise ModelError(f"of these GGUF files name one by its type, as in owner/name:Q4_K_M: {', '.join(others)}")
+        raise ModelError(f"it has GGUF files; name one by its type, as in owner/name:Q4_K_M: {', '.join(others)}")
     return (weight_files if weights else []) + matching(SMALL_FILES)
 
 
 def gguf_files(files: Sequence[str], quantisation: str) -> list[str]:
-    """Return a repository's GGUF file of this type, or its parts. Raise `ModelError`, which names the others."""
+    """Return a repository's GGUF file of this type, or its parts. Raise `ModelError`, which lists the files."""
     available = sorted(name for name in files if is_gguf(name) and "mmproj" not in name.lower())
-    word = re.compile(rf"(^|[-._/]){re.escape(quantisation)}([-./]|$)", re.IGNORECASE)
-    matches = [name for name in available if word.search(name)]
+    pattern = re.compile(rf"(^|[-._/]){re.escape(quantisation)}([-./]|$)", re.IGNORECASE)
+    matches = [name for name in available if pattern.search(name)]
     if len(matches) > 1 and not all(PART_NAME.fullmatch(name) for name in matches):
         raise ModelError(f"{quantisation} may be any of {', '.join(matches)}; fetch one and name the file itself")
     if not matches:
@@ -83,5 +83,5 @@ def _reason(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, RepositoryNotFoundError):
         return f"there is no folder {name}, and no such model on Hugging Face that this HF_TOKEN may see"
     if HF_HUB_OFFLINE:
-        return f"{name} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to fetch it"
+        return f"{name} is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"
     return f"there is no folder {name}, and it cannot be fetched from Hugging Face ({type(error).__name__}: {error})"

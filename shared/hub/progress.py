@@ -1,4 +1,4 @@
-"""`progress`: shows the progress of long work as a bar on a terminal, else as a line at its start and at its end.
+"""`progress`: shows the progress of reading or writing files, as a bar on a terminal, or else as two lines.
 
 A service's stderr is a pipe to its supervisor, which sets `TERMINAL_VARIABLE` if it copies the pipe to a terminal.
 """
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 TERMINAL_VARIABLE = "QUIRE_ON_TERMINAL"
-"""An environment variable that the supervisor sets for its services. Not a setting."""
+"""An environment variable that the supervisor sets for its services; not a setting of users."""
 
 
 def on_terminal(environment: Mapping[str, str] = os.environ) -> bool:
@@ -22,7 +22,7 @@ def on_terminal(environment: Mapping[str, str] = os.environ) -> bool:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Show progress for the time of the block. Yield a function to call with the bytes done since its last call."""
+    """Show the progress towards `total` bytes. Yield a function to call with the bytes done since its last call."""
     show_bar, began = on_terminal(), time.monotonic()
     if not show_bar:
         _write_line(label)

@@ -1,10 +1,10 @@
-"""Adds the tokens that the files beside tokenizer.json name, as transformers' `AutoTokenizer` does.
+"""Adds the tokens of the other tokenizer files to tokenizer.json's, as transformers' `AutoTokenizer` does.
 
-A tokenizer.json can lack tokens that its model was trained with: people add some, and older programs wrote them only
-into tokenizer_config.json, special_tokens_map.json or added_tokens.json. Such a token gets the id that the vocabulary
-gives it, or else the next free one, in this order: the tokens of added_tokens_decoder (or, without it, of
-added_tokens.json) by their ids, those with a name such as eos_token, and the extra special ones. If there is an
-added_tokens_decoder, the two older files are not read for tokens.
+tokenizer.json can lack tokens that the model was trained with: users add some, and older programs wrote them only to
+tokenizer_config.json, special_tokens_map.json or added_tokens.json. Such a token gets its id in the vocabulary, or else
+the next free id, in this order: the tokens of added_tokens_decoder (or, without it, of added_tokens.json) by their ids,
+the named tokens, such as eos_token, and the extra special tokens. If there is an added_tokens_decoder, no tokens are
+read from the two older files, special_tokens_map.json and added_tokens.json.
 """
 
 import json
@@ -20,32 +20,31 @@ from shared.text.json_file import as_integer, read_json
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the special tokens by the names that chat templates use."""
+    """Return the special tokens by their names in chat templates, such as eos_token."""
     config, older = _config(folder), read_json(folder / "special_tokens_map.json")
-    named = {name: _token((older | config).get(name)) for name in NAMES}
+    named = {name: _parse_token((older | config).get(name)) for name in TOKEN_NAMES}
     return {name: token.content for name, token in named.items() if token is not None}
 
 
 def add_tokens(backend: tokenizers.Tokenizer, folder: Path, vocab_size: int | None) -> None:
-    """Add to `backend` the tokens that files beside tokenizer.json name.
+    """Add the tokens of the other tokenizer files to `backend`.
 
-    A token whose id is not below `vocab_size` is left out with a line in the log, since the model could not compute a
-    prompt with it.
+    A token whose id would not be below `vocab_size` is left out and logged, since the model has no embedding for it.
     """
     config = _config(folder)
     present = backend.get_added_tokens_decoder()
-    named = list(_named(config).values())
-    new = {token.content: token for token in _listed(config, folder, present)}
+    named = list(_named_tokens(config).values())
+    new = {token.content: token for token in _tokens_with_ids(config, folder, present)}
     contents = new.keys() | {token.content for token in present.values()}
-    new |= {token.content: token for token in (*named, *_extra(config)) if token.content not in contents}
+    new |= {token.content: token for token in (*named, *_extra_tokens(config)) if token.content not in contents}
     special = {token.content for token in named} | {token.content for token in present.values() if token.special}
     for token in new.values():
-        token.special = token.special or token.content in special  # the library keeps a token special once it is
+        token.special = token.special or token.content in special  # for the library too, a special token stays special
     backend.add_tokens(_below_vocab_size(list(new.values()), backend, vocab_size, folder))
 
 
@@ -55,25 +54,25 @@ def _config(folder: Path) -> dict[str, Any]:
     if isinstance(config.get("added_tokens_decoder"), dict):
         return config
     older = read_json(folder / "special_tokens_map.json")
-    if _extra(config) and not _are_named(config):
+    if _extra_tokens(config) and not _names_extra_tokens(config):
         older.pop("additional_special_tokens", None)
     return config | older
 
 
-def _are_named(config: Mapping[str, Any]) -> bool:
-    """Return whether the newer field of extra special tokens gives them names of the model's own."""
+def _names_extra_tokens(config: Mapping[str, Any]) -> bool:
+    """Return whether extra_special_tokens, which replaces additional_special_tokens, gives each token a name."""
     return isinstance(config.get("extra_special_tokens"), dict) and bool(config["extra_special_tokens"])
 
 
-def _listed(config: Mapping[str, Any], folder: Path, present: Mapping[int, AddedToken]) -> list[AddedToken]:
-    """Return the tokens that are listed with their ids, in the order of the ids, without those equal to `present`."""
+def _tokens_with_ids(config: Mapping[str, Any], folder: Path, present: Mapping[int, AddedToken]) -> list[AddedToken]:
+    """Return the tokens that the files list with ids, in the order of the ids, without those that are in `present`."""
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        numbered = {as_integer(id): _token(value) for id, value in listed.items()}
+        numbered = {as_integer(id): _parse_token(value) for id, value in listed.items()}
     else:
-        # without special_tokens_map.json's and those beside named ones, which transformers reads later than this
-        extra = [] if _are_named(config) else _extra(read_json(folder / "tokenizer_config.json"))
-        special = {token.content for token in (*_named(config).values(), *extra)}
+        # without those of special_tokens_map.json, and those beside named ones: transformers reads them later
+        extra = [] if _names_extra_tokens(config) else _extra_tokens(read_json(folder / "tokenizer_config.json"))
+        special = {token.content for token in (*_named_tokens(config).values(), *extra)}
         older = read_json(folder / "added_tokens.json")
         numbered = {as_integer(id): AddedToken(text, special=text in special) for text, id in older.items()}
         numbered = {id: token for id, token in numbered.items() if id not in present}
@@ -82,37 +81,39 @@ def _listed(config: Mapping[str, Any], folder: Path, present: Mapping[int, Added
     return [token for _, token in ordered if repr(token) not in same]
 
 
-def _named(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """Return the special tokens with a name: those that every tokenizer may have, and the model's own."""
-    own = [name for name in config if name.endswith("_token") and name not in NAMES]
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """Return the special tokens that have a name: one of `TOKEN_NAMES`, or one of the model's own."""
+    own = [name for name in config if name.endswith("_token") and name not in TOKEN_NAMES]
     extra = config.get("extra_special_tokens")
-    values = {name: config.get(name) for name in (*NAMES, *own)} | (extra if isinstance(extra, dict) else {})
-    tokens = {name: _token(value) for name, value in values.items()}
+    values = {name: config.get(name) for name in (*TOKEN_NAMES, *own)} | (extra if isinstance(extra, dict) else {})
+    tokens = {name: _parse_token(value) for name, value in values.items()}
     return {name: token for name, token in tokens.items() if token is not None}
 
 
-def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the special tokens without a name. If the newer field names its tokens, they are in the older field."""
+def _extra_tokens(config: Mapping[str, Any]) -> list[AddedToken]:
+    """Return the special tokens without a name: of extra_special_tokens, or else of additional_special_tokens."""
     values = config.get("extra_special_tokens")
     if not isinstance(values, list) or not values:
         values = config.get("additional_special_tokens")
-    tokens = [_token(value) for value in values] if isinstance(values, list) else []
+    tokens = [_parse_token(value) for value in values] if isinstance(values, list) else []
     return [token for token in tokens if token is not None]
 
 
-def _token(value: Any) -> AddedToken | None:
-    """Return a token, which is special if it is written as a string; None if `value` is no token."""
+def _parse_token(value: Any) -> AddedToken | None:
+    """Return a token, which is special if `value` is a string; None if `value` is not a token."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str) or not value["content"]:
         return None
-    return AddedToken(value["content"], **{flag: value[flag] for flag in FLAGS if isinstance(value.get(flag), bool)})
+    return AddedToken(
+        value["content"], **{flag: value[flag] for flag in TOKEN_FLAGS if isinstance(value.get(flag), bool)}
+    )
 
 
 def _below_vocab_size(
     tokens: list[AddedToken], backend: tokenizers.Tokenizer, vocab_size: int | None, folder: Path
 ) -> list[AddedToken]:
-    """Return the tokens whose ids the model has."""
+    """Return the tokens whose ids are below `vocab_size`, and log the others."""
     new = [token for token in tokens if backend.token_to_id(token.content) is None]
     if not new or vocab_size is None:
         return tokens
@@ -124,9 +125,9 @@ def _below_vocab_size(
 
 
 def disagrees_on_prefix_space(backend: tokenizers.Tokenizer, folder: Path) -> bool:
-    """Return whether tokenizer_config.json and tokenizer.json differ on a space before a text.
+    """Return whether tokenizer_config.json and tokenizer.json disagree on putting a space before a text.
 
-    Most classes of byte-level tokenizers read a missing setting as no. Only transformers knows which class applies.
+    For a missing add_prefix_space, most classes of byte-level tokenizers put none. Only transformers knows the class.
     """
     parts = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
     adds_space = [entry for part in parts for entry in _prefix_spaces(json.loads(part.__getstate__()))]
@@ -137,11 +138,11 @@ def disagrees_on_prefix_space(backend: tokenizers.Tokenizer, folder: Path) -> bo
 
 
 def _prefix_spaces(part: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield the types of a tokenizer's parts that can add a space before a text, and whether they do."""
+    """Yield the type of each part of a tokenizer that can put a space before a text, and whether it does."""
     match part.get("type"):
         case "Sequence":
-            for inner in part.get("pretokenizers") or part.get("normalizers") or ():
-                yield from _prefix_spaces(inner)
+            for inner_part in part.get("pretokenizers") or part.get("normalizers") or ():
+                yield from _prefix_spaces(inner_part)
         case "ByteLevel" if "add_prefix_space" in part:
             yield "ByteLevel", part["add_prefix_space"]
         case "Metaspace":

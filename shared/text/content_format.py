@@ -1,9 +1,9 @@
 """Detects the format of `content` that a chat template reads, by rendering probes in each format.
 
-Most templates print a string. Some loop over a list of parts and print each part's text; from a string they print
-nothing, and the user's words are lost without an error. Others read only the first part. A template's source does not
-show for certain which it is. So each role is probed with two texts when a model is loaded, and its messages get the
-first format in which both are printed. A string is tried first, and templates that take one get one.
+Most templates print a string. Some loop over a list of parts and print the text of each; from a string they print
+nothing, and the user's text is lost without an error. Others read only the first part. The source of a template does
+not show reliably which it is. So each role is probed with two texts when a model is loaded, and its messages get the
+first format in which both are printed. A string is tried first, so every template that accepts a string gets one.
 """
 
 import itertools
@@ -19,21 +19,21 @@ Message: TypeAlias = dict[str, Any]
 Content: TypeAlias = str | list[dict[str, Any]]
 Render: TypeAlias = Callable[[list[Message]], str]
 
-TEXTS = ("7041776295", "3920518467")  # digits, since templates change letters' case
+PROBE_TEXTS = ("7041776295", "3920518467")  # digits, since templates change letters' case
 DECOY = "8156340972"
-"""A value in each part of a probe beside its text. If it is printed, the template prints the list as it is."""
+"""A further value in each part of a probe. If it is printed, the template prints the list as a whole."""
 
-CALL: dict[str, Any] = {"id": "callid001", "type": "function", "function": {"name": "f", "arguments": {}}}
+TOOL_CALL: dict[str, Any] = {"id": "callid001", "type": "function", "function": {"name": "f", "arguments": {}}}
 
-PROBES = {  # the user's first, since conversations of the other roles have a user message
+PROBE_CONVERSATIONS = {  # the user's first, since conversations of the other roles have a user message
     "user": ("user", "system user", "user assistant user"),
     "system": ("system user", "system user assistant user"),
     "assistant": ("user assistant user", "system user assistant user", "user assistant"),
     "tool": ("user assistant tool", "system user assistant tool"),
 }
-"""The conversations in which each role is probed, as roles in order. A template may raise for any of them."""
+"""The conversations in which each role is probed, as their roles in order. A template may refuse some of them."""
 
-ALIASES = {"developer": "system", "function": "tool"}
+ROLE_ALIASES = {"developer": "system", "function": "tool"}
 
 
 def text_part(text: str) -> Message:
@@ -46,40 +46,40 @@ class ContentFormat(Enum):
 
     STRING = "string"
     PARTS = "parts"
-    ONE_PART = "one part"  # a list of which the template reads only the first item
+    ONE_PART = "one part"  # a list, of which the template reads only the first item
 
     def write(self, parts: Sequence[Message]) -> Content:
-        """Return content made of these text parts. Their texts are joined by newlines unless it is a list of parts.
+        """Return these text parts as content. A string, or a single part, has their texts joined by newlines.
 
-        Parts of a list keep the fields that a client wrote beside the text, which some templates read.
+        Parts that are not joined keep their other fields, which some templates read.
         """
         text = "\n".join(part["text"] for part in parts)
         if self is ContentFormat.STRING:
             return text
         if len(parts) == 1 or (parts and self is ContentFormat.PARTS):
             return list(parts)
-        return [text_part(text)]  # never an empty list: templates look at the first item
+        return [text_part(text)]  # never an empty list, since templates read the first item
 
 
-PROBE = [text_part(text) for text in TEXTS]
+PROBE_PARTS = [text_part(text) for text in PROBE_TEXTS]
 
 
 class ContentFormats(Struct, frozen=True):
-    """The format for each role. `shows_nothing`: the template prints no format of a user's message."""
+    """The format for each role. `shows_nothing`: the template prints a user's message in no format."""
 
     by_role: Mapping[str, ContentFormat] = {}
     shows_nothing: bool = False
 
-    def of(self, role: str) -> ContentFormat:
-        """Return the format for messages of `role`, which is the user's if the role could not be probed."""
-        detected = self.by_role.get(ALIASES.get(role, role))
-        return detected or self.by_role.get("user", ContentFormat.STRING)
+    def for_role(self, role: str) -> ContentFormat:
+        """Return the format for messages of `role`: the user's if no probe of `role` was printed."""
+        format = self.by_role.get(ROLE_ALIASES.get(role, role))
+        return format or self.by_role.get("user", ContentFormat.STRING)
 
 
 def detect_content_formats(render: Render) -> ContentFormats:
-    """Probe a template. `render` raises `InvalidRequest` for conversations that the template does not take."""
+    """Probe a template. `render` raises `InvalidRequest` for conversations that the template refuses."""
     formats: dict[str, ContentFormat] = {}
-    for role in PROBES:
+    for role in PROBE_CONVERSATIONS:
         format, rendered = _probe(render, role, formats)
         if format is not None:
             formats[role] = format
@@ -91,12 +91,12 @@ def detect_content_formats(render: Render) -> ContentFormats:
 def _probe(render: Render, role: str, formats: Mapping[str, ContentFormat]) -> tuple[ContentFormat | None, bool]:
     """Return the first format in which a role's texts are printed, and whether any conversation was rendered."""
     rendered = False
-    for conversation, format in itertools.product(PROBES[role], ContentFormat):
+    for conversation, format in itertools.product(PROBE_CONVERSATIONS[role], ContentFormat):
         try:
             output = render(_conversation(conversation.split(), role, format, formats))
         except InvalidRequest:
             continue
-        if DECOY not in output and all(text in output for text in TEXTS):
+        if DECOY not in output and all(text in output for text in PROBE_TEXTS):
             return format, True
         rendered = True
     return None, rendered
@@ -105,15 +105,15 @@ def _probe(render: Render, role: str, formats: Mapping[str, ContentFormat]) -> t
 def _conversation(
     roles: list[str], probed: str, format: ContentFormat, formats: Mapping[str, ContentFormat]
 ) -> list[Message]:
-    """Return messages of these roles. Those of `probed` have the probe's texts, the others a word in their format."""
+    """Return messages of these roles. Those of `probed` have the texts of the probe, the others a short text."""
     messages: list[Message] = []
-    for at, role in enumerate(roles):
-        content = format.write(PROBE) if role == probed else formats.get(role, format).write([text_part("1")])
+    for index, role in enumerate(roles):
+        content = format.write(PROBE_PARTS) if role == probed else formats.get(role, format).write([text_part("1")])
         if isinstance(content, list):
             content = [part | {"decoy": DECOY} for part in content]
         messages.append({"role": role, "content": content})
-        if roles[at + 1 : at + 2] == ["tool"]:
-            messages[-1]["tool_calls"] = [CALL]
+        if roles[index + 1 : index + 2] == ["tool"]:
+            messages[-1]["tool_calls"] = [TOOL_CALL]
         elif role == "tool":
-            messages[-1] |= {"tool_call_id": CALL["id"], "name": "f"}
+            messages[-1] |= {"tool_call_id": TOOL_CALL["id"], "name": "f"}
     return messages

@@ -1,10 +1,11 @@
 """`Detokenizer`: turns one sequence's tokens into text as they come, in whole characters.
 
-Tokens stand for bytes (`shared/text/token_bytes.py`), and the text is all bytes decoded as UTF-8. At most the beginning
-of a character is held back, three bytes. Bytes that cannot be a character become U+FFFD as soon as that is certain. So
-the pieces joined are what `Tokenizer.decode` returns for all tokens at once, whatever the tokens are.
+Tokens stand for bytes (`shared/text/token_bytes.py`), and the text is all bytes decoded as UTF-8. At most three bytes
+are held back, which begin a character. Invalid bytes become U+FFFD as soon as they are known to be invalid. So the
+pieces joined are what `Tokenizer.decode` returns for all tokens at once.
 
-The text of the prompt is not returned. If the prompt ends inside a character, those bytes are held back for the rest.
+The text of the prompt is not returned. If the prompt ends inside a character, its first bytes are held back until the
+output completes it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ MAX_CHARACTER_BYTES = 4
 class Detokenizer:
     """`push` takes each token and `flush` ends the sequence. The pieces joined are the text of the output tokens.
 
-    With `echo`, the caller shows the prompt before them, with its special tokens and without an incomplete character.
+    With `echo`, the caller shows the prompt before the output, with special tokens, without an incomplete character.
     """
 
     def __init__(
@@ -27,12 +28,12 @@ class Detokenizer:
         self._bytes = tokenizer.bytes
         self._later = tokenizer.bytes.later
         self._held = b""  # the beginning of a character
-        self._begun = False  # whether any token has become text
+        self._begun = False  # whether a token has become text
         self._strip = tokenizer.bytes.max_stripped  # characters that may still be stripped from the start of the text
         self._hidden = tokenizer.special_ids if skip_special_tokens and not echo else frozenset()
-        self._read(prompt)
+        self._read_prompt(prompt)
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._silent = not echo  # whether `_held` is the prompt's, which is not returned
+        self._held_is_hidden = not echo  # `_held` is of the prompt, which is not shown
 
     @property
     def at_start(self) -> bool:
@@ -40,20 +41,20 @@ class Detokenizer:
         return not self._begun
 
     def push(self, token: int) -> str:
-        """Return the text that `token` completes: '' while it ends inside a character."""
+        """Return the text that `token` completes, which is '' if the bytes so far end inside a character."""
         if token in self._hidden:
             return ""
         piece = self._later[token] if self._begun else self._begin(token)
         if not piece:
             return ""
-        self._silent = False
+        self._held_is_hidden = False
         text, self._held = decode_utf8(self._held + piece)
         return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
         """Return U+FFFD if the tokens end inside a character, else ''. No more tokens come."""
         held, self._held = self._held, b""
-        return "" if self._silent else held.decode(errors="replace")
+        return "" if self._held_is_hidden else held.decode(errors="replace")
 
     def breaks_character(self, token: int) -> bool:
         """Return whether `token` does not continue the held character, so that U+FFFD comes before its text."""
@@ -62,15 +63,15 @@ class Detokenizer:
         text, rest = decode_utf8(self._held + self._later[token][:1])
         return len(text) > 1 or (len(text) == 1 and rest != b"")
 
-    def _read(self, prompt: Sequence[int]) -> None:
-        """Read the end of the prompt: enough bytes to have the start of a character after all that may be stripped."""
-        at, size, enough = len(prompt), 0, MAX_CHARACTER_BYTES * (self._strip + 1)
-        while at and size < enough:
-            at -= 1
-            size += 0 if prompt[at] in self._hidden else len(self._later[prompt[at]])
-        if at:
+    def _read_prompt(self, prompt: Sequence[int]) -> None:
+        """Read the end of the prompt: enough bytes for a whole character after all that may be stripped."""
+        start, size, enough = len(prompt), 0, MAX_CHARACTER_BYTES * (self._strip + 1)
+        while start and size < enough:
+            start -= 1
+            size += 0 if prompt[start] in self._hidden else len(self._later[prompt[start]])
+        if start:
             self._begun, self._strip = True, 0
-        for token in prompt[at:]:
+        for token in prompt[start:]:
             self.push(token)
 
     def _begin(self, token: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a model folder. Many programs write them, so types of values cannot be relied on."""
+"""Reads the JSON files of a model folder. Many programs write them, so values can have any type."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in `text`. Raise `ValueError` if it is something else."""
+    """Return the JSON object in `text`. Raise `ValueError` if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -32,7 +32,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a JSON value as a finite number, also if it is a string such as "0.5"; None if it is no number."""
+    """Return a JSON value, or a string such as "0.5", as a finite number; None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -43,7 +43,7 @@ def as_number(value: Any) -> float | None:
 
 
 def as_integer(value: Any) -> int | None:
-    """Return a JSON value as an integer, also if it is 50.0 or "50"; None if it is no integer."""
+    """Return a JSON value, or one such as 50.0 or "50", as an integer; None if it is not one."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     number = as_number(value)

@@ -1,7 +1,7 @@
 """`LogprobEntry`: a token's log-probability with the token's text.
 
-These functions turn the wire's `TokenLogprobs` (ids and numbers) into entries that both front doors show (text, bytes
-and offsets). Log-probabilities are at least -9999, so that they are always finite.
+These functions turn the engine's `TokenLogprobs` (ids and numbers) into entries with text, bytes and offsets, which the
+HTTP API and `quire.LLM` show. Log-probabilities are at least -9999, so that they are always finite.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from shared.protocol import TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
 
-FLOOR = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 class Alternative(Struct, frozen=True, gc=False):
-    """A likely token at a position, as an alternative to the one that stands there."""
+    """One of the likeliest tokens at a position."""
 
     id: int
     token: str
     bytes: bytes
     logprob: float
-    rank: int
+    rank: int  # 1 is the likeliest token
 
 
 class LogprobEntry(Struct, frozen=True):
@@ -32,7 +32,7 @@ class LogprobEntry(Struct, frozen=True):
     token: str
     bytes: bytes
     logprob: float | None
-    rank: int
+    rank: int  # 1 is the likeliest token
     offset: int  # characters of text before the token
     top: list[Alternative]  # the likeliest first, as many as were requested
 
@@ -40,7 +40,7 @@ class LogprobEntry(Struct, frozen=True):
 def make_entry(
     tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs | None, offset: int, at_start: bool = False
 ) -> LogprobEntry:
-    """Return the entry of `token`, whose text begins at `offset`. `at_start`: it is the first token of its text."""
+    """Return the entry of `token`. Its text begins at character `offset`; `at_start`: it is the first of its text."""
     text, raw = tokenizer.token_text(token, at_start), tokenizer.token_bytes(token, at_start)
     if logprobs is None:
         return LogprobEntry(token, text, raw, None, 0, offset, [])
@@ -59,18 +59,18 @@ def prompt_entries(
 ) -> list[LogprobEntry]:
     """Return the entries of all tokens of a prompt. `logprobs` are those of positions 1 and up.
 
-    `offsets` are by default those in the text that the tokens spell, special tokens included.
+    `offsets` are the characters before each token, by default in the decoded text with special tokens.
     """
     detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False)
     length = 0
     entries = []
-    for index, (token, own) in enumerate(zip(prompt, [None, *logprobs], strict=True)):
+    for index, (token, token_logprobs) in enumerate(zip(prompt, [None, *logprobs], strict=True)):
         offset = length + detokenizer.breaks_character(token) if offsets is None else offsets[index]
-        entries.append(make_entry(tokenizer, token, own, offset, detokenizer.at_start))
+        entries.append(make_entry(tokenizer, token, token_logprobs, offset, detokenizer.at_start))
         length += len(detokenizer.push(token))
     return entries
 
 
 def finite(logprob: float) -> float:
-    """Return `logprob`, or the floor if it is lower or not a number."""
-    return max(logprob, FLOOR) if logprob == logprob else FLOOR
+    """Return `logprob`, or `MIN_LOGPROB` if it is lower or NaN."""
+    return max(logprob, MIN_LOGPROB) if logprob == logprob else MIN_LOGPROB

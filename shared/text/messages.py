@@ -1,9 +1,9 @@
 """Normalises the chat messages of a request for a chat template.
 
-A template gets each message's `content` in the format that it reads (`content_format.py`), however a client wrote it;
-null or missing content is ''. The JSON arguments of tool calls are parsed, since templates print them as objects. A
-field that is null, or an empty list of tool calls, is left out, since templates test whether a field is there. Other
-fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
+A template gets each message's `content` in the format that it reads (`content_format.py`), whichever format the client
+used; null or missing content is ''. The arguments of tool calls are parsed from JSON, since templates print them as
+objects. A field that is null, or an empty list of tool calls, is left out, since templates test whether a field exists.
+Other fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
 """
 
 import json
@@ -16,10 +16,10 @@ from shared.text.content_format import ContentFormats, Message, text_part
 
 
 def normalize_messages(messages: Sequence[Any], formats: ContentFormats) -> list[Message]:
-    """Return the messages with contents in these formats. Raise `InvalidRequest` naming the wrong field."""
+    """Return the messages with their contents in these formats. Raise `InvalidRequest`, which names the field."""
     if not messages:
         raise InvalidRequest("messages must not be empty", "messages")
-    return [_normalize(message, f"messages[{at}]", formats) for at, message in enumerate(messages)]
+    return [_normalize(message, f"messages[{index}]", formats) for index, message in enumerate(messages)]
 
 
 def append_text(message: Message, text: str) -> None:
@@ -30,81 +30,81 @@ def append_text(message: Message, text: str) -> None:
         message["content"][-1]["text"] += text
 
 
-def _normalize(message: Any, where: str, formats: ContentFormats) -> Message:
+def _normalize(message: Any, path: str, formats: ContentFormats) -> Message:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} must be an object", where)
+        raise InvalidRequest(f"{path} must be an object", path)
     if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"{where}.role must be a string", f"{where}.role")
+        raise InvalidRequest(f"{path}.role must be a string", f"{path}.role")
     result = {name: value for name, value in message.items() if value is not None}
-    result["content"] = formats.of(result["role"]).write(_parts(message.get("content"), f"{where}.content"))
+    result["content"] = formats.for_role(result["role"]).write(_parts(message.get("content"), f"{path}.content"))
     if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{path}.tool_calls")
         if not result["tool_calls"]:
             del result["tool_calls"]
     if "function_call" in result:  # the predecessor of tool_calls
-        result["function_call"] = _function(result["function_call"], f"{where}.function_call")
+        result["function_call"] = _function(result["function_call"], f"{path}.function_call")
     return result
 
 
-def _parts(content: Any, where: str) -> list[Message]:
-    """Return the content as text parts, with any fields that they have beside the text. Raise `InvalidRequest`."""
+def _parts(content: Any, path: str) -> list[Message]:
+    """Return the content as text parts, with their other fields. Raise `InvalidRequest`."""
     if content is None:
         return []
     if isinstance(content, str):
         return [text_part(content)]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a string or a list of parts", where)
-    return [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
+        raise InvalidRequest(f"{path} must be a string or a list of parts", path)
+    return [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
-def _part(part: Any, where: str) -> Message:
+def _part(part: Any, path: str) -> Message:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise InvalidRequest(f"{where} must be an object with a type", where)
+        raise InvalidRequest(f"{path} must be an object with a type", path)
     if part["type"] != "text":
-        raise InvalidRequest(f"{where} has type {brief(part['type'])}; this model takes only 'text'", where)
+        raise InvalidRequest(f"{path} has type {brief(part['type'])}; this model takes only 'text'", path)
     if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{where}.text must be a string", f"{where}.text")
+        raise InvalidRequest(f"{path}.text must be a string", f"{path}.text")
     return {name: value for name, value in part.items() if value is not None}
 
 
-def _tool_calls(calls: Any, where: str) -> list[Message]:
+def _tool_calls(calls: Any, path: str) -> list[Message]:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise InvalidRequest(f"{where} must be a list of objects", where)
-    return [_tool_call(call, f"{where}[{at}]") for at, call in enumerate(calls)]
+        raise InvalidRequest(f"{path} must be a list of objects", path)
+    return [_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
 
 
-def _tool_call(call: Mapping[str, Any], where: str) -> Message:
+def _tool_call(call: Mapping[str, Any], path: str) -> Message:
     fields = {name: value for name, value in call.items() if value is not None}
-    if "function" not in fields and "name" in fields:  # some templates take a call without the wrapping
-        return _function(fields, where)
-    return fields | {"function": _function(fields.get("function"), f"{where}.function")}
+    if "function" not in fields and "name" in fields:  # some templates read a call without this wrapping
+        return _function(fields, path)
+    return fields | {"function": _function(fields.get("function"), f"{path}.function")}
 
 
-def _function(function: Any, where: str) -> Message:
+def _function(function: Any, path: str) -> Message:
     """Return a called function with its arguments as an object. Raise `InvalidRequest`."""
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{where} must be an object", where)
+        raise InvalidRequest(f"{path} must be an object", path)
     if not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{where}.name must be a string", f"{where}.name")
-    return dict(function, arguments=_arguments(function.get("arguments"), f"{where}.arguments"))
+        raise InvalidRequest(f"{path}.name must be a string", f"{path}.name")
+    return dict(function, arguments=_arguments(function.get("arguments"), f"{path}.arguments"))
 
 
-def _arguments(arguments: Any, where: str) -> Mapping[str, Any]:
-    """Return the arguments, which are an object or, as in OpenAI's API, its JSON. None and '' stand for {}."""
+def _arguments(arguments: Any, path: str) -> Mapping[str, Any]:
+    """Return the arguments, given as an object or, as in OpenAI's API, as its JSON. None and '' mean {}."""
     if isinstance(arguments, str):
         try:
             arguments = _parse(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{where} must be a JSON object: {error}", where) from error
+            raise InvalidRequest(f"{path} must be a JSON object: {error}", path) from error
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
-        raise InvalidRequest(f"{where} must be a JSON object, not {type(arguments).__name__}", where)
+        raise InvalidRequest(f"{path} must be a JSON object, not {type(arguments).__name__}", path)
     return arguments
 
 
 def _parse(text: str) -> Any:
-    """Parse JSON without the numbers that only Python accepts. Raise `ValueError`."""
+    """Parse JSON. Raise `ValueError`, also for NaN and infinities, which Python would accept."""
     return json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
 
 
@@ -113,4 +113,4 @@ def _finite(text: str) -> float:
 
 
 def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"{text[:20]} is no number of JSON")
+    raise ValueError(f"{text[:20]} is not a number in JSON")

@@ -1,7 +1,7 @@
 """`RequestText`: one prompt's samples, from the engine's rows to text, log-probabilities and finish reasons.
 
-Both front doors keep one for each prompt that they submit, and apply each row of it in order. A stop string ends a
-sample here, before the engine knows; the caller then aborts the sample at the engine.
+The gateway and `quire.LLM` have one for each prompt that they submit, and apply its rows in order. A stop string ends a
+sample here first, and the caller then aborts the sample at the engine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ from shared.text.tokenizer import Tokenizer
 
 
 class RequestText:
-    """The samples of `prompt`, and what the engine tells of the prompt itself.
+    """The samples of `prompt`, with the number of cached tokens and the log-probabilities of the prompt.
 
-    `stop_token_ids` and `echo_length` are those of `SampleText`. `offsets` says where each token begins in the
-    prompt's text; without it, `prompt_logprobs` counts in the text that the tokens spell.
+    `stop_token_ids` and `echo_length` are those of `SampleText`. `offsets` are the characters of the prompt's text
+    before each token; without them, `prompt_logprobs` has the offsets in the decoded text.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RequestText:
     @property
     def finished(self) -> bool:
         """Return whether each sample has a finish reason."""
-        for sample in self.samples:  # noqa: SIM110  (this runs for each row, and a generator costs three times as much)
+        for sample in self.samples:  # noqa: SIM110  (runs for each row, where a generator takes three times as long)
             if sample.finish_reason is None:
                 return False
         return True
@@ -55,9 +55,9 @@ class RequestText:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def apply(self, row: ProgressRow) -> tuple[str, bool]:
-        """Take in a row. Return the text to show, and whether a stop string has ended the sample before the engine did.
+        """Apply a row. Return the text to show, and whether a stop string has ended the sample.
 
-        A row of a sample that has ended is dropped: the engine sent it before it knew of the stop string.
+        In that case the engine still runs the sample. Rows of a sample that has ended are dropped.
         """
         sample = self.samples[row.sample]
         if sample.finish_reason is not None:
@@ -70,9 +70,9 @@ class RequestText:
         return text, sample.finish_reason is not None and row.finish_reason is None
 
     def prompt_logprobs(self) -> list[LogprobEntry]:
-        """Return one entry a token of the prompt, if they were requested. They are complete with the first output.
+        """Return an entry for each token of the prompt, if they were requested. All are there with the first output.
 
-        They are made once: a prompt of thousands of tokens has a hundred thousand alternatives.
+        They are made once, since a prompt of thousands of tokens has a hundred thousand alternatives.
         """
         if self._prompt_entries is None:
             self._prompt_entries = prompt_entries(self._tokenizer, self._prompt, self._prompt_logprobs, self._offsets)

@@ -1,11 +1,11 @@
 """`SampleText`: one sample, from its tokens to the text, log-probabilities and finish reason that a user sees.
 
 It feeds the tokens to the detokenizer, and the text to the stop matcher. Its rules:
-- The stop token itself is shown only with `include_stop_str_in_output` (and a special one only if none are skipped).
-- A stop string counts if a token behind the first `min_tokens` completes it. The matcher searches the text that is
-  shown, so a special token's name can be a stop string only where special tokens are shown.
-- Each token has one log-probability entry, the stop token included. An entry is due as soon as text behind its start
-  is shown, and at the end of the sample.
+- The stop token itself is shown only with `include_stop_str_in_output`, and a special one only if none are skipped.
+- A stop string counts if a token after the first `min_tokens` completes it. The matcher searches the text that is
+  shown, so a special token's text can be a stop string only if special tokens are shown.
+- Each token has one log-probability entry, the stop token included. An entry is due as soon as text after the token's
+  start is shown, or at the end of the sample.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ class _PendingLogprobs(Struct, frozen=True, gc=False):
 
 
 class SampleText:
-    """The text of one sample. `feed` it all tokens in order, until `finish_reason` is set; a stop string sets it early.
+    """The text of one sample. `feed` takes all tokens in order, until `finish_reason` is set, early by a stop string.
 
     `stop_token_ids` are those at which the engine stops, end-of-sequence included. `echo_length` is the number of
     characters of the prompt that are shown before the output, or None if the prompt is not shown.
@@ -47,7 +47,7 @@ class SampleText:
         echo_length: int | None = None,
     ) -> None:
         self.token_ids: list[int] = []
-        self._offsets: list[int] = []  # where the text of each token begins
+        self._offsets: list[int] = []  # characters before each token
         self.finish_reason: str | None = None  # a value of `FinishReason`
         self.stop_reason: str | int | None = None  # a stop string, or an id of the user's `stop_token_ids`
         self._tokenizer = tokenizer
@@ -62,12 +62,12 @@ class SampleText:
 
     @property
     def text(self) -> str:
-        """Return all text that was shown so far."""
+        """Return the text shown so far."""
         return "".join(self._pieces)
 
     @property
     def num_shown_tokens(self) -> int:
-        """Return the number of tokens of which text was shown, or of all tokens once the sample has ended."""
+        """Return the number of tokens whose text is shown, at least in part. Once the sample has ended, all count."""
         return len(self.token_ids) if self.finish_reason else bisect_left(self._offsets, self._num_shown)
 
     def feed(
@@ -76,9 +76,9 @@ class SampleText:
         logprobs: Sequence[TokenLogprobs] | None = None,
         finish_reason: FinishReason | None = None,
     ) -> str:
-        """Take in `tokens`, which are the last ones if there is a `finish_reason`. Return the text to show.
+        """Add `tokens`, which are the last ones if there is a `finish_reason`. Return the text to show.
 
-        Tokens behind a stop string are dropped.
+        Tokens after a stop string are dropped.
         """
         shown = ""
         for index, token in enumerate(tokens):
@@ -97,13 +97,14 @@ class SampleText:
 
     def take_logprobs(self) -> list[LogprobEntry]:
         """Return the entries that have become due since the last call."""
-        due = len(self._pending)
+        num_due = len(self._pending)
         if self.finish_reason is None:
-            due = next((at for at, each in enumerate(self._pending) if each.offset >= self._num_shown), due)
-        entries, self._pending = self._pending[:due], self._pending[due:]
+            later = (index for index, entry in enumerate(self._pending) if entry.offset >= self._num_shown)
+            num_due = next(later, num_due)
+        due, self._pending = self._pending[:num_due], self._pending[num_due:]
         return [
-            make_entry(self._tokenizer, each.token, each.logprobs, min(each.offset, self._num_shown), each.at_start)
-            for each in entries
+            make_entry(self._tokenizer, entry.token, entry.logprobs, min(entry.offset, self._num_shown), entry.at_start)
+            for entry in due
         ]
 
     def _hides(self, token: int) -> bool:
@@ -116,7 +117,7 @@ class SampleText:
     def _push(self, piece: str) -> str:
         self._num_decoded += len(piece)
         if self._stops:
-            piece = self._matcher.push(piece, armed=len(self.token_ids) > self._params.min_tokens)
+            piece = self._matcher.push(piece, can_match=len(self.token_ids) > self._params.min_tokens)
             if self._matcher.matched is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._matcher.matched
         return self._show(piece)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """`push` takes each piece and `flush` ends the text. `matched` is the stop string found; then the text is over."""
+    """Searches a text: `push` takes each piece, and `flush` ends the text. `matched` is the stop string, once found."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self.matched: str | None = None
@@ -16,27 +16,27 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
-    def push(self, piece: str, armed: bool = True) -> str:
-        """Return the text that can be shown now. Only a stop string that ends in an `armed` piece counts."""
+    def push(self, piece: str, can_match: bool = True) -> str:
+        """Return the text that can be shown now. A stop string that ends in this piece counts only if `can_match`."""
         if not piece:
             return ""
         text = self._held + piece
-        match = self._find(text) if armed else None
+        match = self._find(text) if can_match else None
         if match is not None:
             start, self.matched = match
             self._held = ""
             return text[: start + len(self.matched)] if self._include else text[:start]
-        shown = min(self._prefix_start(text, stop) for stop in self._stops) if self._stops else len(text)
-        self._held = text[shown:]
-        return text[:shown]
+        num_shown = min(self._prefix_start(text, stop) for stop in self._stops) if self._stops else len(text)
+        self._held = text[num_shown:]
+        return text[:num_shown]
 
     def flush(self) -> str:
-        """Return what was held back. The text is at its end."""
+        """Return the text that was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Return start and stop string of the match that ends first (of those, the one that starts first), or None."""
+        """Return the start and the stop string of the match that ends first (then: that starts first), or None."""
         matches = []
         for stop in self._stops:
             start = text.find(stop, max(len(self._held) - len(stop) + 1, 0))
@@ -47,7 +47,7 @@ class StopMatcher:
     @staticmethod
     def _prefix_start(text: str, stop: str) -> int:
         """Return the start of the longest suffix of `text` that is a proper prefix of `stop`, or the end of `text`."""
-        at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
-        while at >= 0 and not stop.startswith(text[at:]):
-            at = text.find(stop[0], at + 1)
-        return at if at >= 0 else len(text)
+        start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        return start if start >= 0 else len(text)

@@ -2,8 +2,9 @@
 
 It is in tokenizer_config.json, chat_template.jinja or chat_template.json, or in a file that the user names. It runs in
 a sandbox, with what templates expect: `raise_exception`, `strftime_now`, a `tojson` that does not escape non-ASCII
-letters, loop controls, `{% generation %}`, and the special tokens by name. An error while it runs is taken for the
-messages' fault (`InvalidRequest`). A template that does not parse, or prints no message, is a `ModelError`.
+letters, loop controls, `{% generation %}`, and the special tokens by name. An error of a running template is an
+`InvalidRequest`, since the messages probably caused it. A template that does not parse, or prints no message, is a
+`ModelError`.
 """
 
 import json
@@ -26,10 +27,10 @@ from shared.text.json_file import read_json
 from shared.text.messages import append_text, normalize_messages
 
 SANITY_CHECK_TIMEOUT = 10.0
-"""Seconds for rendering the probes, which take a millisecond each."""
+"""Seconds for rendering the probes, each of which takes about a millisecond."""
 
-FORMATS = {"string": ContentFormat.STRING, "openai": ContentFormat.PARTS}
-"""The values of --chat-template-content-format, which are vLLM's, except `auto`."""
+CONTENT_FORMATS = {"string": ContentFormat.STRING, "openai": ContentFormat.PARTS}
+"""The formats by the values of --chat-template-content-format, which are vLLM's. `auto` is not one of them."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
 
@@ -48,17 +49,17 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`. Raise `ModelError`, which names `origin`, if the template does not parse.
 
-        `content_format` is the format of all messages' content, `string` or `openai`; `auto` means the format that the
-        template is found to read. `variables` are the template's, unless a call of `render` gives them.
+        `content_format` is the format of all messages' content: `string` or `openai`, or `auto` to detect what the
+        template reads. `variables` are passed to the template; those of a call of `render` override them.
         """
         self._special = dict(special or {})
         self._origin = origin
-        self._format = FORMATS.get(content_format)
+        self._format = CONTENT_FORMATS.get(content_format)
         self._variables = dict(variables)
         environment = _environment()
         self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
-        if taken := sorted(self._reserved & self._variables.keys()):
-            raise self._error(f"the chat template cannot be given values for {', '.join(taken)}")
+        if reserved := sorted(self._reserved & self._variables.keys()):
+            raise self._error(f"the chat template cannot be given values for {', '.join(reserved)}")
         try:
             self._template = None if source is None else environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -91,14 +92,14 @@ class ChatTemplate:
     def sanity_check(self, seconds: float = SANITY_CHECK_TIMEOUT) -> None:
         """Raise `ModelError` if the template cannot be served.
 
-        That is one that takes so long for short messages, since it would block a server, and one that prints nothing
-        of a user's message, since the model would answer something else.
+        That is a template that does not render short messages within `seconds`, since it would block the server, or
+        that prints nothing of a user's message, since the model could not answer it.
         """
         thread = Thread(target=lambda: self._formats, daemon=True)  # ends with the process
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            raise self._error(f"the chat template has made nothing of one short message in {seconds:.0f} s")
+            raise self._error(f"the chat template has not rendered one short message in {seconds:.0f} s")
         if self._formats.shows_nothing:
             raise self._error(
                 "the chat template shows nothing of a user's message, whether its content is a string or a list of "
@@ -113,15 +114,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt with its special tokens (so encode it without adding any).
+        """Return the prompt with its special tokens. Encode it without adding any.
 
-        With `continue_final_message` it ends with the last message's content, white space included, without what the
-        template would put after it. `variables` are passed to the template; the names of special tokens and functions
-        are reserved. Raise `InvalidRequest` if the template does not take the messages.
+        With `continue_final_message` it ends with the last message's content, white space included, without the text
+        that the template would put after it. `variables` are passed to the template; the names of special tokens and
+        functions are reserved. Raise `InvalidRequest` if the template refuses the messages.
         """
         extra = dict(variables or {})
-        if taken := sorted(self._reserved & extra.keys()):
-            raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(taken)}", "chat_template_kwargs")
+        if reserved := sorted(self._reserved & extra.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(reserved)}", "chat_template_kwargs")
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
@@ -129,7 +130,9 @@ class ChatTemplate:
         normalized = normalize_messages(messages, self._formats)
         if not continue_final_message:
             return self._run(normalized, add_generation_prompt, extra)
-        mark = uuid.uuid4().hex  # marks the content's end in the output, even if the template trims or repeats it
+        mark = (
+            uuid.uuid4().hex
+        )  # finds the content's end in the output, even if the template trims or repeats the content
         append_text(normalized[-1], mark)
         prompt, is_marked, _ = self._run(normalized, False, extra).rpartition(mark)
         if not is_marked:
@@ -138,10 +141,10 @@ class ChatTemplate:
 
     @cached_property
     def _formats(self) -> ContentFormats:
-        """The formats of content that the template reads, detected at the first use."""
+        """Return the formats of content that the template reads. They are detected on first use."""
         if self._template is None:
             return ContentFormats()
-        # detected also if the user has set the format, since `sanity_check` needs the probes
+        # probe even if the user has set the format, since `sanity_check` needs the errors of the probes
         formats = detect_content_formats(lambda messages: self._run(messages, True, {}))
         return formats if self._format is None else ContentFormats({"user": self._format})
 
@@ -151,7 +154,7 @@ class ChatTemplate:
     def _run(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
-        context: dict[str, Any] = {"tools": None, "documents": None}  # templates test whether these are none
+        context: dict[str, Any] = {"tools": None, "documents": None}  # templates compare these with none
         context |= self._special | self._variables | variables
         context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -162,8 +165,8 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
 
 
-class _Generation(Extension):
-    """`{% generation %}` marks the model's own words for training. Here it renders its content."""
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the model's own text for training. Here it only renders its content."""
 
     tags = {"generation"}
 
@@ -174,7 +177,7 @@ class _Generation(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -191,6 +194,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _find(folder: Path) -> str | None:
+    """Return the source of a model folder's template, or None. Raise `ModelError` or `OSError`."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -198,14 +202,14 @@ def _find(folder: Path) -> str | None:
         if isinstance(template, str):
             return template
         if isinstance(template, list):
-            return _pick(template, folder / name)
+            return _default_template(template, folder / name)
     return None
 
 
-def _pick(named: list[Any], path: Path) -> str:
-    """Return the template named default among several, or the only one."""
+def _default_template(named: list[Any], path: Path) -> str:
+    """Return the template named default, or the only one. Raise `ModelError` if there is neither."""
     by_name = {item["name"]: item["template"] for item in named if isinstance(item, dict) and "name" in item}
-    chosen = by_name.get("default", next(iter(by_name.values())) if len(by_name) == 1 else None)
-    if not isinstance(chosen, str):
+    template = by_name.get("default", next(iter(by_name.values())) if len(by_name) == 1 else None)
+    if not isinstance(template, str):
         raise ModelError(f"{path}: none of the chat templates is named default")
-    return chosen
+    return template

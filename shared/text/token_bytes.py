@@ -1,11 +1,11 @@
 """`TokenBytes`: the bytes that each token of a vocabulary stands for. Joined and decoded as UTF-8, they are the text.
 
-The library decodes a whole list of tokens, but a stream has them one by one. The decoders of language models decode
-each token independently, with three exceptions, which this module handles:
+The library decodes a whole list of tokens, but in a stream they come one by one. The decoders of language models decode
+each token independently of the others, with three exceptions, which this module handles:
 - The bytes of one character may be in several tokens. Byte-level BPE writes each byte as a printable character,
   SentencePiece a single byte as '<0xE2>'. So a token stands for bytes, not for text.
-- The first token of a text may differ: WordPiece and Metaspace put no space in front of it.
-- Characters may be stripped from the start of the text, as the space that SentencePiece puts in front of every word.
+- The first token of a text may be decoded differently: WordPiece and Metaspace put no space before it.
+- Characters may be stripped from the start of the text, such as the space that SentencePiece puts before every word.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import tokenizers
 
 DecoderStep: TypeAlias = Callable[[str, bool], str]
-"""Transforms a token. The second argument says whether it is the first one of its text."""
+"""Transforms the text of a token. The second argument is true for the first token of a text."""
 
 _HEX = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NO_TOKENS = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
@@ -33,10 +33,10 @@ class TokenBytes:
         self.later: Mapping[int, bytes] = _Cache(lambda id: self._compute(id, at_start=False) or b"")
         self.max_stripped = 0
         self._stripped = ""
-        self._name = backend.id_to_token
+        self._id_to_token = backend.id_to_token
         self._steps: list[DecoderStep] = [] if backend.decoder is not None else [_add_space]
         self._to_bytes: Callable[[str], bytes] = str.encode
-        joined = False  # whether the decoder has joined all tokens to one text
+        joined = False  # whether the decoders so far have joined all tokens to one text
         for part in _parts(backend):
             joined = joined or part["type"] in ("ByteLevel", "Fuse")
             if part["type"] in _TO_BYTES:
@@ -55,7 +55,7 @@ class TokenBytes:
         return _strip_start(text, self._stripped, limit)
 
     def _compute(self, id: int, at_start: bool) -> bytes | None:
-        token = self._name(id)
+        token = self._id_to_token(id)
         if token is None:
             return None
         for step in self._steps:
@@ -70,7 +70,7 @@ def decode_utf8(data: bytes) -> tuple[str, bytes]:
     """
     text, used = utf_8_decode(data, "replace", False)
     rest = data[used:]
-    if b"\xed\x9f" < rest < b"\xee":  # Python keeps half of a surrogate pair as incomplete
+    if b"\xed\x9f" < rest < b"\xee":  # Python takes half of a surrogate pair for an incomplete character
         return text + "\ufffd\ufffd", b""
     return text, rest
 
@@ -101,16 +101,16 @@ def _flatten(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _step(part: dict[str, Any]) -> DecoderStep:
     """Return the transformation of a token by one of the library's decoders.
 
-    After `Fuse`, the library's decoder sees the whole text. Here it sees single tokens, as the others do.
+    A decoder after `Fuse` gets the whole text in the library, but single tokens here.
     """
-    if part["type"] == "Strip":  # the library's own panics at a token shorter than the limit
+    if part["type"] == "Strip":  # the library's own panics if a token is shorter than the limit
         return lambda token, _: _strip_both(token, part["content"], part["start"], part["stop"])
     decoder = tokenizers.Tokenizer.from_str(json.dumps(_NO_TOKENS | {"decoder": part})).decoder
     return lambda token, at_start: str(decoder.decode([token] if at_start else ["", token]))
 
 
 def _add_space(token: str, at_start: bool) -> str:
-    """Transform a token as the library does without a decoder."""
+    """Transform a token as the library does if there is no decoder: put spaces between tokens."""
     return token if at_start else " " + token
 
 
@@ -125,7 +125,7 @@ def _strip_start(text: str, character: str, limit: int) -> tuple[str, int]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: a printable byte is itself, the others are 256 and up, in order."""
+    """Return GPT-2's characters for bytes: printable bytes are themselves, the others the characters from 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

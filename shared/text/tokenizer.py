@@ -1,9 +1,9 @@
 """`Tokenizer`: a model folder's tokenizer, using the `tokenizers` library.
 
-It knows what the folder's files say about tokens: text to ids and back, which tokens are special, which end a sequence.
-tokenizer.json is read directly, in milliseconds, and the tokens that other files name are added to it. If a folder has
-none, or another file contradicts it, transformers makes the fast tokenizer once, and the result is kept in the cache
-folder under a digest of the files that it was made from.
+It encodes and decodes, and knows which tokens are special and which end a sequence. tokenizer.json is read directly, in
+milliseconds, and the tokens of the other files are added to it. If a folder has none, or another file contradicts it,
+transformers makes the fast tokenizer once. The result is kept in the cache folder, under a digest of the files that it
+was made from.
 """
 
 import hashlib
@@ -24,9 +24,14 @@ from shared.text.token_bytes import TokenBytes, decode_utf8
 
 logger = logging.getLogger(__name__)
 
-VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+"""Patterns of the files from which a tokenizer can be made."""
+
+CONVERSION_FILES = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+"""Patterns of the files that transformers reads to make a tokenizer."""
+
 MAX_SHRINKAGE = 4
-SOURCES = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+"""How many times shorter a normalizer may make a text."""
 
 
 class Tokenizer:
@@ -35,13 +40,13 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, *, special: Mapping[str, str] = {}, eos_token_ids: Iterable[int] = ()
     ) -> None:
-        backend.no_truncation()  # tokenizer.json may have the settings of training
+        backend.no_truncation()  # tokenizer.json may have the settings used in training
         backend.no_padding()
         self.backend = backend
         self.special = dict(special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = len(vocabulary)
-        self._longest = max(map(len, vocabulary), default=1)
+        self._max_token_length = max(map(len, vocabulary), default=1)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self._special_tokens = {
             id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -53,8 +58,8 @@ class Tokenizer:
     def load(cls, folder: Path, model: Path | None = None) -> "Tokenizer":
         """Return the tokenizer in `folder`. `model` is the model's folder if that is another one.
 
-        The tokens that end a sequence are the model's. Raise `ModelError` naming a file that is missing or broken, or
-        if the tokenizer has tokens that the model does not have.
+        The tokens that end a sequence are the model's. Raise `ModelError` if a file is missing or broken, or if the
+        tokenizer has tokens that the model does not have.
         """
         check_tokenizer_files(folder)
         backend = _load_backend(folder, _model_vocab_size(model or folder))
@@ -68,11 +73,11 @@ class Tokenizer:
         return self.token_id(self.special["bos_token"]) if "bos_token" in self.special else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`, with the tokenizer's own BOS and the like if `add_special_tokens`."""
+        """Return the token ids of `text`, with special tokens such as BOS if `add_special_tokens`."""
         return self.encode_all([text], add_special_tokens)[0]
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text. The library's batch call lets other threads run meanwhile."""
+        """Return the token ids of each text. Other threads can run meanwhile. Raise `InvalidRequest`."""
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError as error:  # raised by the library for a lone surrogate
@@ -84,23 +89,23 @@ class Tokenizer:
         offsets: list[int] = []
         end = 0
         for start, stop in self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].offsets:
-            offsets.append(min(start, end) if start < stop else end)  # a token that was added is not part of the text
+            offsets.append(min(start, end) if start < stop else end)  # an added token, such as BOS, is not in the text
             end = max(end, stop)
         return offsets
 
     def max_characters(self, tokens: int) -> int:
-        """Return the number of characters from which on a text counts as more than `tokens` without tokenizing it.
+        """Return the number of characters above which a text is assumed to have more than `tokens` tokens.
 
-        A token stands for at most the characters of the longest one. `MAX_SHRINKAGE` allows for normalizers that
-        shorten a text, as by joining runs of spaces. (A normalizer that joins runs of any length could exceed it.)
+        No token has more characters than the longest one. `MAX_SHRINKAGE` allows for normalizers that shorten a text,
+        such as one that joins runs of spaces. (One that joins runs of any length could exceed it.)
         """
-        return tokens * self._longest * MAX_SHRINKAGE
+        return tokens * self._max_token_length * MAX_SHRINKAGE
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, *, final: bool = True) -> str:
-        """Return the text of `ids`. Ids that the tokenizer does not have (of a padded vocabulary) are skipped.
+        """Return the text of `ids`. Ids that the tokenizer does not have (padding of the vocabulary) are skipped.
 
         Invalid bytes become U+FFFD, as Unicode recommends. Unless `final`, an incomplete character at the end is left
-        out instead. For valid text this is what the library's `decode` returns.
+        out. For valid text the result is that of the library's `decode`.
         """
         hidden = self.special_ids if skip_special_tokens else frozenset()
         shown = (id for id in ids if id not in hidden)
@@ -110,11 +115,11 @@ class Tokenizer:
         return self.bytes.strip(text, self.bytes.max_stripped)[0]
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as it is written in the vocabulary; None if there is no such token."""
+        """Return the id of a token, spelled as in the vocabulary; None if there is no such token."""
         return self.backend.token_to_id(token)
 
     def special_token(self, id: int) -> str | None:
-        """Return the text of a special token; None if it is an ordinary one."""
+        """Return the text of a special token; None if the token is not special."""
         return self._special_tokens.get(id)
 
     def token_bytes(self, id: int, at_start: bool = False) -> bytes:
@@ -131,7 +136,7 @@ class Tokenizer:
             return first
 
     def token_text(self, id: int, at_start: bool = False) -> str:
-        r"""Return one token as people read it: its text, or `bytes:\xf0\x9f` if it is not whole characters."""
+        r"""Return one token for display: its text, or `bytes:\xf0\x9f` if it is not whole characters."""
         raw = self.token_bytes(id, at_start)
         try:
             return raw.decode()
@@ -143,11 +148,12 @@ def check_tokenizer_files(folder: Path) -> None:
     """Raise `ModelError` if a model folder has no file from which a tokenizer can be made."""
     if (pointer := read_pointer(folder)) and pointer.no_tokenizer:
         raise ModelError(pointer.no_tokenizer)
-    if not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
-        raise ModelError(f"{folder} has no tokenizer; none of {', '.join(VOCABULARIES)} is there")
+    if not any(path for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
+        raise ModelError(f"{folder} has no tokenizer; none of {', '.join(VOCABULARY_FILES)} is there")
 
 
 def _check_fits(backend: tokenizers.Tokenizer, folder: Path, model: Path) -> None:
+    """Raise `ModelError` if the tokenizer has an id that the model does not have."""
     size = _model_vocab_size(model)
     highest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if size is not None and highest >= size:
@@ -178,10 +184,11 @@ def _load_backend(folder: Path, vocab_size: int | None) -> tokenizers.Tokenizer:
 
 
 def _convert(folder: Path, reason: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer that transformers makes, from the cache if it was made before."""
     cached = cache_folder() / "tokenizers" / f"{_digest(folder)}.json"
     if cached.is_file():
         return _read(cached)
-    logger.info("%s: %s; transformers makes the tokenizer, once", folder, reason)
+    logger.info("%s: %s; transformers converts the tokenizer, once", folder, reason)
     backend = _convert_with_transformers(folder, reason)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -189,12 +196,14 @@ def _convert(folder: Path, reason: str) -> tokenizers.Tokenizer:
         partial.write_text(backend.to_str(), encoding="utf-8")  # `save` raises no OSError on a full disk
         partial.replace(cached)
     except OSError as error:
-        logger.warning("cannot keep the tokenizer in %s (%s); it is made anew at each start", cached.parent, error)
+        logger.warning(
+            "cannot keep the tokenizer in %s (%s); it is converted again at each start", cached.parent, error
+        )
     return backend
 
 
 def _convert_with_transformers(folder: Path, reason: str) -> tokenizers.Tokenizer:
-    from transformers import AutoTokenizer  # takes seconds, so only here
+    from transformers import AutoTokenizer  # imported here since it takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), use_fast=True, trust_remote_code=False)
@@ -208,14 +217,14 @@ def _convert_with_transformers(folder: Path, reason: str) -> tokenizers.Tokenize
 
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256(version("transformers").encode())
-    for path in sorted({path for pattern in SOURCES for path in folder.glob(pattern)}):
-        if path.stat().st_size < 64 * 1024 * 1024:  # not weights: tokenizers and indices of weights are small
+    for path in sorted({path for pattern in CONVERSION_FILES for path in folder.glob(pattern)}):
+        if path.stat().st_size < 64 * 1024 * 1024:  # smaller than weights; index files of weights may be included
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> list[int]:
-    """Return the tokenizer's own, and those of generation_config.json, or of config.json if the former has none."""
+    """Return the tokenizer's eos_token, and the ids in generation_config.json, or else those in config.json."""
     size = _model_vocab_size(folder)
     if size is None:
         size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -232,7 +241,7 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, special: Mapping
 
 
 def _model_vocab_size(folder: Path) -> int | None:
-    """Return config.json's vocab_size, or its text_config's. Padding can make it more than the tokenizer's."""
+    """Return vocab_size of config.json or its text_config. With padding it exceeds the tokenizer's."""
     config = read_json(folder / "config.json")
     text = config.get("text_config")
     size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
@@ -240,18 +249,18 @@ def _model_vocab_size(folder: Path) -> int | None:
 
 
 def _read_generation_config(path: Path) -> dict[str, Any]:
-    """Return what `read_json` does, or {} for a broken file, which whoever serves the model did not write."""
+    """Return what `read_json` does, but {} for a broken file, which is not the user's fault."""
     try:
         return read_json(path)
     except ModelError as error:
-        logger.warning("%s; no eos_token_id is taken from it", error)
+        logger.warning("%s; its eos_token_id is not used", error)
         return {}
 
 
 def _below_vocab_size(values: Sequence[Any], size: int, path: Path) -> list[int]:
     """Return the ids that the model can sample, and log the others: an engine refuses a request with such an id."""
-    ids = {at: as_integer(value) for at, value in enumerate(values) if value is not None}
-    inside = {at: id for at, id in ids.items() if id is not None and 0 <= id < size}
-    if outside := [values[at] for at in ids if at not in inside]:
+    ids = {index: as_integer(value) for index, value in enumerate(values) if value is not None}
+    inside = {index: id for index, id in ids.items() if id is not None and 0 <= id < size}
+    if outside := [values[index] for index in ids if index not in inside]:
         logger.warning("%s: eos_token_id %.200s is ignored: the model has %d tokens", path, outside, size)
     return list(inside.values())

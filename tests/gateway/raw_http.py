@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from services.gateway.app import make_app
-from services.gateway.listener import Runner
+from services.gateway.http_server import HttpRunner
 from tests.gateway.fakes import FakeBackend, make_gateway
 
 BODY = b'{"prompt":"hi","max_tokens":1}'
@@ -22,7 +22,7 @@ PATIENCE = 10.0
 async def listening(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[int]:
     """Yield the port of a gateway with these settings (those of `make_gateway`)."""
     app = make_app(make_gateway(backend or FakeBackend(), **settings))
-    runner = Runner(app, handler_cancellation=True, access_log=None)
+    runner = HttpRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.checks import check_files
+from quire.startup_checks import check_files
 from services.gateway.config import GatewayConfig
 from services.gateway.served_model import ServedModel
 from shared.errors import ModelError

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.gateway import listener
+from services.gateway import http_server
 from tests.gateway.fakes import FakeBackend, endless
 from tests.gateway.raw_http import PATIENCE, connect, get, listening, post
 
@@ -44,7 +44,7 @@ async def test_who_is_gone_after_having_listened_is_noticed_by_the_next_token() 
     async with listening(backend) as port, connect(port, data) as exchange:
         await exchange.answer(to_head=True)
         exchange.half_close()
-        await asyncio.sleep(2 * listener.PROBE_AFTER)
+        await asyncio.sleep(2 * http_server.PROBE_AFTER)
         exchange.leave()
         backend.go_on.set()
         await asyncio.wait_for(backend.requests[0].left.wait(), PATIENCE)
@@ -54,7 +54,7 @@ async def test_who_is_gone_after_having_listened_is_noticed_by_the_next_token() 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_a_slow_stream_goes_on_to_its_end(version: str, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """HTTP-03: clients skip the bytes by which the gateway probes them."""
-    monkeypatch.setattr(listener, "PROBE_AFTER", 0.02)
+    monkeypatch.setattr(http_server, "PROBE_AFTER", 0.02)
     backend = FakeBackend()
     backend.pause_at = int(begun)
     async with listening(backend) as port, connect(port, post(body=STREAM, version=version)) as exchange:
@@ -72,7 +72,7 @@ async def test_a_slow_stream_goes_on_to_its_end(version: str, begun: bool, monke
 
 async def test_a_slow_answer_comes_behind_an_interim_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """HTTP-03."""
-    monkeypatch.setattr(listener, "PROBE_AFTER", 0.02)
+    monkeypatch.setattr(http_server, "PROBE_AFTER", 0.02)
     backend = FakeBackend()
     backend.pause_at = 1
     async with listening(backend) as port, connect(port, post(body=WHOLE)) as exchange:

@@ -352,7 +352,7 @@ async def test_a_bug_is_a_500_with_its_id_and_a_traceback_in_the_log(caplog: pyt
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_body_that_does_not_come_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.body.TIMEOUT", 0.1)
+    monkeypatch.setattr("services.gateway.body.BODY_TIMEOUT", 0.1)
 
     async def begun() -> Any:
         yield b'{"prompt": '

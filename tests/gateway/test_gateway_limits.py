@@ -547,7 +547,7 @@ async def test_many_prompts_are_tokenized_off_the_loop_and_few_on_it() -> None:
 async def test_tokenizing_goes_by_groups_and_ends_with_the_first_prompt_that_is_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.gateway.prompt.BATCH", 1000)
+    monkeypatch.setattr("services.gateway.prompt.MAX_BATCH", 1000)
     tokenizer = Recorder()
     prompts = [letter * 400 for letter in "abcde"]
     async with serve(FakeBackend(max_model_len=401), tokenizer=tokenizer) as client:

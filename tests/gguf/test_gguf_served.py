@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.checks import check_model
+from quire.startup_checks import check_model
 from shared.errors import ModelError
 from shared.gguf.folder import model_folder
 from shared.text.tokenizer import Tokenizer

@@ -97,7 +97,7 @@ def test_the_question_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("GraniteForCausalLM")))
     assert read_supported(tmp_path)[1] == Implementation("GraniteForCausalLM", native=False)
     script = (
-        "import sys; from pathlib import Path; from quire.checks import read_supported; "
+        "import sys; from pathlib import Path; from quire.startup_checks import read_supported; "
         f"read_supported(Path({str(tmp_path)!r})); print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 
 import psutil
 
-from quire.instance import PREFIX
+from quire.instance_folder import PREFIX
 
 ROOT = Path(__file__).parents[2]
 GONE_WITHIN = 10.0  # seconds after a signal

@@ -73,7 +73,7 @@ def test_words_beside_the_answer_are_tokens(first: dict[str, Any], aside: str) -
     """BEN-01: a model that thinks first answers when it begins to think."""
     opening, text = delta(role="assistant", content=""), delta("stop", content="a")
     result = take((10.1, opening), (10.5, delta(**first)), (11.0, text), (11.0, DONE))
-    assert (result.ok, result.text, result.aside) == (True, "a", aside)
+    assert (result.ok, result.text, result.other_text) == (True, "a", aside)
     assert (result.ttft, result.itls, result.latency) == (0.5, [0.5], 1.0)
 
 
@@ -188,14 +188,14 @@ def test_a_number_of_tokens_that_cannot_be_is_refused(count: str) -> None:
 
 def test_an_answer_that_is_no_stream_is_shown() -> None:
     result = take((11.0, b"<html>\n<body>Log in"), (11.0, b" first</body>"), content_type="text/html")
-    assert result.error == "no stream but an answer of type text/html: <html> <body>Log in first</body>"
+    assert result.error == "not a stream but a response of type text/html: <html> <body>Log in first</body>"
     result = take((11.0, b'{"error": "no such model"}'), content_type="application/json")
-    assert result.error == "no stream but an answer of type application/json: no such model"
+    assert result.error == "not a stream but a response of type application/json: no such model"
     assert take((11.0, text("a", "stop") + DONE), content_type="text/plain").ok, "what it is called does not matter"
 
 
 def test_a_line_without_an_end_is_cut_off() -> None:
-    lines = Lines(most=10)
+    lines = Lines(max_length=10)
     assert lines.feed(b"12345\n12345") == [b"12345"]
     assert lines.feed(b"67890\r") == [b"1234567890"]
     assert lines.feed(b"\n1234567890") == []

@@ -13,7 +13,7 @@ from quire.bench import metrics
 from quire.bench.client import Outcome
 from quire.bench.load import Run
 from quire.bench.options import ServeOptions
-from quire.bench.report import block, record, result
+from quire.bench.report import format_report, make_record, summarize
 
 SECONDS = st.floats(min_value=0, max_value=100)
 WHOLE = Outcome(8, ok=True, started=10.0, queued=0.5, ttft=0.2, itls=[0.1, 0.3], latency=0.6, output_tokens=5, text="a")
@@ -61,12 +61,12 @@ def test_latencies_are_those_of_what_was_completed() -> None:
     assert results["e2el_including_client_queue"] == [1.1, 0.4]
 
 
-def test_a_spread_is_in_milliseconds_with_interpolated_percentiles() -> None:
-    results = metrics.spread([0.001, 0.002, 0.003, 0.010], [50, 90, 99.9])
+def test_latency_stats_are_in_milliseconds_with_interpolated_percentiles() -> None:
+    results = metrics.latency_stats([0.001, 0.002, 0.003, 0.010], [50, 90, 99.9])
     assert (results.mean, results.median) == (4.0, 2.5)
     assert results.std == pytest.approx(math.sqrt(12.5))
     assert results.percentiles == {50: 2.5, 90: pytest.approx(7.9), 99.9: pytest.approx(9.979)}
-    assert metrics.spread([], [99]) == metrics.Spread(0.0, 0.0, 0.0, {99: 0.0})
+    assert metrics.latency_stats([], [99]) == metrics.LatencyStats(0.0, 0.0, 0.0, {99: 0.0})
 
 
 @given(outcomes(), st.dictionaries(st.sampled_from(["ttft", "tpot", "e2el"]), SECONDS))
@@ -88,7 +88,7 @@ def test_goodput_grows_with_the_goals_and_is_what_keeps_all(outcomes: list[Outco
 
 @given(st.lists(SECONDS, min_size=1), st.lists(st.floats(0, 100), min_size=1))
 def test_percentiles_lie_between_the_values_and_in_order(values: list[float], percents: list[float]) -> None:
-    results = metrics.spread(values, percents).percentiles
+    results = metrics.latency_stats(values, percents).percentiles
     ordered = [results[percent] for percent in sorted(results)]
     rounded = 1e-9 * max(values) * 1000
     assert all(after >= before - rounded for before, after in itertools.pairwise(ordered))
@@ -169,20 +169,20 @@ DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generat
 def test_the_file_has_vllms_keys_in_its_order() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5)
     names = ["ttft", "tpot", "itl", "e2el"]
-    results = result(Run(THREE, 2.0, now), None, math.inf, names, [50.0, 99.0], {})
+    results = summarize(Run(THREE, 2.0, now), None, math.inf, names, [50.0, 99.0], {})
     labels = {"model": "m", "tokenizer": "t", "metadata": {}, "now": now}
-    detailed = record(ServeOptions(save_result=True, save_detailed=True), results, **labels)
+    detailed = make_record(ServeOptions(save_result=True, save_detailed=True), results, **labels)
     assert list(detailed) == KEYS
     assert (detailed["date"], detailed["request_rate"]) == ("20260102-030405", "inf")
     assert detailed["output_lens"] == [5, 0, 1]
     assert detailed["p50_itl_ms"] == pytest.approx(200.0)
-    assert list(record(ServeOptions(), results, **labels)) == [key for key in KEYS if key not in DETAILS]
+    assert list(make_record(ServeOptions(), results, **labels)) == [key for key in KEYS if key not in DETAILS]
 
 
 def test_waiting_in_the_client_is_told_of_where_it_exists() -> None:
     def told(concurrency: int | None, rate: float) -> list[str]:
         names = ["client_queue_time", "e2el_including_client_queue"]
-        return list(result(Run(THREE, 2.0, datetime.now()), concurrency, rate, names, [99.5], {}).spreads)
+        return list(summarize(Run(THREE, 2.0, datetime.now()), concurrency, rate, names, [99.5], {}).latencies)
 
     assert told(None, 5.0) == []
     assert told(2, math.inf) == ["client_queue_time"]
@@ -190,8 +190,8 @@ def test_waiting_in_the_client_is_told_of_where_it_exists() -> None:
 
 
 def test_the_block_names_what_was_measured() -> None:
-    results = result(Run(THREE, 2.0, datetime.now()), 2, 4.0, ["ttft"], [99.9], {"ttft": 0.3})
-    lines = block(results, 4.0).splitlines()
+    results = summarize(Run(THREE, 2.0, datetime.now()), 2, 4.0, ["ttft"], [99.9], {"ttft": 0.3})
+    lines = format_report(results, 4.0).splitlines()
     assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[-1] == "=" * 50
     values = dict(line.split(":") for line in lines if ":" in line)

@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from quire.bench.command import bench
 from quire.bench.options import ServeOptions
-from quire.bench.outputs import check_writable
+from quire.bench.output_files import check_writable
 from shared.config import resolve
 from shared.errors import ConfigError, EngineFailure, ModelError, Unavailable
 from shared.hub.embedded import EMBEDDED
@@ -303,9 +303,9 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         (["--percentile-metrics=ttft,speed"], "--percentile-metrics speed: must be one of ttft"),
         (["--header", "x"], "--header x: must be KEY=VALUE"),
         (["--header", "x=1\n2"], "--header x: has a line end"),
-        (["--header", "x y=1"], "--header 'x y': no header"),
-        (["--header", "x\ny=1"], "--header 'x\\ny': no header"),
-        (["--header", "Content-Length=1"], "--header 'Content-Length': no header that can be set"),
+        (["--header", "x y=1"], "--header 'x y': not a header"),
+        (["--header", "x\ny=1"], "--header 'x\\ny': not a header"),
+        (["--header", "Content-Length=1"], "--header 'Content-Length': not a header that can be set"),
         (["--request-id-prefix=a\nb"], "--request-id-prefix: has a line end"),
         (["--plot=/proc/no/x.png"], "--plot: cannot write /proc/no/x.png: "),
         (["--save-result", "--result-dir=/dev/null/x"], "--result-filename: cannot write /dev/null/x/openai-infqps-"),

@@ -54,8 +54,8 @@ def test_a_range_ratio_spreads_lengths_evenly() -> None:
 def test_random_text_is_as_long_when_it_is_tokenized_again(bos: bool) -> None:
     tokenizer = make_tokenizer(bos=bos)
     generator = RequestGenerator(WorkloadOptions(num_prompts=30, random_input_len=30), tokenizer, seed=0, text=True)
-    whole = [id for id in generator.ordinary.tolist() if not tokenizer.token_text(id).startswith("bytes:")]
-    generator.ordinary = np.array(whole)  # a vocabulary of words has few tokens that are part of a character
+    whole = [id for id in generator.ordinary_ids.tolist() if not tokenizer.token_text(id).startswith("bytes:")]
+    generator.ordinary_ids = np.array(whole)  # a vocabulary of words has few tokens that are part of a character
     for request in generator.generate():
         assert isinstance(request.prompt, str)
         assert request.prompt_len == len(tokenizer.encode(request.prompt)) == 30, "a BOS included"

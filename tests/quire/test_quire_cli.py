@@ -17,7 +17,7 @@ import pytest
 
 from quire import settings
 from quire.banner import banner, base_url, has_chat_template
-from quire.children import Log
+from quire.children import ServiceLog
 from quire.serve import children, connect_services, free_port
 from services.gateway.config import GatewayConfig
 from shared.config import load
@@ -114,7 +114,7 @@ def test_the_way_of_one_model_is_told(folder: Path) -> None:
     assert refused.returncode == 2
     assert refused.stderr.startswith("quire: architecture MambaForCausalLM is not supported: in transf")
     assert quire("models", "owner/name").stderr.startswith(
-        "quire: there is no folder or file owner/name; of a model that is elsewhere"
+        "quire: there is no folder or file owner/name; for a model that is elsewhere"
     )
     assert quire("models", "a", "b").stderr.startswith("quire: models takes one architecture, folder or file\n")
 
@@ -206,7 +206,7 @@ def test_services_get_all_settings_and_no_secret_on_their_command_line(
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "99")  # which a flag has overruled
     flags = {"max_num_seqs": "128", "api_key": ["k3y-one", "k3y-two"], "dtype": "bfloat16", "port": "8123"}
     expected = connect_services(settings.read(flags, os.environ), 8123, tmp_path)
-    for child, config in zip(children(expected, Log(sys.stderr.buffer)), expected[1:], strict=True):
+    for child, config in zip(children(expected, ServiceLog(sys.stderr.buffer)), expected[1:], strict=True):
         argv = child.argv[child.argv.index(f"services.{child.name}") + 1 :]
         assert load(type(config), argv, child.environment, prog=child.name) == config
         assert "k3y" not in " ".join(child.argv)

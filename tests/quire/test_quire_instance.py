@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.instance import PREFIX, instance_folder, remove_dead
+from quire.instance_folder import PREFIX, instance_folder, remove_stale
 from shared.errors import ConfigError
 
-HOLD = "import sys, time; from pathlib import Path; from quire.instance import instance_folder\n"
+HOLD = "import sys, time; from pathlib import Path; from quire.instance_folder import instance_folder\n"
 HOLD += "with instance_folder(Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(60)"
 
 
@@ -72,7 +72,7 @@ def test_only_folders_of_ours_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}.notes").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / f"{PREFIX}.13.abc").symlink_to(tmp_path / "other")
-    assert remove_dead(tmp_path) == [tmp_path / f"{PREFIX}.12.abc"]
+    assert remove_stale(tmp_path) == [tmp_path / f"{PREFIX}.12.abc"]
     assert (tmp_path / "other").is_dir()
     assert (tmp_path / f"{PREFIX}.notes").is_dir()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.instance import remove_dead
+from quire.instance_folder import remove_stale
 from tests.ports import free_ports
 from tests.quire.quire_server import Server, healthy, serving, short_folder
 from tests.waiting import wait_until
@@ -64,7 +64,7 @@ def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Pa
             assert f"--unix-socket {path} http://localhost/v1/" in command
             assert server.stop(signal.SIGTERM) == 0
         said = server.err.read_text()
-        assert said.startswith("quire: --enforce-eager is taken without effect: ")
+        assert said.startswith("quire: --enforce-eager is accepted without effect: ")
         assert " INFO " not in said
 
 
@@ -132,7 +132,7 @@ def test_what_is_killed_leaves_nothing_and_hurts_no_other(
                 server.children()[name].kill()
             assert continuation(server.url) == continuation(live.url)
             server.end(signal.SIGKILL)
-        assert len(remove_dead(place)) == 1
+        assert len(remove_stale(place)) == 1
         assert live.files() >= SOCKETS
         assert live.stop(signal.SIGTERM) == 0
         assert list(place.iterdir()) == []

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from quire import children
-from quire.children import Child, Log, StartFailed
+from quire.children import Child, ServiceLog, StartFailed
 from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
 from quire.watch import Watch
 from tests.waiting import until, wait_until
@@ -54,7 +54,7 @@ class Fakes:
         self.said: list[str] = []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
         self.children = [
-            Child(name, ["fake_service", str(folder), name, mode, str(os.getpid())], Log(self.out), environment)
+            Child(name, ["fake_service", str(folder), name, mode, str(os.getpid())], ServiceLog(self.out), environment)
             for name, mode in modes.items()
         ]
 
@@ -196,8 +196,8 @@ async def test_a_child_is_not_brought_back_while_draining(tmp_path: Path) -> Non
 
 
 def test_pauses_grow_up_to_a_bound_and_deaths_after_readiness_are_never_final() -> None:
-    child = Child("worker", [], Log(io.BytesIO()), {})
-    child.established = True
+    child = Child("worker", [], ServiceLog(io.BytesIO()), {})
+    child.note_server_ready()
     pauses = [child.pause(1, deaths) for deaths in range(1, 9)]
     assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert child.pause(1, 10_000) == 10.0
@@ -208,7 +208,7 @@ async def test_the_log_labels_lines_and_keeps_progress_bars() -> None:
     source.feed_data(b"one\ntw")
     source.feed_data(b"o\n\r 10%\r 20%\r100%\nlast")
     source.feed_eof()
-    await Log(out).pump("worker", source)
+    await ServiceLog(out).copy("worker", source)
     label = b"worker    | "
     assert out.getvalue() == b"".join(
         label + line for line in (b"one\n", b"two\n", b" 10%\r", b" 20%\r", b"100%\n", b"last\n")
@@ -253,6 +253,6 @@ async def test_a_watch_that_fails_is_told_and_serving_goes_on(tmp_path: Path) ->
     supervisor.watch = BrokenWatch()
     async with fakes.running(supervisor) as task:
         await until(lambda: fakes.announced == 1 and len(fakes.said) == 1)
-        assert fakes.said == ["services that hang are no longer replaced, by a bug: LookupError('of mine')"]
+        assert fakes.said == ["services that hang are no longer replaced, because of a bug: LookupError('of mine')"]
         os.kill(os.getpid(), signal.SIGTERM)
         assert await task == 0

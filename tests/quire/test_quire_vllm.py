@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import settings, vllm, vllm_settings
-from quire.llm import translated
+from quire.llm import translate_arguments
 from shared.config import flag_parser
 from shared.errors import ConfigError
 
@@ -74,7 +74,7 @@ def test_what_is_renamed_has_its_effect() -> None:
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
     result, notes = parse("--seed 0 --enforce-eager -tp 1")
     assert result == parse("")[0]
-    assert [note.partition(" is taken without effect: ")[0] for note in notes] == [
+    assert [note.partition(" is accepted without effect: ")[0] for note in notes] == [
         "--seed 0",
         "--enforce-eager",
         "--tensor-parallel-size 1",
@@ -117,7 +117,7 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     assert result.gateway.served_model_name == ["foo"]
     assert result.gateway.api_key == ["123"]
     assert (result.scheduler.max_model_len, result.worker.kv_cache_memory) == (2000, 1.0)
-    assert [note.partition(" is taken")[0] for note in notes] == [
+    assert [note.partition(" is accepted")[0] for note in notes] == [
         f"--config {file}: --tensor-parallel-size 1",
         f"--config {file}: --enforce-eager",
     ]
@@ -153,25 +153,25 @@ def test_the_key_of_vllm_protects_the_server() -> None:
 def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], own: dict[str, Any]) -> None:
     """API-02: a script for vLLM needs another import line, and nothing else."""
     named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None}
-    assert translated(named, arguments) == own
+    assert translate_arguments(named, arguments) == own
 
 
 @pytest.mark.parametrize("arguments", [{"shutdown_timeout": 5}, {"uvicorn_log_level": "debug"}, {"drain_timeout": 5}])
 def test_settings_of_the_server_are_no_arguments_of_llm(arguments: dict[str, Any]) -> None:
     """`LLM` would ignore them silently."""
     with pytest.raises(ConfigError, match="LLM has no argument"):
-        translated({"quantization": None}, arguments)
+        translate_arguments({"quantization": None}, arguments)
 
 
 def test_every_name_stands_once_and_none_is_a_setting_of_quire() -> None:
-    rows = [*vllm_settings.TAKEN.values(), *vllm_settings.REFUSED.values()]
+    rows = [*vllm_settings.ACCEPTED.values(), *vllm_settings.REFUSED.values()]
     names = [word.partition("=")[0].rstrip("!") for row in rows for word in row.split()]
     own = {knob.name for knob in settings.public_knobs()}
     assert sorted(names) == sorted(set(names))
     assert not own & (set(names) | set(vllm_settings.RENAMED))
     assert set(vllm_settings.RENAMED.values()) <= own
-    assert {name.replace("-", "_") for name in vllm_settings.SHORT.values()} <= set(names) | own
-    assert set(names) >= vllm_settings.SEVERAL
+    assert {name.replace("-", "_") for name in vllm_settings.SHORT_FLAGS.values()} <= set(names) | own
+    assert set(names) >= vllm_settings.LIST_FLAGS
 
 
 def test_the_page_is_current() -> None:

@@ -11,7 +11,7 @@ from typing import cast
 import psutil
 import pytest
 
-from quire.children import Child, Log
+from quire.children import Child, ServiceLog
 from quire.watch import SilenceLimit, Watch
 from shared.protocol import Heartbeat, ProcessStats
 from tests.scheduler.fake_listener import FakeListener, as_listener
@@ -25,7 +25,7 @@ class WatchHarness:
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.net = FakeListener()
         self.watch = Watch(as_listener(self.net), {"gateway": SilenceLimit(SILENCE, TURN)})
-        self.child = Child("gateway", [], Log(io.BytesIO()), {})
+        self.child = Child("gateway", [], ServiceLog(io.BytesIO()), {})
         self.child.process = cast("object", process)  # type: ignore[assignment]  (it has a pid)
         self.pid = process.pid
 

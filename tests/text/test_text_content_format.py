@@ -110,7 +110,7 @@ def test_roles_may_differ() -> None:
     template = ChatTemplate(loop(body))
     for written_as in ("string", "parts", "mixed"):
         assert template.render(conversation(written_as)) == "<system>BE BRIEF|<user>HELLO|<assistant>YES?|<tool>42|"
-    assert [template._formats.of(role) for role in ("system", "developer", "user", "assistant", "wizard")] == [
+    assert [template._formats.for_role(role) for role in ("system", "developer", "user", "assistant", "wizard")] == [
         ContentFormat.STRING, ContentFormat.STRING, ContentFormat.PARTS, ContentFormat.ONE_PART, ContentFormat.PARTS,
     ]  # fmt: skip
 

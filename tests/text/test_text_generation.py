@@ -76,7 +76,10 @@ def test_what_cannot_be_used_is_ignored_in_one_line(
         assert SamplingParams(**defaults)
         (record,) = caplog.records
         assert (record.levelno, "\n" in record.getMessage()) == (logging.WARNING, False)
-        assert f"generation_config.json: ignored, since it is out of range or no number: {field} " in caplog.text
+        assert (
+            f"generation_config.json: these values are ignored, since they are out of range or not numbers: {field} "
+            in caplog.text
+        )
 
 
 def test_all_that_is_ignored_stands_in_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -226,7 +226,7 @@ def test_the_stop_found_does_not_depend_on_how_the_text_is_cut() -> None:
 
 def test_a_stop_string_in_held_text_that_did_not_count_does_not_count_later() -> None:
     matcher = StopMatcher(["xab!", "ab"])
-    assert matcher.push("xab", armed=False) == ""
+    assert matcher.push("xab", can_match=False) == ""
     assert matcher.push("q") == "xabq"
     assert matcher.matched is None
 

@@ -186,7 +186,7 @@ def test_a_folder_without_tokenizer_json_is_converted_once(
     cached.unlink()
     cached.with_suffix(".partial").symlink_to("/dev/full")
     assert Tokenizer.load(folder).encode("one two") == tokenizer.encode("one two")
-    assert "No space left on device); it is made anew at each start" in caplog.text
+    assert "No space left on device); it is converted again at each start" in caplog.text
 
 
 def test_a_folder_without_any_tokenizer_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""The private folder of a running server, which holds its ipc sockets and is removed with it.
+"""Makes the private folder of a running server, which holds its ipc sockets, and removes it at the end.
 
-The server locks the folder itself; the kernel drops the lock however the server ends. So a folder that can be locked
-belongs to a dead server, and the next start removes it. Folders of living servers are left alone.
+The server holds a lock on the folder, which the kernel releases however the server ends. So a folder that can be locked
+belongs to a server that has died, and the next start removes it.
 """
 
 import fcntl
@@ -16,22 +16,22 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 PREFIX = "quire-serve"
-NAME = re.compile(PREFIX + r"\.\d+\.\w+")
+FOLDER_NAME = re.compile(PREFIX + r"\.\d+\.\w+")
 
-MAX_PATH = 100
-"""Longest path of a socket, in bytes; the kernel's limit is 107."""
+MAX_SOCKET_PATH = 100
+"""Bytes of the longest path of a socket; the kernel's limit is 107."""
 
 LONGEST_SOCKET = "gateways.sock"
 
 
 @contextmanager
 def instance_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Make a folder that only this user may enter, and remove it at the end. Folders of dead servers are removed first.
+    """Make a folder that only this user may enter, and remove it at the end. Remove folders of dead servers first.
 
-    It is made in `parent`: by default XDG_RUNTIME_DIR, or the folder for temporary files.
+    `parent` is by default XDG_RUNTIME_DIR, or else the folder for temporary files.
     """
     parent = parent or default_parent()
-    remove_dead(parent)
+    remove_stale(parent)
     folder, lock = _create(parent)
     try:
         yield folder
@@ -41,43 +41,52 @@ def instance_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def default_parent() -> Path:
-    """Return the first folder for short-lived files that can be written and leaves room for a socket's path."""
+    """Return the first folder for temporary files that is writable and short enough for a socket's path.
+
+    Raise `ConfigError` if there is none.
+    """
     candidates = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
     for parent in (Path(path) for path in candidates if path):
-        longest = parent / f"{PREFIX}.{2**22}.{'x' * 8}" / LONGEST_SOCKET
-        if os.access(parent, os.W_OK | os.X_OK) and len(os.fsencode(longest)) <= MAX_PATH:
+        longest_path = parent / f"{PREFIX}.{2**22}.{'x' * 8}" / LONGEST_SOCKET
+        if os.access(parent, os.W_OK | os.X_OK) and len(os.fsencode(longest_path)) <= MAX_SOCKET_PATH:
             return parent
     raise ConfigError(
         f"there is no writable folder with a short path for sockets among {', '.join(filter(None, candidates))}"
     )
 
 
-def remove_dead(parent: Path) -> list[Path]:
+def remove_stale(parent: Path) -> list[Path]:
     """Remove the folders in `parent` whose servers are dead, and return them."""
-    return [folder for folder in sorted(parent.glob(f"{PREFIX}.*")) if NAME.fullmatch(folder.name) and _remove(folder)]
+    return [
+        folder
+        for folder in sorted(parent.glob(f"{PREFIX}.*"))
+        if FOLDER_NAME.fullmatch(folder.name) and _remove(folder)
+    ]
 
 
 def _create(parent: Path) -> tuple[Path, int]:
+    """Make and lock a folder. Return it and the file descriptor that holds the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}.{os.getpid()}.", dir=parent))  # mode 0700
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():  # else another start removed it before it was locked
+            if folder.exists():  # otherwise another start has removed it before it was locked
                 return folder, lock
             os.close(lock)
 
 
 def _remove(folder: Path) -> bool:
+    """Remove a folder if it is this user's and its server is dead. Return whether it was removed."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # another user's, or gone
+    except OSError:  # another user's folder, or it is gone
         return False
     try:
         if os.fstat(lock).st_uid != os.getuid():
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # its server lives
+    except BlockingIOError:  # its server is alive
         return False
     else:
         shutil.rmtree(folder, ignore_errors=True)

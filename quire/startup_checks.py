@@ -1,6 +1,6 @@
 """Checks that run before any service is started. They call the same functions as the services.
 
-They need neither torch nor time: they check that the files are there and of a supported kind.
+They only check that the files are there and of a supported type, so they are quick and do not import torch.
 """
 
 from pathlib import Path
@@ -30,14 +30,14 @@ def check_model(
     tokenizer: Path | None = None,
     template: Path | None = None,
 ) -> None:
-    """Raise `ModelError` if the model in `folder` is not supported, there are no weights or no tokenizer, or the chat
-    template does not parse or shows no messages.
+    """Raise `ModelError` if the model in `folder` cannot be served.
 
-    The tokenizer's folder may be another one, with a template of its own; `template` is a file that replaces it.
+    That is if it is not supported, has no weights or no tokenizer, or if its chat template does not parse or shows no
+    messages. `tokenizer` is another folder for tokenizer and template; `template` is a file that replaces the latter.
     """
     read_supported(folder, model_impl)
-    texts = tokenizer or folder
-    check_tokenizer_files(texts)
-    ChatTemplate.load(texts, special_tokens(texts), template).sanity_check()
+    text_folder = tokenizer or folder
+    check_tokenizer_files(text_folder)
+    ChatTemplate.load(text_folder, special_tokens(text_folder), template).sanity_check()
     if load_format != "dummy":
         find_weights(folder, load_format)

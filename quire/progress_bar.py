@@ -9,12 +9,12 @@ from quire.pending_request import PendingRequest
 
 
 class ProgressBar:
-    """A context manager around tqdm; `finished` moves it by one prompt."""
+    """Shows a tqdm bar for the time of a `with` block."""
 
     def __init__(self, total: int, *, disable: bool) -> None:
         self.bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=disable)
         self.started = time.monotonic()
-        self.tokens_in = self.tokens_out = 0
+        self.input_tokens = self.output_tokens = 0
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -24,11 +24,11 @@ class ProgressBar:
     ) -> None:
         self.bar.close()
 
-    def finished(self, request: PendingRequest) -> None:
-        """Count a finished prompt."""
-        self.tokens_in += len(request.tokens)
-        self.tokens_out += request.text.num_output_tokens
+    def count_finished(self, request: PendingRequest) -> None:
+        """Advance the bar by one prompt, and update the speeds."""
+        self.input_tokens += len(request.tokens)
+        self.output_tokens += request.text.num_output_tokens
         seconds = max(time.monotonic() - self.started, 1e-9)
-        speeds = f"input {self.tokens_in / seconds:.1f} toks/s, output {self.tokens_out / seconds:.1f} toks/s"
+        speeds = f"input {self.input_tokens / seconds:.1f} toks/s, output {self.output_tokens / seconds:.1f} toks/s"
         self.bar.set_postfix_str(speeds, refresh=False)
         self.bar.update(1)

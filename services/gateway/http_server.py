@@ -1,12 +1,11 @@
-"""`Runner`: aiohttp's, with connections that answer every request in the API's shape while there is a client.
+"""`HttpRunner`: aiohttp's server, with API errors for unreadable requests, and with half-closed connections.
 
-aiohttp itself answers what it cannot read (no HTTP, a header that is too long, an unknown Content-Encoding), below all
-middlewares, as plain text with a traceback in the log. Here such responses have the API's shape, and the log gets one
-line: the client is at fault, and a stranger must not be able to fill the log.
+A request that cannot be read (not HTTP, a header that is too long, an unknown Content-Encoding) never reaches the
+middlewares. aiohttp answers it with plain text, and logs a traceback. Here the response is an error of the API, and the
+log gets one line, since the client is at fault and must not be able to fill the log.
 
-A client may shut down its sending side and wait for the response. This looks just like a client that has gone away,
-until something is written to it. So if a response takes longer than a moment, the connection writes bytes that clients
-skip.
+A client may shut down its sending side and wait for the response. That looks like a client that has gone away, until
+something is written to it. So while such a response is pending, the connection writes bytes that clients skip.
 
 Where the library has no hook this reaches into it: `AppRunner._make_server`, `Server._loop` and `Server._kwargs`,
 `RequestHandler._parser`, `_request_count` and `_current_request`.
@@ -28,20 +27,20 @@ from services.gateway.request_parser import RequestParser
 
 logger = logging.getLogger(__name__)
 
-MAX_REASON = 200  # characters of why a request cannot be read
+MAX_REASON = 200  # characters
 
 PROBE_AFTER = 0.25
 """Seconds that a half-closed connection waits for its response before it probes whether the client is still there."""
 
 LINGER = 2.0
-"""Seconds for which the connection still reads, and drops, what a client sends behind an error. If it closed at once,
-the client's system might see a reset and drop the response before the client reads it."""
+"""Seconds for which the connection still reads, and drops, what a client sends after an unreadable request. If it
+closed at once, the client's system might get a reset, and drop the response before the client has read it."""
 
 COMMENT = b":\n\n"  # a comment among server-sent events
 
 
-class Runner(web.AppRunner):
-    """Run an application on connections that answer in the API's shape."""
+class HttpRunner(web.AppRunner):
+    """Runs an application on connections of the class below."""
 
     _hang_ups: HangUpWatcher
 
@@ -72,38 +71,38 @@ class _Server(web.Server):
 
 
 class _Connection(RequestHandler):
-    """One connection. An error closes it, since the start of the next request is unknown."""
+    """One connection. An unreadable request closes it, since the start of the next request is unknown."""
 
-    __slots__ = ("_half_closed", "_hang_ups", "_num_answered", "_probing", "_requests")
+    __slots__ = ("_half_closed", "_hang_ups", "_num_answered", "_probe_timer", "_request_parser")
 
     def __init__(
         self, server: web.Server, hang_ups: HangUpWatcher, *, loop: asyncio.AbstractEventLoop, **kwargs: Any
     ) -> None:
         super().__init__(server, loop=loop, **kwargs)
-        self._parser = self._requests = RequestParser(self, loop, self._read_bufsize)
+        self._parser = self._request_parser = RequestParser(self, loop, self._read_bufsize)
         self._hang_ups = hang_ups
         self._num_answered = 0
         self._half_closed: int | None = None  # the socket's descriptor, once the client has shut down its sending side
-        self._probing: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection (True) if the client, which sends no more, is owed a response to a complete request."""
+        """Return whether to keep the connection: the client sends no more, but a complete request is unanswered."""
         if self._half_closed is not None:  # uvloop calls this again whenever reading is resumed
             return True
         transport = self.transport
-        if transport is None or self._request_count == self._num_answered or not self._requests.between_requests:
+        if transport is None or self._request_count == self._num_answered or not self._request_parser.between_requests:
             return False
         self._half_closed = transport.get_extra_info("socket").fileno()
         self._hang_ups.watch(self._half_closed, transport.abort)
-        self._probing = self._loop.call_later(PROBE_AFTER, self._probe)
+        self._probe_timer = self._loop.call_later(PROBE_AFTER, self._probe_client)
         return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop watching the socket; the library then cancels the handler."""
         if self._half_closed is not None:
             self._hang_ups.forget(self._half_closed)
-        if self._probing is not None:
-            self._probing.cancel()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         super().connection_lost(exc)
 
     def handle_error(
@@ -114,14 +113,14 @@ class _Connection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Return the response to an unreadable request, or to an exception that a middleware let through."""
-        if request.writer.output_size > 0:  # as the library does: a second head would be read as body
+        if request.writer.output_size > 0:  # as in the library: a second head would be read as body
             raise ConnectionError("a response has begun already, so the error cannot be sent")
         id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
             reason = _first_line(message or exc.message)
             logger.info("%s %s sent an unreadable request: %s", id, request.remote, reason)
             if isinstance(exc, ContentEncodingError):
-                reason = "its Content-Encoding is none that this server knows"
+                reason = "its Content-Encoding is not supported"
             error = errors.ApiError(status, f"the request cannot be read: {reason}")
         elif exc is None:
             error = errors.ApiError(status, message or "the request failed")
@@ -135,7 +134,7 @@ class _Connection(RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response. It is an exception of aiohttp only if no middleware saw it, as after a wrong Expect."""
+        """Send a response. If it is an exception of aiohttp, no middleware has seen it, as after a wrong Expect."""
         if isinstance(resp, web.HTTPException):
             resp = errors.error_response(errors.to_api_error(resp))
         resp, reset = await super().finish_response(request, resp, start_time)
@@ -143,28 +142,28 @@ class _Connection(RequestHandler):
         if self._num_answered == self._request_count:
             if self._half_closed is not None:
                 resp.force_close()  # the client cannot send another request
-            elif self._requests.failed:
+            elif self._request_parser.failed:
                 await self._linger()
         return resp, reset
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log one line for a broken body, which raises a second time when the library reads on to the next request."""
+        """Log one line for an unreadable body, which raises again when the library skips it for the next request."""
         if isinstance(kw.get("exc_info"), web.RequestPayloadError):
             logger.info("a client sent a body that cannot be read; its connection is closed")
         else:
             super().log_exception(*args, **kw)
 
     async def _linger(self) -> None:
-        """Give the client time to read the error. This is cancelled as soon as the client closes its side."""
+        """Give the client time to read the error. This is cancelled when the client closes the connection."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write_eof()
             await asyncio.sleep(LINGER)
 
-    def _probe(self) -> None:
+    def _probe_client(self) -> None:
         """Write to a client that may be gone. If it is, its system answers with a reset, and the watcher notices.
 
-        Before the response, write an interim one, which clients have to skip; HTTP/1.0 has none. A response that has
-        begun and is not finished is a stream of events, each of which is written whole: then write a comment.
+        Before the response, write an interim one, which clients skip (HTTP/1.0 has none). A response that has begun
+        and is not finished is a stream of events, each of which was written whole; write a comment to it.
         """
         request = self._current_request
         if request is None or self.transport is None or self.transport.is_closing():
@@ -177,6 +176,6 @@ class _Connection(RequestHandler):
 
 
 def _first_line(message: str) -> str:
-    """Return the library's message without the client's bytes, which follow on the next lines."""
+    """Return the first line of the library's message. The lines after it quote the client's bytes."""
     line = message.partition("\n")[0].strip().rstrip(":")
     return line[:MAX_REASON].encode("ascii", "backslashreplace").decode()
