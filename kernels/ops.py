@@ -181,7 +181,7 @@ class Ops(Protocol):
         self,
         logits: Tensor,  # (T, experts)
         top_k: int,
-        normalised: bool,  # the weights of a token sum to 1
+        renormalize: bool,  # the weights of a token sum to 1
     ) -> tuple[Tensor, Tensor]:
         """Return the weights (T, K) float32 and ids (T, K) int64 of each token's experts, largest weight first."""
 

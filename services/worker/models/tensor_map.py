@@ -185,9 +185,9 @@ class _TensorNames:
 
     def others(self, used: set[str]) -> Iterator[str]:
         """Yield the tensors that are not `used`, without those that are known to be no part of the decoder."""
-        names = self._family
+        ignored_suffixes, unsupported_prefixes = self._family.ignored_suffixes, self._family.unsupported_prefixes
         for name in self._all:
-            if name not in used and not name.endswith(names.ignored) and not name.startswith(names.unserved):
+            if not (name in used or name.endswith(ignored_suffixes) or name.startswith(unsupported_prefixes)):
                 yield name
 
     def _family_name(self, name: str) -> str:

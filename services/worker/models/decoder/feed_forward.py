@@ -29,10 +29,10 @@ class MixtureOfExperts:
         self._experts = [
             FeedForward(weights, f"{prefix}experts.{expert}.", spec, ops) for expert in range(experts.count)
         ]
-        self._top_k, self._normalised, self._ops = experts.top_k, experts.normalised, ops
+        self._top_k, self._renormalize, self._ops = experts.top_k, experts.renormalize, ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        topk_weights, topk_ids = self._ops.route(self._router(x), self._top_k, self._normalised)
+        topk_weights, topk_ids = self._ops.route(self._router(x), self._top_k, self._renormalize)
         return self._ops.mix_experts(x, topk_weights, topk_ids, self._experts)
 
 
