@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a token uses, and the weighted sum of what they give."""
+"""Mixtures of experts: the choice of a token's experts, and the weighted sum of their outputs."""
 
 from collections.abc import Callable, Sequence
 
