@@ -32,8 +32,8 @@ class Rope(Struct, frozen=True):
 
     inverse_frequencies: tuple[float, ...]  # half as many as rotated dimensions
     attention_factor: float = 1.0  # multiplies cosines and sines
-    original_max_positions: int = 0  # contexts may be longer than this only with `long_inverse_frequencies`
-    long_inverse_frequencies: tuple[float, ...] = ()
+    original_max_positions: int = 0  # if longer contexts are served, `long_inverse_frequencies` are used
+    long_inverse_frequencies: tuple[float, ...] = ()  # empty: there are none
 
 
 class Experts(Struct, frozen=True):

@@ -54,7 +54,7 @@ def read_spec(config: ConfigJson) -> DecoderSpec:
     full_config, sliding_config = _rope_configs(text_config)
     spec = replace(
         gemma.base_spec(architecture, full_config),
-        max_positions=text_config.size("max_position_embeddings"),  # not times the rope's factor: it includes it
+        max_positions=text_config.size("max_position_embeddings"),  # includes the rope's factor
         post_norms=True,
         qk_norm=True,
         attention_scale=text_config.number("query_pre_attn_scalar", 256.0) ** -0.5,
