@@ -117,7 +117,7 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
     device = torch.device("cpu")
     kernels = ops(device)
     loaded = load_model(locate(model), WorkerConfig(model=model, device="cpu", **settings), device, kernels)
-    shape, longest = loaded.decoder.shape, max(map(len, texts))
+    shape, longest = loaded.model.shape, max(map(len, texts))
     blocks = -(-longest // BLOCK)
     layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, loaded.precision.kv_dtype)
     storage = layout.allocate(blocks, device)
@@ -126,12 +126,12 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
     for text in texts:
         sizes = Configure(epoch, BLOCK, blocks, 1, blocks * BLOCK, longest)
         state = SequenceStates(sizes, shape.vocab_size, device)
-        loaded.decoder.prepare_positions(blocks * BLOCK + 1)
+        loaded.model.prepare_positions(blocks * BLOCK + 1)
         sequence = NewSequence(0, pack_tokens(text), len(text), list(range(blocks)), Sampling(1, 0), 0)
         state.apply(StepPlan(epoch, 0, [], new_sequences=[sequence]))
         batch = build_batch([Row(0, 0, len(text), 0)], state, layout, kernels)
-        hidden = loaded.decoder.forward(batch.inputs, layout.views(storage))
-        logprobs.append(loaded.decoder.logits(hidden).log_softmax(-1))
+        hidden = loaded.model.forward(batch.inputs, layout.views(storage))
+        logprobs.append(loaded.model.logits(hidden).log_softmax(-1))
     return torch.cat(logprobs)
 
 

@@ -60,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = [int(size) for size in options.rows.split(",")]
     runner = start_runner(WorkerConfig(num_threads=options.threads))
-    runner._decoder = Ready(runner._decoder.shape, max(CONTEXT, *sizes))
+    runner._model = Ready(runner._model.shape, max(CONTEXT, *sizes))
     seconds_by_name: dict[str, list[float]] = defaultdict(list)
     whole = {size: min(decode(runner, size, CONTEXT, options.steps, MODES["greedy"])) for size in sizes}
     for owner, name in PARTS:

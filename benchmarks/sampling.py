@@ -65,7 +65,7 @@ def text_logits(rows: int) -> Tensor:
     runner = start_runner(WorkerConfig())
     ids = Tokenizer.load(locate("")).encode((ROOT / "README.md").read_text())[: rows * TOKENS_PER_ROW]
     count, blocks = len(ids), -(-len(ids) // 16)
-    layout, decoder = runner._layout(16), runner._decoder
+    layout, decoder = runner._layout(16), runner._model
     decoder.prepare_positions(count)
     plan = runner._ops.plan_attention(
         torch.tensor([0, count]),

@@ -1,8 +1,8 @@
 """A decoder's layers as values, for kernels that compute all of them in one call.
 
-A layer is x + f(norm(x)) twice, with attention and a feed-forward block for f, root-mean-square norms without bias, and
-one more norm after f where there are post norms. Implementations read the fields by their names: a field is added
-here and in the struct of csrc/decoder_layers.cpp.
+A layer computes x + f(norm(x)) twice: f is attention, then a feed-forward block. Norms are root-mean-square norms
+without bias. With post norms, another norm follows f. Implementations read the fields by name: a new field must be
+added here and to the struct in csrc/decoder_layers.cpp.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class LayerConfig(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """A layer: its weights, as `pack_linear` and `pack_vector` returned them, and its own numbers."""
+    """A layer: its weights, as `pack_linear` and `pack_vector` returned them, and the numbers that differ by layer."""
 
     attention_norm: Tensor  # (H,)
     qkv: Projection
@@ -41,7 +41,7 @@ class DecoderLayer(NamedTuple):
     out: Projection
     attention_post_norm: Tensor | None  # (H,)
     mlp_norm: Tensor  # (H,)
-    up: Projection  # gate and up, where the activation is gated
+    up: Projection  # gate and up if the activation is gated
     down: Projection
     mlp_post_norm: Tensor | None  # (H,)
     window: int  # positions that a query sees; 0: all

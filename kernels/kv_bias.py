@@ -1,7 +1,7 @@
 """`KVBias`: the biases that a cache of keys and values leaves out, since they are the same for all tokens.
 
-The quants of an eight-bit vector are multiples of a 127th of its largest number. With a bias of 300 that is more than
-all that tells one token from another, so keys and values are stored without it and attention adds it back, in float32.
+An int8 vector has steps of a 127th of its largest number. With a bias of 300, one step is larger than the differences
+between tokens. So keys and values are stored without their bias, and attention adds it back in float32.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class KVBias(NamedTuple):
-    """The biases that are left out, each (kv_head, D) float32, or None where nothing is."""
+    """The biases that are left out, each (kv_head, D) float32; None: nothing is left out."""
 
     keys: Tensor | None = None  # before rotation
     values: Tensor | None = None

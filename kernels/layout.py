@@ -1,19 +1,19 @@
-"""The layout of keys and values in memory. Only this file knows it, and csrc/kv_cache.h for the kernels in C++.
+"""The memory layout of keys and values. Only this file and csrc/kv_cache.h, for the C++ kernels, know it.
 
     storage: (layer, K or V, block, kv head, slot in the block, dim), one allocation for all layers
 
-Heads come before slots, so that one head's part of a block is contiguous. Kernels may want another order within such
-a part: with `keys_transposed`, that of keys is (dim, slot), and with `lanes` the dimensions are rounded up to a
-multiple, the added ones being zero. Both show in the strides of `views` only, never in their shapes.
+Heads come before slots, so that one head's part of a block is contiguous. Kernels may need another order within such
+a part: with `keys_transposed`, keys are (dim, slot), and with `lanes`, dim is padded with zeros to a multiple of it.
+Only the strides of `views` show this, never their shapes.
 
-Integers are quants: each vector (of a token and a head) has a scale by which its quants are multiplied. The scales of
-a head's part of a block lie behind its quants, so they are copied, shared and counted with it; `scales` returns those
-of a view.
+In an int8 cache, each vector (of a token and a head) is quantised with its own scale. The scales of a head's part of a
+block are stored after its quants, so they are copied, shared and counted with the block. `scales` returns the scales of
+a view.
 
 A position of a sequence has the flat index `block * block_size + offset`, with the block taken from the sequence's
 table at `position // block_size` and `offset = position % block_size`.
 
-Storage must hold finite numbers from the start: readers mask what lies beyond a sequence, and may do it by adding.
+Storage must hold finite numbers from the start: kernels may mask positions beyond a sequence by adding -inf.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 CACHE_LINE = 64  # bytes
-SCALE = torch.float32
+SCALE_DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
@@ -40,43 +40,43 @@ class KVLayout:
     lanes: int = 1
 
     @property
-    def dim(self) -> int:
-        """Elements of a head's vector with padding; of quants a multiple of 4, so that the scales are aligned."""
-        lanes = self.lanes if self.dtype.is_floating_point else math.lcm(self.lanes, SCALE.itemsize)
+    def padded_dim(self) -> int:
+        """The elements of a head's vector with padding. In int8, a multiple of 4 keeps the scales aligned."""
+        lanes = self.lanes if self.dtype.is_floating_point else math.lcm(self.lanes, SCALE_DTYPE.itemsize)
         return -(-self.head_dim // lanes) * lanes
 
     @property
-    def _width(self) -> int:
-        """Elements of the storage that a vector takes, its scale included."""
-        return self.dim if self.dtype.is_floating_point else self.dim + SCALE.itemsize
+    def _vector_size(self) -> int:
+        """The elements of storage that a vector takes, including its scale."""
+        return self.padded_dim if self.dtype.is_floating_point else self.padded_dim + SCALE_DTYPE.itemsize
 
     @property
     def bytes_per_token(self) -> int:
-        """The size of a token's keys and values, in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self._width * self.dtype.itemsize
+        """The bytes of a token's keys and values in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self._vector_size * self.dtype.itemsize
 
     @property
     def bytes_per_block(self) -> int:
         return self.bytes_per_token * self.block_size
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
-        """Return zeroed storage. On a CPU its pages are taken from the system only as they are first written."""
-        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self._width)
+        """Return zeroed storage. On a CPU, the system allocates its pages when they are first written."""
+        shape = (self.num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self._vector_size)
         if device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=device)
         size = math.prod(shape) * self.dtype.itemsize
-        memory = np.zeros(size + CACHE_LINE, np.uint8)  # torch.zeros would write it all
+        memory = np.zeros(size + CACHE_LINE, np.uint8)  # torch.zeros would write all of it
         start = -memory.ctypes.data % CACHE_LINE
         return torch.from_numpy(memory[start : start + size]).view(self.dtype).view(shape)
 
     def views(self, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return (K, V) of each layer, both (block, kv_head, slot, head_dim), sharing `storage`'s memory."""
         shape = (storage.shape[2], self.num_kv_heads, self.block_size, self.head_dim)
-        head = self.block_size * self._width
-        outer, rows, columns = (self.num_kv_heads * head, head), (self.dim, 1), (1, self.block_size)
+        head = self.block_size * self._vector_size
+        outer, rows, columns = (self.num_kv_heads * head, head), (self.padded_dim, 1), (1, self.block_size)
 
         def view(part: Tensor, inner: tuple[int, int]) -> Tensor:
-            # `scales` reads the strides; without `as_strided`, torch may make up those of dimensions of size 1.
+            # `scales` reads the strides; without `as_strided`, torch may choose others for dimensions of size 1.
             return part.as_strided(shape, (*outer, *inner), part.storage_offset())
 
         return [(view(keys, columns if self.keys_transposed else rows), view(values, rows)) for keys, values in storage]
@@ -86,9 +86,10 @@ def scales(view: Tensor) -> Tensor:
     """Return the scales of a view of quants: (block, kv_head, slot) float32, sharing its memory."""
     blocks, heads, slots, _ = view.shape
     block, head = view.stride()[:2]
-    start = view.storage_offset() + head - slots * SCALE.itemsize
-    scale_bytes = view.as_strided((blocks, heads, slots, SCALE.itemsize), (block, head, SCALE.itemsize, 1), start)
-    return scale_bytes.view(SCALE)[..., 0]
+    size = SCALE_DTYPE.itemsize
+    start = view.storage_offset() + head - slots * size
+    scale_bytes = view.as_strided((blocks, heads, slots, size), (block, head, size, 1), start)
+    return scale_bytes.view(SCALE_DTYPE)[..., 0]
 
 
 def flat_slots(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choosing a device's operations. A further set is a folder like `kernels/reference`, and its `ops.py` named here."""
+"""Choice of a device's operations. A new device needs a folder like `kernels/reference`, and a case here."""
 
 import torch
 
@@ -21,5 +21,5 @@ def ops(device: torch.device) -> Ops:
 
 
 def reference() -> Ops:
-    """Return the plain operations, which run on any device."""
+    """Return the reference operations, which run on any device."""
     return reference_ops

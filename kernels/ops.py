@@ -1,12 +1,12 @@
-"""The operations that every device has: names, parameters, shapes and types.
+"""The operations that every device implements: names, parameters, shapes and types.
 
-A device's folder has them in files of the same names, and an `ops.py` that is the namespace of them all. `load.py`
-chooses one. Formulas stand with `kernels/reference`.
+A device's folder implements them in files of the same names, and its `ops.py` imports them all. `load.py` chooses one.
+`kernels/reference` has the formulas.
 
 Letters: T tokens of a batch, H hidden size, D head dimension, Hq and Hkv query and KV heads, R rotated dimensions of a
 head, P positions of a table, S rows of logits, V vocabulary, N items. A float tensor has the model's type, or float32
-where the kernels mix types, unless it says otherwise. Results are new tensors, and inputs stay as they are, except what
-a method says it writes.
+if the kernels mix types, unless noted otherwise. Results are new tensors, and inputs are not changed unless noted as
+written.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from kernels.sampling_metadata import SamplingMetadata
 class Ops(Protocol):
     """The operations of one device."""
 
-    mixes_types: bool  # activations are float32 whatever weights and cache are; weights may be quantised
+    mixes_types: bool  # activations are float32, weights may be quantised, and weights and cache may be of other types
 
     # attention
 
@@ -38,7 +38,7 @@ class Ops(Protocol):
         block_size: int,
         num_kv_heads: int,
     ) -> Any:
-        """Return what `paged_attention` needs to know of a batch, the same for all layers."""
+        """Return what `paged_attention` needs to know of a batch. It is the same for all layers."""
 
     def paged_attention(
         self,
@@ -50,13 +50,13 @@ class Ops(Protocol):
         scale: float,
         window: int = 0,  # positions that a query sees, its own included; 0: all
         softcap: float = 0.0,  # 0: none
-        bias: KVBias | None = None,  # what the cache leaves out of keys and values
-        angles: Any = None,  # the rope by which keys are rotated, from `pack_angles`; None: they are not
+        bias: KVBias | None = None,  # the biases that the cache leaves out
+        angles: Any = None,  # from `pack_angles`, if keys are rotated
     ) -> Tensor:
         """Return the attention (T, Hq, D) of queries whose own keys and values are in the cache already.
 
-        Dimensions that are not rotated may be left out of the keys' bias if there is no softcap: they add the same to
-        all scores of a query.
+        The kernel may ignore the keys' bias in dimensions that are not rotated: it adds the same to all scores of a
+        query. With a softcap that would be wrong, so such a bias must not be left out of the cache.
         """
 
     def pack_angles(
@@ -64,7 +64,7 @@ class Ops(Protocol):
         cos: Tensor,  # (P, R) float32
         sin: Tensor,  # (P, R) float32
     ) -> Any:
-        """Return a rope's angles at positions 0 to P - 1 as `paged_attention` takes them."""
+        """Return the angles of positions 0 to P - 1 in the form that `paged_attention` takes."""
 
     # cache
 
@@ -81,7 +81,7 @@ class Ops(Protocol):
         value_cache: Tensor,  # (block, Hkv, slot, D), written
         slot_mapping: Tensor,  # (T,) int64 flat indices (layout.py), all different
     ) -> None:
-        """Store keys and values in the caches, quantised where those are int8."""
+        """Store keys and values in the caches, quantised if those are int8."""
 
     def copy_blocks(
         self,
@@ -94,7 +94,7 @@ class Ops(Protocol):
     # elementwise
 
     def pack_vector(self, vector: Tensor) -> Tensor:
-        """Return a weight or bias (H,) as norms and linear operations take it."""
+        """Return a weight or bias (H,) in the form that norms and linear operations take."""
 
     def rms_norm(
         self,
@@ -158,7 +158,7 @@ class Ops(Protocol):
         self,
         weight: Tensor | QuantizedWeight,  # (out, in) as checkpoints store it
     ) -> Any:
-        """Return the weight as `linear` and `embedding` take it."""
+        """Return the weight in the form that `linear` and `embedding` take."""
 
     def linear(
         self,
@@ -173,7 +173,7 @@ class Ops(Protocol):
         ids: Tensor,  # (T,) of any integer type
         table: Any,  # a tensor (N, H), or a weight from `pack_linear`, whose rows are the outputs
     ) -> Tensor:
-        """Return the table's rows (T, H); in float32 where the kernels mix types."""
+        """Return the table's rows (T, H), in float32 if the kernels mix types."""
 
     # experts
 
@@ -181,7 +181,7 @@ class Ops(Protocol):
         self,
         logits: Tensor,  # (T, experts)
         top_k: int,
-        normalised: bool,  # the weights of a token sum to 1
+        renormalize: bool,  # the weights of a token sum to 1
     ) -> tuple[Tensor, Tensor]:
         """Return the weights (T, K) float32 and ids (T, K) int64 of each token's experts, largest weight first."""
 
@@ -192,15 +192,16 @@ class Ops(Protocol):
         topk_ids: Tensor,  # (T, K) int64
         experts: Sequence[Callable[[Tensor], Tensor]],  # each maps (N, H) to (N, H), every row by itself
     ) -> Tensor:
-        """Return the weighted sum (T, H) of what each token's experts give."""
+        """Return the weighted sum (T, H) of the outputs of each token's experts."""
 
     # decoder_layers
 
     def fuse_layers(self, config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
-        """Return all layers of a decoder as one operation; None if there is none for layers of their kind.
+        """Return all layers of a decoder as one operation, or None if the device has none for these layers.
 
-        It maps embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, cosines and sines
-        (T, R) of each rope, and packed angles of each rope (none if no keys lack a bias), to hidden states (T, H).
+        It takes embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, cosines and sines
+        (T, R) of each rope, and the packed angles of each rope (none if no layer has a `kv_bias` of keys). It returns
+        hidden states (T, H).
         """
 
     # sampling
@@ -220,7 +221,7 @@ class Ops(Protocol):
     def sample(
         self,
         logits: Tensor,  # (S, V) float32
-        metadata: SamplingMetadata,  # of N tokens, which name their rows
+        metadata: SamplingMetadata,  # of N tokens
     ) -> Tensor:
         """Return tokens (N,) int64."""
 
@@ -230,7 +231,8 @@ class Ops(Protocol):
         tokens: Tensor,  # (S,) int64
         k: int,  # how many of the likeliest tokens to list
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probabilities (S,) and ranks (S,) int64 of the tokens, ids (S, k) int64 and theirs (S, k).
+        """Return log-probabilities (S,) and ranks (S,) int64 of `tokens`, then ids (S, k) int64 and log-probabilities
+        (S, k) of the likeliest tokens.
 
-        The likeliest token has rank 1; equal ones rank in the order of their ids, as in the list.
+        The likeliest token has rank 1. Ties rank in the order of their ids, in the list too.
         """

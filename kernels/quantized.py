@@ -1,9 +1,9 @@
-"""Quantised weights as values: what checkpoints hold, what `quantize` makes, and what `pack_linear` takes.
+"""Quantised weights: `QuantizedWeight`, which checkpoints and `quantize` return and `pack_linear` takes.
 
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // 32
 
-Without mins all quants of a weight have one zero point: min = -zero_point * scale. These are GGUF's blocks Q4_0, Q4_1
-and Q8_0 as they are.
+Without mins, all quants of a weight have one zero point: min = -zero_point * scale. GGUF's Q4_0, Q4_1 and Q8_0 are of
+this form.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _ZERO_POINT = 128  # of the 8 bits that `quantize` makes
 class QuantizedWeight(NamedTuple):
     """A weight (out, in) of 4 or 8 bits; `in` is a multiple of the group size.
 
-    With an `order`, groups are of inputs that do not lie side by side: column i is that of input order[i].
+    With `order`, the inputs were permuted before they were grouped: column i belongs to input order[i].
     """
 
     bits: int
@@ -32,22 +32,17 @@ class QuantizedWeight(NamedTuple):
     order: Tensor | None = None  # (in,) int64
 
     def dequantize(self) -> Tensor:
-        """Return the weight (out, in) in float32, inputs in their own order."""
+        """Return the weight (out, in) in float32, with inputs in their original order."""
         quants = self.quants.view(*self.scales.shape, QUANT_GROUP_SIZE).float()
         if self.mins is None:
             weight = (quants - self.zero_point) * self.scales.float()[..., None]
         else:
             weight = torch.addcmul(self.mins.float()[..., None], quants, self.scales.float()[..., None])
-        return in_own_order(weight.view(self.quants.shape), self.order)
-
-    def rows(self, order: Tensor) -> "QuantizedWeight":
-        """Return its outputs in another order, or some of them."""
-        mins = None if self.mins is None else self.mins[order]
-        return self._replace(quants=self.quants[order], scales=self.scales[order], mins=mins)
+        return restore_input_order(weight.view(self.quants.shape), self.order)
 
 
-def in_own_order(columns: Tensor, order: Tensor | None) -> Tensor:
-    """Return `columns` (rows, in), of which the one at i belongs to input order[i], in the order of the inputs."""
+def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
+    """Return `columns` (rows, in) in the inputs' original order. Column i belongs to input order[i]."""
     if order is None:
         return columns
     result = torch.empty_like(columns)
@@ -58,8 +53,8 @@ def in_own_order(columns: Tensor, order: Tensor | None) -> Tensor:
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """Return one weight with the outputs of all `parts`; None if their inputs are in different orders.
 
-    Parts of different formats get the more general one: 8 bits, and mins. Four bits among eight are exact. So are
-    mins, if a zero point is a power of two; others are rounded to float16.
+    Parts of different formats are converted to the more general one: 8 bits, and mins. Both conversions are exact,
+    except for mins of a zero point that is not a power of two, which are rounded to float16.
     """
     if not all(_equal(part.order, parts[0].order) for part in parts):
         return None
@@ -93,7 +88,7 @@ def _with_mins(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
-    """Round `weight` (out, in) to the nearest quants: 8 bits symmetrically, 4 bits from each group's min to its max."""
+    """Quantise `weight` (out, in): 8 bits symmetrically, 4 bits from each group's min to its max."""
     groups = weight.float().view(len(weight), -1, QUANT_GROUP_SIZE)
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()

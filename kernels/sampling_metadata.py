@@ -12,9 +12,9 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """The sampling parameters of N tokens. Arrays (N,) are on the host, since they decide which operations run."""
+    """The sampling parameters of N tokens: arrays (N,) on the host, since they decide which operations run."""
 
-    rows: Ints  # of the logits
+    rows: Ints  # of the logits from which the token is sampled
     temperature: Floats
     top_k: Ints  # 0: off
     top_p: Floats  # in (0, 1]

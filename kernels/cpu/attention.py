@@ -1,4 +1,4 @@
-"""Paged attention: csrc/attention.cpp, in float32. The caches lie as `kv_layout` (cache.py) says."""
+"""Paged attention in float32: csrc/attention.cpp. `kv_layout` (cache.py) defines the layout of the caches."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.kv_bias import KVBias
 
-TILE = 64  # positions that the kernel takes at a time
+TILE = 64  # positions that the kernel processes at once
 
 
 class AttentionPlan(NamedTuple):
@@ -22,7 +22,7 @@ class AttentionPlan(NamedTuple):
 def plan_attention(
     offsets: Tensor, starts: Tensor, block_tables: Tensor, *, block_size: int, num_kv_heads: int
 ) -> AttentionPlan:
-    """Return the rows as they are; the kernel reads the sizes from the caches."""
+    """Return the rows unchanged. The kernel reads the sizes from the caches."""
     return AttentionPlan(offsets, starts, block_tables.to(torch.int32).contiguous())
 
 
@@ -47,7 +47,7 @@ def paged_attention(
 
 
 def pack_angles(cos: Tensor, sin: Tensor) -> Tensor:
-    """Return (tiles, R, 64) of cosines and sines (P, R): 64 positions side by side, the last ones padded with zeros."""
+    """Pack cosines and sines (P, R) into tiles of 64 positions, (tiles, R, 64). The last one is padded with zeros."""
     half, length = cos.shape[1] // 2, cos.shape[0]
     both = torch.cat((cos[:, :half], sin[:, :half]), 1)
     padded = F.pad(both, (0, 0, 0, -length % TILE))

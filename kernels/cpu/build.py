@@ -1,7 +1,7 @@
 """`python -m kernels.cpu.build [--all]`: compile the kernels, for this processor or for all that are supported.
 
-It needs a C++ compiler (`CXX` names one); without one it says so and builds nothing. A library that is up to date
-stays; libraries of earlier sources are removed.
+It needs a C++ compiler (`CXX` names one). Without one, it prints a message and builds nothing. It keeps a library that
+is up to date, and removes libraries of earlier sources.
 """
 
 import argparse

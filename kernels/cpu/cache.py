@@ -1,7 +1,7 @@
 """Storing keys and values in the paged cache: csrc/elementwise.cpp.
 
-Keys lie with the position as the last dimension, so that sixteen keys are the lanes of one vector of scores, and heads
-are rounded up to sixteens.
+Keys are stored with the position as the last dimension, so that the scores of sixteen keys are computed at once. The
+head's dimension is padded to a multiple of 16.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""The layers of a decoder in one call: csrc/decoder_layers.cpp, which says why.
+"""All layers of a decoder in one call: csrc/decoder_layers.cpp, which explains why.
 
-The results are those of the single operations, to the bit.
+The results are equal to those of the single operations, bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ from kernels.cpu.linear import PackedQuantizedWeight, PackedWeight
 from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
 
 ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
-PANEL = 32  # outputs of the first GEMM of a feed-forward block that become one group of inputs of the second
+PANEL = 32  # outputs of a panel; in a feed-forward block, they are one group of inputs of the second GEMM
 
 Caches = Sequence[tuple[Tensor, Tensor]]
 Rotations = Sequence[tuple[Tensor, Tensor]]
 
 
 def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
-    """Return the layers as one operation, or None if they are not of a kind that it takes."""
+    """Return the layers as one operation, or None if it does not support them."""
     if config.activation not in ACTIVATIONS or not all(_is_supported(layer) for layer in layers):
         return None
     fused = torch.classes.quire.DecoderLayers(config._asdict())
@@ -51,7 +51,7 @@ def _is_supported(layer: DecoderLayer) -> bool:
 
 
 def _to_native(field: Any) -> Any:
-    """Return a layer's field as C++ takes it."""
+    """Return a layer's field as the type that C++ expects."""
     if not isinstance(field, Projection):
         return field
     weight, bias = field

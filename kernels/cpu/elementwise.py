@@ -1,6 +1,6 @@
 """Norms, gated activations and rotary positions: csrc/elementwise.cpp.
 
-Computed in float32, and fastest where the rows are float32 and contiguous; others are converted on the way.
+They compute in float32. Rows that are not float32 and contiguous are converted first.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """The compiled kernels of a CPU: the library for this processor, its path, and loading it.
 
-`build.py` compiles the sources in `csrc` ahead, once for each instruction set; a start never compiles. A library's name
-holds a digest of its sources, so one that is out of date is missing rather than loaded. Its operations are registered
-with torch as `torch.ops.quire`.
+`build.py` compiles the sources in `csrc` ahead of time, once for each instruction set. A library's name holds a digest
+of its sources, so a library that is out of date is never loaded. Its operations are registered as `torch.ops.quire`.
 """
 
 import hashlib
@@ -17,11 +16,11 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
 
-FLAGS = {  # the best first; each with the compiler's flags
+FLAGS = {  # the compiler's flags for each instruction set, the best first
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-NEEDED = {  # the Linux kernel's names for a processor's features
+REQUIRED_FEATURES = {  # by their names in /proc/cpuinfo
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx2", "fma", "f16c"},
     "avx2": {"avx2", "fma", "f16c"},
 }
@@ -52,7 +51,7 @@ def load() -> str | None:
 def instruction_set() -> str | None:
     """Return the best supported instruction set that this processor has, or None."""
     flags = _processor_flags()
-    return next((name for name, needed in NEEDED.items() if needed <= flags), None)
+    return next((name for name, features in REQUIRED_FEATURES.items() if features <= flags), None)
 
 
 def library(name: str) -> Path:

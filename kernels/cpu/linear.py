@@ -1,15 +1,15 @@
-"""Matrix products with packed weights, of floats or quantised, and the rows of such weights: csrc/*linear.cpp."""
+"""Matmuls with packed weights, of floats or quantised, and lookups of their rows: csrc/*linear.cpp."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, in_own_order
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, restore_input_order
 
 
 class PackedWeight(NamedTuple):
-    """A weight (out, in) of floats in panels of 32 outputs; the last one is filled up with zeros."""
+    """A weight (out, in) of floats in panels of 32 outputs. The last panel is padded with zeros."""
 
     panels: Tensor  # (panel, in, 32)
     outputs: int
@@ -20,7 +20,7 @@ class PackedWeight(NamedTuple):
 
 
 class PackedQuantizedWeight(NamedTuple):
-    """A quantised weight in the order in which its GEMM reads it. Activations are rounded to 8 bits for it."""
+    """A quantised weight in the order in which its GEMM reads it. The GEMM rounds activations to 8 bits."""
 
     records: Tensor  # (panel, group, bytes)
     outputs: int
@@ -32,7 +32,7 @@ class PackedQuantizedWeight(NamedTuple):
 
 
 class ReorderedWeight(NamedTuple):
-    """A quantised weight whose groups are of scattered inputs: `linear` puts these side by side first."""
+    """A quantised weight whose inputs were permuted before they were grouped. `linear` permutes `x` in the same way."""
 
     weight: PackedQuantizedWeight
     order: Tensor  # (in,) int64
@@ -42,7 +42,7 @@ Packed = PackedWeight | PackedQuantizedWeight | ReorderedWeight
 
 
 def pack_linear(weight: Tensor | QuantizedWeight) -> Packed:
-    """Return `weight` (out, in) in panels, in its own type."""
+    """Return `weight` (out, in) in panels. Its type stays."""
     if not isinstance(weight, QuantizedWeight):
         return PackedWeight(torch.ops.quire.pack_linear(weight), len(weight))
     bits, quants, scales, mins, zero_point, order = weight
@@ -70,7 +70,7 @@ def embedding(ids: Tensor, table: Tensor | Packed) -> Tensor:
     if isinstance(table, Tensor):
         return table.index_select(0, ids).float()
     if isinstance(table, ReorderedWeight):
-        return in_own_order(embedding(ids, table.weight), table.order)
+        return restore_input_order(embedding(ids, table.weight), table.order)
     y = torch.empty(len(ids), table.inputs)
     if isinstance(table, PackedQuantizedWeight):
         torch.ops.quire.quantized_rows(table.records, *table.format, ids.long(), y)

@@ -1,6 +1,6 @@
-"""The operations of the CPU, as one namespace: mypy holds it to `kernels.ops.Ops`.
+"""The operations of the CPU, as one namespace: mypy checks it against `kernels.ops.Ops`.
 
-Those that gain nothing from C++ are the reference's.
+Operations that would not be faster in C++ are the reference's.
 """
 
 from kernels.cpu.attention import pack_angles, paged_attention, plan_attention

@@ -1,8 +1,8 @@
-"""Penalties, the choice of tokens and their log-probabilities: csrc/sampling.cpp.
+"""Penalties, sampling and log-probabilities: csrc/sampling.cpp.
 
-The tokens are the reference's: noise has the same bits, and ties go to the lowest id. Sums of probabilities are float64
-in the same places, but added in another order, and float32 exponentials of the unlikely tokens may differ in the last
-bit, so a draw that falls within 1e-8 of a limit may be decided otherwise.
+The tokens are the same as the reference's: noise has the same bits, and ties go to the lowest id. There is one
+exception. Sums of probabilities are added in another order, and float32 exponentials of unlikely tokens may differ in
+the last bit, so top_p may keep another token if a sum is within 1e-8 of its limit.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kernels.sampling_metadata import SamplingMetadata
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Return the likeliest token of each row, or one drawn within min_p, top_k and top_p."""
+    """Return the likeliest token of each row (N,), or a random one within min_p, top_k and top_p."""
     m = metadata
     arrays = (m.rows, m.temperature, m.top_k, m.top_p, m.min_p, m.seeds, m.samples, m.positions)
     ids = torch.empty(len(m.rows), dtype=torch.int64)
@@ -30,7 +30,7 @@ def penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Return the logits with penalties, the reference's to the bit."""
+    """Return the logits with penalties, equal to the reference's bit for bit."""
     x = logits.clone(memory_format=torch.contiguous_format)
     ids = tokens.to(torch.int32).contiguous()
     torch.ops.quire.penalties(x, ids, prompt_lens, lengths, repetition, presence, frequency)

@@ -1,6 +1,6 @@
-"""Every operation in plain torch, written to be read; `ops.py` lists them.
+"""All operations in plain torch, written to be read. `ops.py` lists them.
 
-They run on any device, and the other implementations are tested against them. Each writes only to what it returns, or
-to the cache that it is told to write. A row's result never depends on the values of other rows. Shapes and types of
-the arguments stand in `kernels/ops.py`; the formulas stand here.
+They run on any device, and other implementations are tested against them. An operation writes only to its result, or to
+the cache that is its argument. The result of a row never depends on other rows. `kernels/ops.py` has the shapes and
+types of arguments; the formulas are here.
 """

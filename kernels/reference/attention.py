@@ -2,14 +2,15 @@
 
     out[t, h] = Σ_j softmax_j(cap(scale * q[t, h] · K[j])) V[j],   j over positions p - window < j ≤ p
 
-for the query at absolute position p, K and V being those of its row's sequence and of head h // (Hq / Hkv); without
-a window, j starts at 0; cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32. Where the
-cache leaves biases out, K[j] is the cache's vector + the bias rotated to position j, and V[j] the cache's + the bias.
+for the query at absolute position p, where K and V are those of its row's sequence and of head h // (Hq / Hkv). Without
+a window, j starts at 0. cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32. If the
+cache leaves biases out, K[j] is the cached vector + the bias rotated to position j, and V[j] the cached vector + the
+bias.
 
-A row is any number of queries at consecutive positions; nothing tells a long one from one of a single query.
-`plan_attention` works out once a step what depends on the shape of the batch alone, for all layers: rows of the same
-count and of similar length form a group, whose blocks are gathered by one index and attended as one batch. Queries that
-share a kv head are laid side by side, so that its keys and values are read once for all of them.
+A row is any number of queries at consecutive positions. `plan_attention` computes once a step, for all layers, what
+depends only on the shape of the batch: rows with the same number of queries and similar context form a group, whose
+blocks are gathered by one index, and whose attention is computed as one batch. The queries of one kv head are joined in
+one dimension, so that its keys and values are read once.
 """
 
 from collections.abc import Iterator
@@ -25,18 +26,18 @@ from kernels.layout import scales
 from kernels.reference.elementwise import rotary
 
 _MAX_QUERIES = 256
-"""Queries of a row that are attended together. A longer row is cut: it bounds the mask, and early pieces read less."""
+"""Queries in a piece. Longer rows are cut, which bounds the size of the mask; and early pieces have a short context."""
 
 Angles = tuple[Tensor, Tensor]
 
 
 def pack_angles(cos: Tensor, sin: Tensor) -> Angles:
-    """Return the tables as they are."""
+    """Return both tables unchanged."""
     return cos, sin
 
 
 class Piece(NamedTuple):
-    """Consecutive queries of a row, all of it unless it is long. Pieces sort by row and place in the batch."""
+    """Consecutive queries of a row: all of them, unless the row is long. Pieces sort by their index in the batch."""
 
     row: int
     first: int  # index of the first query in the batch
@@ -50,14 +51,14 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class PieceGroup:
     """N pieces of one size C, padded to the blocks of the longest: L positions."""
 
     queries: Tensor | None  # (N C,) int64: their indices in the batch; None if the group is the whole batch in order
     size: int  # C
     length: int  # L
     blocks: Tensor  # (N Hkv L/block_size,) int64: which (block, head) parts of the cache to gather
-    beyond: Tensor  # int64: which of the gathered (N Hkv L) vectors lie after their piece's last position
+    padding: Tensor  # int64: indices of the gathered (N Hkv L) vectors after their piece's last position
     positions: Tensor  # (N, C, 1) absolute positions of the queries
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window, made by `_mask` when first used
 
@@ -66,7 +67,7 @@ class Group:
 class AttentionPlan:
     """The batch's groups, the same for all layers."""
 
-    groups: list[Group]
+    groups: list[PieceGroup]
 
 
 def plan_attention(
@@ -98,7 +99,7 @@ def paged_attention(
     bias: KVBias | None = None,
     angles: Angles | None = None,
 ) -> Tensor:
-    """Attend group by group, and put the results where the queries were."""
+    """Compute attention group by group, and put the results where the queries were."""
     bias = bias or KVBias()
     out = None
     for group in plan.groups:
@@ -119,7 +120,7 @@ def paged_attention(
 
 
 def _group_pieces(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]:
-    """Yield groups of pieces of one size, with padding under a quarter of what is read, or not worth another group."""
+    """Yield groups of pieces of one size. Padding is at most 16 blocks more than a quarter of the group's blocks."""
     group: list[Piece] = []
     group_blocks = 0
     for piece in sorted(pieces, key=lambda piece: (piece.size, piece.end)):
@@ -134,48 +135,51 @@ def _group_pieces(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]
         yield sorted(group)
 
 
-def _make_group(pieces: list[Piece], block_tables: Tensor, block_size: int, heads: int, whole: bool) -> Group:
+def _make_group(pieces: list[Piece], block_tables: Tensor, block_size: int, heads: int, whole: bool) -> PieceGroup:
     rows, firsts, starts, sizes = torch.tensor(pieces).T
     ends = starts + sizes
     width = -(-int(ends.max()) // block_size)
     device, indices = block_tables.device, torch.arange(pieces[0].size)
     blocks = block_tables[rows.to(device), :width].long()
-    beyond = torch.arange(width * block_size) >= ends[:, None]
-    return Group(
+    is_padding = torch.arange(width * block_size) >= ends[:, None]
+    return PieceGroup(
         queries=None if whole else (firsts[:, None] + indices).flatten().to(device),
         size=len(indices),
         length=width * block_size,
         blocks=(blocks[:, None, :] * heads + torch.arange(heads, device=device)[:, None]).flatten(),
-        beyond=beyond[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0].to(device),
+        padding=is_padding[:, None].expand(-1, heads, -1).flatten().nonzero()[:, 0].to(device),
         positions=(starts[:, None] + indices)[..., None].to(device),
     )
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float, window: int, softcap: float) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, group: PieceGroup, scale: float, window: int, softcap: float
+) -> Tensor:
     """Return the attention (N C, Hq, D) of one group: `q` (N C, Hq, D), `keys` and `values` (N, Hkv, L, D)."""
     num_heads, dim = q.shape[1:]
-    kv_heads, shared = keys.shape[1], num_heads // keys.shape[1]
+    kv_heads, queries_per_kv = keys.shape[1], num_heads // keys.shape[1]
     size = group.size
-    q = q.reshape(-1, size, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, shared * size, dim)
-    mask = _mask(group, window, shared, q.dtype)
+    q = q.reshape(-1, size, kv_heads, queries_per_kv, dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(-1, kv_heads, queries_per_kv * size, dim)
+    mask = _mask(group, window, queries_per_kv, q.dtype)
     if softcap:
         out = _softcapped(q, keys, values, mask, scale, softcap)
     else:
         out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
-    return out.reshape(-1, kv_heads, shared, size, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
+    return out.reshape(-1, kv_heads, queries_per_kv, size, dim).permute(0, 3, 1, 2, 4).reshape(-1, num_heads, dim)
 
 
 def _gather(
-    cache: Tensor, group: Group, dtype: torch.dtype, bias: Tensor | None = None, angles: Angles | None = None
+    cache: Tensor, group: PieceGroup, dtype: torch.dtype, bias: Tensor | None = None, angles: Angles | None = None
 ) -> Tensor:
     """Return the group's vectors (N, Hkv, L, D), with `bias` (Hkv, D) added, rotated to each position by any angles.
 
-    What lies after a piece's end is zeroed: the mask would not hide a NaN there.
+    Vectors after a piece's end are set to zero, since the mask would not hide a NaN.
     """
     parts = cache.flatten(0, 1).index_select(0, group.blocks)
     if cache.dtype == torch.int8:
         parts = parts * scales(cache).flatten(0, 1).index_select(0, group.blocks)[..., None]
-    vectors = parts.view(-1, cache.shape[-1]).index_fill_(0, group.beyond, 0.0)
+    vectors = parts.view(-1, cache.shape[-1]).index_fill_(0, group.padding, 0.0)
     vectors = vectors.view(-1, cache.shape[1], group.length, cache.shape[-1])
     if bias is not None:
         vectors = vectors + _at_positions(bias, group.length, angles)
@@ -191,15 +195,15 @@ def _at_positions(bias: Tensor, length: int, angles: Angles | None) -> Tensor:
     return repeated.transpose(0, 1)
 
 
-def _mask(group: Group, window: int, shared: int, dtype: torch.dtype) -> Tensor:
-    """Return (N, 1, shared C, L): 0 where a query sees a position and -inf where not."""
+def _mask(group: PieceGroup, window: int, queries_per_kv: int, dtype: torch.dtype) -> Tensor:
+    """Return (N, 1, Hq/Hkv C, L): 0 where a query sees a position and -inf where not."""
     if window not in group.masks:
         keys = torch.arange(group.length, device=group.positions.device)
         visible = keys <= group.positions
         if window:
             visible &= keys > group.positions - window
         mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        group.masks[window] = mask[:, None, None].expand(-1, 1, shared, -1, -1).flatten(2, 3)
+        group.masks[window] = mask[:, None, None].expand(-1, 1, queries_per_kv, -1, -1).flatten(2, 3)
     return group.masks[window]
 
 

@@ -7,7 +7,7 @@ from kernels.layout import KVLayout, scales
 
 
 def kv_layout(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """Return the layout that this attention reads: keys and values alike, with the head's dimension last."""
+    """Return the layout that the reference reads: both keys and values have the head's dimension last."""
     return KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype)
 
 
@@ -32,7 +32,7 @@ def copy_blocks(storage: Tensor, sources: Tensor, destinations: Tensor) -> None:
 
 
 def _quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 quants (..., D) and scales (...) of vectors (..., D); NaN as scale where a vector is not finite."""
+    """Return int8 quants (..., D) and scales (...) of vectors (..., D). The scale is NaN if a vector is not finite."""
     vectors = vectors.float()
     largest = vectors.abs().amax(-1)
     tiny = largest < 1e-30  # its inverse would overflow

@@ -6,14 +6,14 @@ from torch import Tensor
 
 
 def pack_vector(vector: Tensor) -> Tensor:
-    """Return the vector as it is."""
+    """Return the vector unchanged."""
     return vector
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / sqrt(mean(x²) + eps) * weight, in float32.
 
-    The product with the weight is in the weight's type, before it is rounded to that of `x`.
+    The multiplication by the weight is in the weight's type; the result is rounded to the type of `x`.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual): what a pre-norm block needs between its parts."""
+    """Return (rms_norm(x + residual), x + residual)."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a token uses, and the weighted sum of what they give."""
+"""Mixtures of experts: the choice of a token's experts, and the weighted sum of their outputs."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-def route(logits: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return the k largest of softmax(logits), divided by their sum if `normalised`, and their experts."""
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Return the k largest of softmax(logits), divided by their sum if `renormalize`, and their experts."""
     weights, ids = torch.softmax(logits.float(), -1).topk(top_k, dim=-1)
-    return (weights / weights.sum(-1, keepdim=True) if normalised else weights), ids
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
 
 
 def mix_experts(

@@ -1,17 +1,17 @@
-"""Drawing a token by noise: Philox bits, Gumbel noise made of them, and the draw from softmax(z).
+"""Sampling with Gumbel noise: Philox random bits, noise computed from them, and sampling from softmax(z).
 
-The noise of a token is a pure function of (seed, sample, position, token). There is no state: it is the same whenever,
-and beside whatever other rows, it is computed.
+The noise of a token is a pure function of (seed, sample, position, token). There is no state, so it depends neither on
+the time nor on other rows.
 """
 
 import torch
 from torch import Tensor
 
 REACH = 8.0
-"""How far below the likeliest token, in nats, tokens have noise of their own."""
+"""Nats below the likeliest token within which each token has its own noise."""
 
 TAIL = 2**31
-"""The token id whose noise the tail of level 0 has; that of level l has the noise of TAIL + l. No vocabulary has it."""
+"""The tail of level l has the noise of token id TAIL + l. No vocabulary has these ids."""
 
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -26,8 +26,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     The six words of counter and key are int64 tensors of such values, broadcast together. Salmon, Moraes, Dror, Shaw,
     "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
-    The product of two words wraps around int64, and both of its halves are still right: wrapping keeps the low 64
-    bits, and the mask undoes the sign of the arithmetic shift.
+    The product of two words may overflow int64. Both of its halves are still right: overflow keeps the low 64 bits,
+    and the mask removes the sign bits of the arithmetic shift.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -61,10 +61,10 @@ def gumbel(z: Tensor, ids: Tensor | None, seeds: Tensor, samples: Tensor, positi
     `z` (S, C) are scaled logits, each row's maximum at 0, -inf where a token is excluded; `ids` (S, C) their token ids,
     or None if they are the columns' numbers; `seeds`, `samples`, `positions` (S,) int64: see `token_noise`.
 
-    The draw is argmax(z + noise), of equal scores the lowest id, with noise only for the likely tokens: random bits
-    are most of its cost. The maximum of many noised tokens is distributed like one noised token whose weight is the
-    sum of theirs. So all that lies more than `REACH` below the likeliest takes part as one, the tail; only if the tail
-    wins, which is as rare as it is light, is one of its tokens drawn in the same way. The draw stays exact.
+    The result is argmax(z + noise), the lowest id for equal scores. Only likely tokens get their own noise, since
+    random bits are most of the cost. The maximum of z + noise over many tokens has the same distribution as that of
+    one token whose weight is the sum of theirs. So all tokens more than `REACH` below the likeliest compete as one,
+    the tail. If the tail wins, which is rare, one of its tokens is drawn in the same way. The distribution is exact.
     """
     return _draw(z, ids, (seeds, samples, positions), 0)
 

@@ -1,4 +1,4 @@
-"""Matrix products with weights, and the rows of weights."""
+"""Matmuls with weights, and lookups of their rows."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from kernels.quantized import QuantizedWeight
 
 
 def pack_linear(weight: Tensor | QuantizedWeight) -> Tensor:
-    """Return the weight as it is, a quantised one in float32."""
+    """Return the weight unchanged, or in float32 if it is quantised."""
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 

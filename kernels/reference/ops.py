@@ -1,4 +1,4 @@
-"""The operations in plain torch, as one namespace: mypy holds it to `kernels.ops.Ops`."""
+"""The operations in plain torch, as one namespace: mypy checks it against `kernels.ops.Ops`."""
 
 from collections.abc import Sequence
 
@@ -25,4 +25,4 @@ mixes_types = False
 
 
 def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> None:
-    """Return None: here a layer is one operation after the other."""
+    """Return None: the reference has no fused layers."""

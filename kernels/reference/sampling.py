@@ -1,10 +1,10 @@
-"""Sampling: penalties, the filters of logits, the choice of a token, and log-probabilities.
+"""Sampling: penalties, filters of logits, random sampling, and log-probabilities.
 
     logits ─▶ temperature ─▶ min_p ─▶ top_k ─▶ top_p ─▶ draw by noise (gumbel.py)
 
-A row's token depends on that row's logits and parameters only. A filter runs for the rows that use it, and on
-candidates instead of the whole vocabulary; how many candidates follows from the row's own parameters. What is gathered
-for many rows at once is exact row by row, or summed in float64.
+A row's token depends only on that row's logits and parameters. top_k and top_p run only for rows that use them, and on
+candidates instead of the whole vocabulary. The number of candidates follows from the row's own parameters. Operations
+on many rows at once are exact for each row, or sum in float64.
 """
 
 import numpy as np
@@ -16,64 +16,64 @@ from kernels.reference.gumbel import gumbel
 from kernels.sampling_metadata import Ints, SamplingMetadata
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: equal logits then go to the lowest id, as at 0."""
+"""A temperature below this is greedy, like 0: the lowest id of the maximum."""
 
-WIDTHS = (64, 256, 4096)
-"""Candidates that are searched for top_k and top_p, before the whole vocabulary is sorted: 32 rows of 49,152 take
-4, 5 and 20 ms that way, and 135 ms whole."""
+CANDIDATE_COUNTS = (64, 256, 4096)
+"""Numbers of candidates to which top_k and top_p are applied, before the whole vocabulary is sorted. 32 rows of 49,152
+logits take 4, 5 and 20 ms, and 135 ms to sort."""
 
 LOGPROB_FLOOR = -9999.0
-"""Reported in place of any lower log-probability, and of -inf, which JSON cannot say."""
+"""Replaces lower log-probabilities and -inf, which JSON cannot represent."""
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Return the likeliest token of each row, or one drawn within min_p, top_k and top_p."""
+    """Return the likeliest token of each row (N,), or a random one within min_p, top_k and top_p."""
     is_greedy = metadata.temperature < GREEDY_BELOW
     if is_greedy.all():
         return greedy(logits)[_to_device(logits, metadata.rows)]
     tokens = torch.empty(len(metadata), dtype=torch.int64, device=logits.device)
     if is_greedy.any():
         tokens[_to_device(logits, is_greedy)] = greedy(logits[_to_device(logits, metadata.rows[is_greedy])])
-    tokens[_to_device(logits, ~is_greedy)] = _random(logits, metadata.subset(~is_greedy))
+    tokens[_to_device(logits, ~is_greedy)] = _sample_random(logits, metadata.subset(~is_greedy))
     return tokens
 
 
-def _random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     z = temperature(logits[_to_device(logits, metadata.rows)], _to_device(logits, metadata.temperature))
     if (metadata.min_p > 0).any():
         z = min_p(z, _to_device(z, metadata.min_p))
-    filtered = (metadata.top_k > 0) | (metadata.top_p < 1)
-    widths = np.where(filtered, _first_width(metadata, z.shape[-1]), 0)
+    is_filtered = (metadata.top_k > 0) | (metadata.top_p < 1)
+    counts = np.where(is_filtered, _first_counts(metadata, z.shape[-1]), 0)
     tokens = torch.empty(len(z), dtype=torch.int64, device=z.device)
-    for width in np.unique(widths).tolist():
-        mask = widths == width
+    for count in np.unique(counts).tolist():
+        mask = counts == count
         part, subset = z if mask.all() else z[_to_device(z, mask)], metadata.subset(mask)
-        ids = _filtered(part, subset, width) if width else gumbel(part, None, *_key(z, subset))
+        ids = _sample_candidates(part, subset, count) if count else gumbel(part, None, *_key(z, subset))
         tokens[_to_device(z, mask)] = ids
-    return tokens.clamp_(max=z.shape[-1] - 1)  # rows of NaN draw nothing, and still need an id
+    return tokens.clamp_(max=z.shape[-1] - 1)  # `gumbel` gives rows of NaN no valid id
 
 
-def _first_width(metadata: SamplingMetadata, vocab: int) -> Ints:
-    """Return how many candidates each row begins with: enough for its top_k, or a guess for top_p."""
-    index = np.searchsorted(WIDTHS, np.where(metadata.top_k > 0, metadata.top_k, WIDTHS[1]))
-    return np.array([*WIDTHS, vocab])[index]
+def _first_counts(metadata: SamplingMetadata, vocab: int) -> Ints:
+    """Return the number of candidates to begin with for each row (N,): enough for top_k, or a guess for top_p."""
+    index = np.searchsorted(CANDIDATE_COUNTS, np.where(metadata.top_k > 0, metadata.top_k, CANDIDATE_COUNTS[1]))
+    return np.array([*CANDIDATE_COUNTS, vocab])[index]
 
 
-def _filtered(z: Tensor, metadata: SamplingMetadata, width: int) -> Tensor:
-    """Draw within top_k and top_p among the best `width` tokens, or among more if those don't suffice."""
+def _sample_candidates(z: Tensor, metadata: SamplingMetadata, count: int) -> Tensor:
+    """Sample within top_k and top_p from the best `count` tokens, or from more if those are not enough."""
     vocab = z.shape[-1]
-    width = min(width, vocab)
-    best, ids = top_k(z, width)
+    count = min(count, vocab)
+    best, ids = top_k(z, count)
     limit = np.where(metadata.top_k > 0, metadata.top_k, vocab)
-    within = torch.arange(width, device=z.device) < _to_device(z, limit)[:, None]
+    within = torch.arange(count, device=z.device) < _to_device(z, limit)[:, None]
     best = best.masked_fill(~within, -torch.inf)
-    done = (limit <= width) | (width == vocab)
+    done = (limit <= count) | (count == vocab)
     has_top_p = metadata.top_p < 1
     if has_top_p.any():
         masses = np.where(has_top_p, metadata.top_p, np.inf)
-        kept, complete = top_p(best, _to_device(z, masses), _total_mass(z, best, limit, width))
+        kept, complete = top_p(best, _to_device(z, masses), _total_mass(z, best, limit, count))
         best = best.masked_fill(~kept, -torch.inf)
-        done |= complete.cpu().numpy() & (limit == vocab)  # else the mass that top_k leaves is not known yet
+        done |= complete.cpu().numpy() & (limit == vocab)  # with top_k, the total mass is not known yet
     if done.all():
         return gumbel(best, ids, *_key(z, metadata))
     tokens = torch.empty(len(z), dtype=torch.int64, device=z.device)
@@ -81,17 +81,17 @@ def _filtered(z: Tensor, metadata: SamplingMetadata, width: int) -> Tensor:
         rows = _to_device(z, done)
         tokens[rows] = gumbel(best[rows], ids[rows], *_key(z, metadata.subset(done)))
     rows = _to_device(z, ~done)
-    wider = next((wider for wider in WIDTHS if wider > width), vocab)
-    tokens[rows] = _filtered(z[rows], metadata.subset(~done), wider)
+    larger_count = next((larger for larger in CANDIDATE_COUNTS if larger > count), vocab)
+    tokens[rows] = _sample_candidates(z[rows], metadata.subset(~done), larger_count)
     return tokens
 
 
-def _total_mass(z: Tensor, best: Tensor, limit: Ints, width: int) -> Tensor:
-    """Return Σ exp(z) over the tokens that top_k leaves, (N,) float64; meaningless where those are beyond `width`."""
+def _total_mass(z: Tensor, best: Tensor, limit: Ints, count: int) -> Tensor:
+    """Return Σ exp(z) (N,) float64 over the tokens that top_k leaves; wrong for rows whose limit exceeds `count`."""
     inside = best.double().exp().sum(-1)
-    if (limit <= width).all():
+    if (limit <= count).all():
         return inside
-    return torch.where(_to_device(z, limit <= width), inside, z.exp().sum(-1, dtype=torch.float64))
+    return torch.where(_to_device(z, limit <= count), inside, z.exp().sum(-1, dtype=torch.float64))
 
 
 def _key(z: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,13 +104,13 @@ def _to_device(like: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
 
 def greedy(logits: Tensor) -> Tensor:
     """Return the likeliest ids (S,) int64 of `logits` (S, V), a tie going to the lowest id."""
-    return logits.argmax(-1)  # torch promises the first of several maxima
+    return logits.argmax(-1)  # torch documents that it returns the first of several maxima
 
 
 def temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Return z = (x - max(x)) / temperature, a new (S, V), from `logits` (S, V) and `temperatures` (S,) > 0.
 
-    Subtracting first keeps small temperatures from overflow: what leaves the range is -inf, which is right.
+    Subtracting first keeps small temperatures from overflow: what leaves the range is -inf, as it should be.
     """
     peak = logits.amax(-1, keepdim=True)
     peak = torch.where(peak == -torch.inf, 0.0, peak)  # a row with no token left stays -inf instead of NaN
@@ -130,9 +130,9 @@ def min_p(z: Tensor, thresholds: Tensor) -> Tensor:
 def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return values (S, k) and ids (S, k) int64 of the k largest in each row of `x` (S, V) float32, k ≤ V.
 
-    They are best first, ties in the order of ids. Torch's own topk leaves open which of several equal entries it takes
-    and in what order it gives them. Two sorts of the k entries mend the order; where a tie crosses the k-th place, the
-    row is taken again by exact keys.
+    They are sorted, best first, ties in the order of ids. torch.topk does not define which of several equal entries it
+    returns, nor their order. Two sorts of the k entries define the order. If a tie crosses the k-th place, the row is
+    computed again with unique keys.
     """
     if k == x.shape[-1]:
         return x.sort(dim=-1, descending=True, stable=True)
@@ -160,7 +160,7 @@ def top_p(z: Tensor, limits: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
     """Keep the smallest set of the likeliest tokens whose probability is at least `limits` (S,): the nucleus.
 
     `z` (S, C) are the best C tokens, best first; a limit is in (0, 1), or inf to keep all; `totals` (S,) float64 are
-    the sums of exp(z) over the rows' whole distributions. Returns a bool mask (S, C), always true in the first column,
+    the sums of exp(z) over the rows' whole distributions. Return a bool mask (S, C), always true in the first column,
     and a bool (S,): whether the nucleus lies within the C tokens. The sums are float64, so that they don't depend on
     the order in which a device adds.
     """

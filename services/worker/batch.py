@@ -1,6 +1,6 @@
 """The ragged batch of a step: a plan's rows as index tensors.
 
-Nothing here tells prefill from decode: a row of a thousand tokens and a row of one are built alike.
+A row may have one token or a thousand: nothing here tells prefill from decode.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows with T tokens in all. The arrays are (R,), on the host; `Row` says what they hold."""
+    """R rows with T tokens in all. The arrays are (R,), on the host, with the fields of `Row`."""
 
     inputs: Inputs
     slots: Ints

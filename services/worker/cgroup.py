@@ -1,7 +1,7 @@
-"""The control groups that this process is in, and the memory and CPUs that they leave it.
+"""The memory and CPUs that control groups (cgroups) leave to this process.
 
-The limits of all parents hold as well as that of the process's own group, so callers ask about each group that can be
-seen. Version 2 has one tree; version 1 has one for each controller, and may stand beside a tree of version 2.
+The limits of all parent groups apply too, so callers check each group that is visible. Version 2 has one tree. Version
+1 has one tree for each controller, maybe beside a tree of version 2.
 """
 
 from collections.abc import Iterator

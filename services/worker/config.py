@@ -1,7 +1,7 @@
 """The worker's settings.
 
-They are what a process needs to load a model and to find its scheduler. The scheduler decides the sizes of the KV pool
-and of a step (`Configure`). This module imports nothing else of the worker, so all of its parts may import this.
+A process needs them to load a model and to find its scheduler. The scheduler decides the sizes of the KV pool and of a
+step (`Configure`). This module imports nothing else of the worker, so that all of its modules may import it.
 """
 
 from typing import Annotated, Literal

@@ -1,7 +1,7 @@
-"""The process and its machine: threads, malloc, pages, and the CPUs and memory that the process may use.
+"""Tunes the process for a CPU: threads, malloc and pages; and measures the CPUs and memory that it may use.
 
-The CPU mask and the quotas of control groups limit what it may use, and the tightest of them holds. A user's own
-setting wins over all.
+The CPU mask and the quotas of control groups limit them, and the smallest limit applies. Users' settings override all
+of them.
 """
 
 import ctypes
@@ -36,11 +36,11 @@ def set_threads(requested: int | None) -> int:
 
 
 def pin_threads() -> None:
-    """Give each thread that computes a CPU of its own, if this process may use as many CPUs as there are such threads.
+    """Pin each compute thread to its own CPU, if this process may use exactly as many CPUs as there are such threads.
 
-    The threads wait for each other at the end of each operation, spinning. If another process wants one of the CPUs,
-    the system at times puts two of them on the same CPU, and each spins through the time slice of the other. Call it
-    when the process has its other threads: those that the caller starts later stay on the caller's CPU.
+    Compute threads spin while they wait for each other at the end of an operation. Without pinning, the system
+    sometimes puts two of them on one CPU when another process needs a CPU, and one spins while the other should run.
+    Call this after the other threads of the process have started: later ones inherit the CPU of the caller.
     """
     if not hasattr(os, "sched_getaffinity") or not extension.load():
         return
@@ -57,11 +57,11 @@ def allowed_cpus() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc not to hand memory back to the system after each use.
+    """Tell glibc's malloc not to return freed memory to the system.
 
-    A step allocates and frees the same few megabytes again and again. If malloc handed them back, the kernel would
-    fault in and zero each page anew, which takes longer than the arithmetic on it. Nothing happens with other C
-    libraries, which do not have the call.
+    A step allocates and frees the same few megabytes again and again. If malloc returned them, the kernel would have to
+    map and zero each page again, which takes longer than the arithmetic on it. Other C libraries have no such call, and
+    nothing happens.
     """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -70,10 +70,10 @@ def keep_freed_memory() -> None:
 
 
 def use_huge_pages() -> int:
-    """Ask the kernel to move what the heap holds now, the weights, to pages of 2 MiB. Return the bytes that it moved.
+    """Ask the kernel to move the heap, which holds the weights, to pages of 2 MiB. Return the bytes that it moved.
 
-    A step reads all weights, and with pages of 4 KiB address translation takes a good part of that time. Linux moves
-    them at once since 6.1; an older one may do it later, or never.
+    A step reads all weights, and with pages of 4 KiB, address translation takes much of that time. Linux moves them at
+    once since 6.1; older versions may do it later, or never.
     """
     moved = 0
     with suppress(OSError):

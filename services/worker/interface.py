@@ -11,7 +11,7 @@ from shared.protocol import Configure, ModelInfo, StepPlan, StepResult
 
 
 class WorkerInfo(Struct, frozen=True):
-    """A runner's model and device, as the scheduler needs to know them: the body of `Register`."""
+    """A runner's model and device, described for the scheduler: the body of `Register`."""
 
     model: ModelInfo
     device: str

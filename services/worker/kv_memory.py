@@ -1,4 +1,4 @@
-"""The memory that KV may take, in bytes. The scheduler computes from it how many blocks there are."""
+"""The memory that KV may take, in bytes. The scheduler computes the number of blocks from it."""
 
 import torch
 
@@ -7,9 +7,9 @@ from services.worker.cpu_tuning import available_memory
 from shared.errors import ConfigError
 
 GIB = 2**30
-HOST_DEFAULT = 4 * GIB
+HOST_MAXIMUM = 4 * GIB
 HOST_SHARE = 0.25
-"""Unless the user sets its size, KV on a CPU takes this share of the memory that is free, and at most the default."""
+"""On a CPU, KV takes this share of the free memory, and at most `HOST_MAXIMUM` bytes, unless the user sets its size."""
 
 
 def kv_memory(config: WorkerConfig, device: torch.device, activations: int) -> int:
@@ -20,7 +20,7 @@ def kv_memory(config: WorkerConfig, device: torch.device, activations: int) -> i
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type == "cpu":
-        return min(HOST_DEFAULT, int(available_memory() * HOST_SHARE))
+        return min(HOST_MAXIMUM, int(available_memory() * HOST_SHARE))
     free, total = torch.cuda.mem_get_info(device)
     allowance = int(total * config.gpu_memory_utilization) - (total - free)
     left = allowance + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - activations

@@ -1,4 +1,4 @@
-"""Log-probabilities as they are reported: `TokenLogprobs` from hidden states and logits."""
+"""The log-probabilities that requests ask for, as messages (`TokenLogprobs`)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ from services.worker.sequence_states import SequenceStates
 from shared.protocol import TokenLogprobs
 
 _CHUNK = 256
-"""Prompt positions whose logits are in memory at a time: those of a long prompt would take gigabytes."""
+"""Prompt positions whose logits are computed at once. The logits of a long prompt would take gigabytes."""
 
 
 def sampled_logprobs(
@@ -22,25 +22,27 @@ def sampled_logprobs(
 ) -> dict[int, list[TokenLogprobs]]:
     """Return the log-probabilities of the sampled `tokens` (N,), by slot, for the requests that ask for them.
 
-    `logits` (L, V) are the raw ones.
+    `logits` (L, V) are those of the model, before bias, masks and penalties.
     """
     requested = np.flatnonzero(states.num_logprobs[batch.slots] >= 0)
     if not len(requested):
         return {}
     slots = batch.slots[requested]
     counts = states.num_logprobs[slots].tolist()
-    index, rows = (torch.from_numpy(array).to(logits.device) for array in (requested, batch.rows[requested]))
-    entries = _entries(ops.logprobs(logits[rows], tokens[index], max(counts)), counts)
+    token_index, logit_rows = (
+        torch.from_numpy(array).to(logits.device) for array in (requested, batch.rows[requested])
+    )
+    entries = _entries(ops.logprobs(logits[logit_rows], tokens[token_index], max(counts)), counts)
     return {slot: [entry] for slot, entry in zip(slots.tolist(), entries, strict=True)}
 
 
 def prompt_logprobs(
-    hidden: Tensor, batch: Batch, states: SequenceStates, decoder: CausalLM, ops: Ops
+    hidden: Tensor, batch: Batch, states: SequenceStates, model: CausalLM, ops: Ops
 ) -> dict[int, list[TokenLogprobs]]:
     """Return the log-probabilities of prompt tokens, by slot, for the rows of `batch` whose requests ask for them.
 
-    A row gives those of positions start + 1 to min(start + count, prompt_len - 1): the distribution at a position comes
-    from the token before it. `hidden` (T, H) is the result of the forward pass.
+    A row gives the log-probabilities of positions start + 1 to min(start + count, prompt_len - 1), since the hidden
+    state at a position predicts the next token. `hidden` (T, H) is the result of the forward pass.
     """
     by_slot: dict[int, list[TokenLogprobs]] = {}
     for row, slot in enumerate(batch.slots.tolist()):
@@ -54,7 +56,7 @@ def prompt_logprobs(
             size = min(_CHUNK, count - done)
             first = int(batch.offsets[row]) + done
             targets = states.tokens[slot, start + done + 1 : start + done + 1 + size].long()
-            logits = decoder.logits(hidden[first : first + size])
+            logits = model.logits(hidden[first : first + size])
             entries += _entries(ops.logprobs(logits, targets, num_logprobs), [num_logprobs] * size)
         if entries:
             by_slot[slot] = entries
@@ -62,7 +64,7 @@ def prompt_logprobs(
 
 
 def _entries(columns: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int]) -> Iterator[TokenLogprobs]:
-    """Yield a message for each row of the kernel's result, with as many alternatives as its request asks for."""
+    """Yield a message for each row of what `Ops.logprobs` returned, with the first `counts[row]` alternatives."""
     lists = [column.tolist() for column in columns]
     for logprob, rank, ids, values, count in zip(*lists, counts, strict=True):
         yield TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids[:count], top_logprobs=values[:count])

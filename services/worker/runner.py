@@ -1,8 +1,8 @@
-"""`ModelRunner`: a model on a device that computes the plans it is given, one after the other.
+"""`ModelRunner`: a model on a device, which computes one plan after the other.
 
-It owns weights, KV memory and the state of running sequences, and knows nothing of sockets, queues or who waits for
-the tokens. The worker's service and the offline `LLM` drive it alike: they `configure` it and then `execute` plans.
-How a model is loaded and the process tuned is the business of `start.py`.
+It owns weights, KV memory and the state of running sequences. It knows nothing of sockets, queues or clients. The
+worker's service and the offline `LLM` both `configure` it and then `execute` plans. `start.py` loads the model and
+tunes the process.
 """
 
 import time
@@ -26,31 +26,31 @@ from shared.protocol import Configure, ModelInfo, SampledRow, StepPlan, StepResu
 
 
 @dataclass(frozen=True)
-class _Epoch:
-    """Everything that one `Configure` allocates."""
+class _EpochState:
+    """The memory of one epoch, allocated by `Configure`."""
 
     layout: KVLayout
     storage: Tensor
     caches: list[tuple[Tensor, Tensor]]
-    states: SequenceStates
+    sequences: SequenceStates
     sampler: Sampler
 
 
 class ModelRunner:
-    """Runs a loaded `model` on `device`; `info` describes it to other processes.
+    """Runs a `loaded` model on `device`; `info` describes it to other processes.
 
     The constructor runs a few steps to warm up and to measure. It raises ConfigError if no memory is left for KV.
     """
 
     def __init__(
-        self, model: LoadedModel, info: ModelInfo, config: WorkerConfig, device: torch.device, ops: Ops
+        self, loaded: LoadedModel, info: ModelInfo, config: WorkerConfig, device: torch.device, ops: Ops
     ) -> None:
         self.device = device
         self._ops = ops
-        self._decoder, self._kv_dtype = model.decoder, model.precision.kv_dtype
-        self._epoch: _Epoch | None = None
-        measured = warm_up(self, self._decoder.shape, device)
-        self._epoch = None
+        self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
+        self._state: _EpochState | None = None
+        measured = warm_up(self, self._model.shape, device)
+        self._state = None
         self._info = WorkerInfo(
             model=info,
             device=str(device),
@@ -66,39 +66,39 @@ class ModelRunner:
 
     def configure(self, message: Configure) -> None:
         """Begin an epoch: drop all sequences and KV, and allocate KV memory of `num_blocks` blocks."""
-        self._epoch = None  # frees the old memory before the new is taken
-        self._epoch = self._begin_epoch(message)
-        self._decoder.prepare_positions(self._epoch.states.tokens.shape[1])
+        self._state = None  # frees the old memory before the new is taken
+        self._state = self._allocate(message)
+        self._model.prepare_positions(self._state.sequences.tokens.shape[1])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step of the epoch that was configured."""
-        if self._epoch is None:
+        if self._state is None:
             raise RuntimeError("a plan came before any configuration")
         began = time.perf_counter()
-        self._epoch.states.apply(plan)
+        self._state.sequences.apply(plan)
         if plan.block_copies:
             sources, destinations = torch.tensor(plan.block_copies, device=self.device).T
-            self._ops.copy_blocks(self._epoch.storage, sources, destinations)
-        rows = self._compute(plan, self._epoch) if plan.rows else []
+            self._ops.copy_blocks(self._state.storage, sources, destinations)
+        rows = self._compute(plan, self._state) if plan.rows else []
         return StepResult(epoch=plan.epoch, step=plan.step, rows=rows, seconds=time.perf_counter() - began)
 
-    def _begin_epoch(self, message: Configure) -> _Epoch:
+    def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
-        states = SequenceStates(message, self._decoder.shape.vocab_size, self.device)
-        return _Epoch(layout, storage, layout.views(storage), states, Sampler(states, self._ops))
+        sequences = SequenceStates(message, self._model.shape.vocab_size, self.device)
+        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops))
 
     def _layout(self, block_size: int) -> KVLayout:
-        shape = self._decoder.shape
+        shape = self._model.shape
         return self._ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._kv_dtype)
 
-    def _compute(self, plan: StepPlan, epoch: _Epoch) -> list[SampledRow]:
-        batch = build_batch(plan.rows, epoch.states, epoch.layout, self._ops)
-        hidden = self._decoder.forward(batch.inputs, epoch.caches)
-        prompts = prompt_logprobs(hidden, batch, epoch.states, self._decoder, self._ops)
+    def _compute(self, plan: StepPlan, state: _EpochState) -> list[SampledRow]:
+        batch = build_batch(plan.rows, state.sequences, state.layout, self._ops)
+        hidden = self._model.forward(batch.inputs, state.caches)
+        prompts = prompt_logprobs(hidden, batch, state.sequences, self._model, self._ops)
         sampling = build_sampling_batch(batch, plan.forks)
-        tokens, logprobs = self._sample(hidden, batch, sampling, epoch) if len(sampling) else ([], {})
+        tokens, logprobs = self._sample(hidden, batch, sampling, state) if len(sampling) else ([], {})
         rows = [
             SampledRow(slot, [token], logprobs.get(slot), prompts.pop(slot, None))
             for slot, token in zip(sampling.slots.tolist(), tokens, strict=True)
@@ -106,15 +106,15 @@ class ModelRunner:
         return rows + [SampledRow(slot, [], None, entries) for slot, entries in prompts.items()]
 
     def _sample(
-        self, hidden: Tensor, batch: Batch, sampling: SamplingBatch, epoch: _Epoch
+        self, hidden: Tensor, batch: Batch, sampling: SamplingBatch, state: _EpochState
     ) -> tuple[list[int], dict[int, list[TokenLogprobs]]]:
-        """Return the sampled tokens, stored in their slots too, and by slot the log-probabilities that were requested.
+        """Sample from hidden states (T, H), and store the tokens in their slots.
 
-        `hidden` is (T, H).
+        Return the tokens, and the requested log-probabilities by slot.
         """
         last = torch.from_numpy(batch.offsets[1:][batch.samples > 0] - 1).to(self.device)
-        logits = self._decoder.logits(hidden[last])
-        tokens = epoch.sampler.sample(logits, sampling)
+        logits = self._model.logits(hidden[last])
+        tokens = state.sampler.sample(logits, sampling)
         slots, positions = (torch.from_numpy(array).to(self.device) for array in (sampling.slots, sampling.positions))
-        epoch.states.store_tokens(slots, positions, tokens)
-        return tokens.tolist(), sampled_logprobs(logits, tokens, sampling, epoch.states, self._ops)
+        state.sequences.store_tokens(slots, positions, tokens)
+        return tokens.tolist(), sampled_logprobs(logits, tokens, sampling, state.sequences, self._ops)

@@ -1,11 +1,11 @@
-"""The sampler: it turns rows of logits into tokens.
+"""The sampler: samples tokens from rows of logits.
 
-    raw logits ─▶ log-probabilities, as reported
-        └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ choice of a token (kernels' `sample`)
+    raw logits ─▶ log-probabilities (logprobs.py)
+        └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ `Ops.sample`
 
 A token is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token), so it depends
-only on the logits, parameters and position of its own row. Rows with bias, masks or penalties are copied and edited;
-the others are read in place.
+only on the logits, parameters and position of its own row. Rows with bias, masks or penalties are copied and edited.
+Other rows are read in place.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Sampler:
         self._ops = ops
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Return the tokens (N,) int64 of `batch` from `logits` (L, V) float32, which are left as they are."""
+        """Return the tokens (N,) int64 of `batch` from `logits` (L, V) float32, which are not changed."""
         states, slots = self._states, batch.slots
         output_positions = batch.positions - states.prompt_len[slots]
         below_min_tokens = output_positions < states.min_tokens[slots]
@@ -82,7 +82,7 @@ class Sampler:
         return tokens
 
     def _metadata(self, batch: SamplingBatch, output_positions: Ints, rows: Ints) -> SamplingMetadata:
-        """Return the parameters of `batch` as the kernels take them. `rows` are those of the logits to sample from."""
+        """Return the parameters of `batch` for `Ops.sample`. `rows` (N,) are the rows of the logits to sample from."""
         states, slots = self._states, batch.slots
         return SamplingMetadata(
             rows=rows,
@@ -117,15 +117,15 @@ class Sampler:
         if masked:
             rows, ids = torch.tensor(np.array(masked), device=x.device).T
             x[rows, ids] = -torch.inf
-        penalised = states.has_penalties[batch.slots]
-        if penalised.all():
-            return self._penalise(x, batch)
-        if penalised.any():
-            rows = self._tensor(np.flatnonzero(penalised))
-            x[rows] = self._penalise(x[rows], batch.subset(penalised))
+        penalized = states.has_penalties[batch.slots]
+        if penalized.all():
+            return self._penalize(x, batch)
+        if penalized.any():
+            rows = self._tensor(np.flatnonzero(penalized))
+            x[rows] = self._penalize(x[rows], batch.subset(penalized))
         return x
 
-    def _penalise(self, x: Tensor, batch: SamplingBatch) -> Tensor:
+    def _penalize(self, x: Tensor, batch: SamplingBatch) -> Tensor:
         states, slots = self._states, batch.slots
         penalties = (states.repetition_penalty, states.presence_penalty, states.frequency_penalty)
         return self._ops.penalties(

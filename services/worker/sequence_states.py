@@ -1,7 +1,7 @@
-"""`SequenceStates`: what the worker keeps of running sequences, in arrays indexed by the scheduler's slots.
+"""`SequenceStates`: the state of running sequences, in arrays indexed by the scheduler's slots.
 
-Tokens and block tables live on the device, since a sampled token goes from one step into the next without passing
-the host. Lengths, limits and sampling parameters live on the host, where they decide what a step has to do.
+Tokens and block tables are on the device, so that a sampled token need not wait for the host before the next step.
+Lengths, limits and sampling parameters are on the host, which decides what a step has to do.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class SequenceStates:
         self.sampling: list[Sampling | None] = [None] * slots
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the slots to where the rows of `plan` expect them. Its block copies are left to the caller."""
+        """Apply the changes of `plan` to the slots, before its rows are computed. The caller copies blocks."""
         for slot in plan.released_slots:
             self.sampling[slot] = None
         for sequence in plan.new_sequences:

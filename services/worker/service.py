@@ -1,17 +1,17 @@
-"""The worker's loop: one DEALER socket, over which plans come and results go.
+"""The worker's loop: it receives plans and sends results over one DEALER socket.
 
-The loop blocks; there is no asyncio here. A worker has one peer, and computes in the thread that reads from it, so an
-event loop would have nothing to run while a step is computed. It would cost time, though: a message there and back
-takes 90 µs between blocking sockets, and 160 to 280 µs if one side is asyncio. What must go on during a step, the
-heartbeat, has a thread of its own (`shared.heartbeat`).
+The loop blocks, without asyncio. A worker has one peer, and computes in the thread that reads from it, so an event loop
+would have nothing to run during a step. It would also cost time: a round trip takes 90 µs between blocking sockets, and
+160 to 280 µs if one side is asyncio. Heartbeats must continue during a step, so they have their own thread
+(`shared.heartbeat`).
 
 The service drives any runner and knows nothing of models. Weights outlive a scheduler: if it is gone, the service
 closes the socket and registers the same runner with the next one under a new identity; the `Configure` that follows
-resets the runner's state. A step that raises ends the process, since the state is unknown then. A step that never
-returns does too: the watchdog of the standard library ends the process if the loop has not turned for
-`--scheduler-timeout` seconds, whatever holds it.
+resets the runner's state. A step that raises ends the process, since the state is unknown then. A step that does not
+return also ends it: `faulthandler` is a watchdog, which exits if the loop has not turned for `--scheduler-timeout`
+seconds.
 
-SIGTERM lets the present step finish: the loop ends at its first idle moment, or at once if the signal comes again.
+After SIGTERM, the loop ends when it is idle next, after the current step. A second signal ends the process at once.
 """
 
 import faulthandler
@@ -48,17 +48,17 @@ from shared.transport import Monitor, connect, new_identity, printable_identity
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.25
-"""Seconds that the loop waits for a message before it looks at other things."""
+"""Seconds that the loop waits for a message before it checks signals and deadlines."""
 
 RECONNECT_DELAY = 0.1
-"""Seconds before the next connection, so that connections which fail at once do not follow each other without end."""
+"""Seconds before the next connection, so that connections that fail at once do not keep a CPU busy."""
 
 LINGER_MS = 1_000
-"""Milliseconds that a `Fault` has to leave before the process ends."""
+"""Milliseconds in which a `Fault` must be sent before the process ends."""
 
 
 class CloseReason(Enum):
-    """The reason for which a connection was closed. Its value is the exit status, or None to connect again."""
+    """The reason why a connection was closed. The value is the exit status, or None to connect again."""
 
     STOPPED = 0
     FAILED = 1
@@ -78,7 +78,7 @@ class Service:
         self._stops = 0
         self._watchdog_set_at = -float("inf")
         self.loop = LoopTimer()
-        self.identity = ""  # of the present connection
+        self.identity = ""  # of the current connection
 
     def stop(self) -> None:
         """End at the next idle moment. Meant for a signal handler."""
@@ -113,7 +113,7 @@ class Service:
             self._on_configured = None
 
     def feed_watchdog(self) -> None:
-        """Tell the watchdog that the loop turns. Setting it starts a thread, hence not each time."""
+        """Reset the watchdog, but not each time: setting it starts a thread."""
         now, limit = time.monotonic(), self._config.scheduler_timeout
         if now - self._watchdog_set_at > limit / 10:
             self._watchdog_set_at = now
@@ -121,7 +121,7 @@ class Service:
 
 
 class _Connection:
-    """A socket with an identity of its own, and the scheduler at its other end."""
+    """A connection to the scheduler: a socket and its identity."""
 
     def __init__(self, service: Service, config: WorkerConfig, context: "zmq.Context[Any]") -> None:
         self._service = service

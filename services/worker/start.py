@@ -16,28 +16,28 @@ from shared.protocol import ModelInfo
 
 
 def start_runner(config: WorkerConfig) -> ModelRunner:
-    """Return a runner that is warm. Raise ModelError or ConfigError if the model cannot be found, loaded or run."""
+    """Load a model and return its warm runner. Raise ModelError or ConfigError if it cannot be found, loaded or run."""
     keep_freed_memory()
     set_threads(config.num_threads)
     device = choose_device(config.device)
     ops = load_ops(device)
     folder = locate(config.model, config.revision, config.download_dir)
-    model = load_model(folder, config, device, ops)
+    loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
-        use_huge_pages()  # when the weights are there, and before the runner measures how fast it is
-    return ModelRunner(model, describe(model, config, folder), config, device, ops)
+        use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
+    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops)
 
 
-def describe(model: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:
-    """Return what other processes learn of `model`, which was loaded from `folder`."""
-    shape = model.decoder.shape
+def model_info(loaded: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:
+    """Return what other processes learn of the model that was loaded from `folder`."""
+    shape = loaded.model.shape
     return ModelInfo(
         name=config.model or EMBEDDED,
         architecture=shape.architecture,
-        dtype=model.precision.name,
+        dtype=loaded.precision.name,
         max_positions=shape.max_positions,
         vocab_size=shape.vocab_size,
-        fingerprint=model.fingerprint,
-        weights_digest=model.weights_digest,
+        fingerprint=loaded.fingerprint,
+        weights_digest=loaded.weights_digest,
         text_digest=text_digest(folder),
     )

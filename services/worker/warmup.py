@@ -1,7 +1,7 @@
-"""The first steps of a worker, before it registers: they make the next ones fast, and measure how fast.
+"""The first steps of a worker, before it registers. They warm up, and measure the cost of a step.
 
-They are steps like any other, on a small KV memory of their own. From their times come the two numbers by which a
-scheduler predicts the time of a step: its fixed cost, and the cost of one more token.
+They are steps like any other, on a small KV memory. The scheduler predicts the time of a step from two numbers that are
+measured here: its fixed cost, and the cost of one more token.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Measurements(NamedTuple):
 
 
 def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurements:
-    """Run a prefill and a decode step a few times. It configures `runner` for these; configure it anew afterwards."""
+    """Run a prefill and a decode step a few times. Configure `runner` again afterwards."""
     count = max(2, min(_PREFILL_TOKENS[device.type], shape.max_positions - 1))
     blocks = -(-(count + 1) // _BLOCK_SIZE)
     epoch = Epoch(boot_id="warm-up", count=0)

@@ -1,7 +1,7 @@
 """Builds config.json, with the fields of transformers' config classes, from a GGUF file's metadata.
 
-There is one function per architecture. It adds what the metadata leaves out because programs that read GGUF know it
-from the architecture. A metadata key that would change what the model computes, and is not handled here, is refused.
+There is one function per architecture. It adds the constants of the architecture, which the metadata leaves out. A
+metadata key that would change what the model computes, and is not handled here, is refused.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def _rope(meta: MetadataReader, dim: int) -> dict[str, Any]:
 
 
 def _llama(meta: MetadataReader) -> dict[str, Any]:
-    """Llama, Mistral (which computes the same) and Mixtral."""
+    """Return the config of Llama, Mistral (the same architecture) or Mixtral."""
     if experts := meta.num_experts():
         used = meta.experts_per_token(experts)
         mixture = {"num_local_experts": experts, "num_experts_per_tok": used, "sliding_window": None}
@@ -125,7 +125,7 @@ def _qwen3_moe(meta: MetadataReader) -> dict[str, Any]:
         "num_experts": experts,
         "num_experts_per_tok": meta.experts_per_token(experts),
         "moe_intermediate_size": meta.positive(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, int),
-        "norm_topk_prob": True,  # all models of this architecture in this format
+        "norm_topk_prob": True,  # in all models of this architecture
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "attention_bias": False,
@@ -145,7 +145,7 @@ def _gemma2(meta: MetadataReader) -> dict[str, Any]:
     return config | {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
-        "query_pre_attn_scalar": _query_scalar(config, widest=46),
+        "query_pre_attn_scalar": _query_scalar(config, layers_of_27b=46),
         "attn_logit_softcapping": meta.positive(Keys.LLM.ATTN_LOGIT_SOFTCAPPING, float, 50.0),
         "final_logit_softcapping": meta.positive(Keys.LLM.FINAL_LOGIT_SOFTCAPPING, float, 30.0),
         "sliding_window": meta.positive(Keys.Attention.SLIDING_WINDOW, int, 4096),
@@ -163,7 +163,7 @@ def _gemma3(meta: MetadataReader) -> dict[str, Any]:
     return config | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "query_pre_attn_scalar": _query_scalar(config, widest=62),
+        "query_pre_attn_scalar": _query_scalar(config, layers_of_27b=62),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "sliding_window": meta.positive(Keys.Attention.SLIDING_WINDOW, int),
@@ -172,9 +172,9 @@ def _gemma3(meta: MetadataReader) -> dict[str, Any]:
     }
 
 
-def _query_scalar(config: dict[str, Any], widest: int) -> int:
-    """Return query_pre_attn_scalar, which no key holds: the head's size, except in the 27B (known by its layers)."""
-    if config["num_hidden_layers"] == widest:
+def _query_scalar(config: dict[str, Any], layers_of_27b: int) -> int:
+    """Return query_pre_attn_scalar, which has no key: head_dim, except in the 27B, known by its layers."""
+    if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])
 

@@ -1,4 +1,4 @@
-"""`damage_as_model_error`: turns unexpected exceptions while reading a GGUF file into one line that names the file."""
+"""`damage_as_model_error`: turns unexpected exceptions from reading a GGUF file into a ModelError that names it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _EXCEPTIONS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeErr
 def damage_as_model_error(subject: object) -> Iterator[None]:
     """Raise a `ModelError` about `subject` for what a damaged file makes numpy, `tokenizers` or Quire raise.
 
-    It is for damage that no check foresaw. A check of its own gives a better message.
+    It is for damage that no check expects. Prefer a check, which gives a better message.
     """
     try:
         yield

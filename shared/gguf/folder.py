@@ -1,8 +1,9 @@
-"""Makes a model folder for a GGUF file: the files that the rest of Quire reads, made from its header, and a pointer.
+"""Makes a model folder for a GGUF file: config and tokenizer files made from its header, and a pointer to the file.
 
-The folder is in the cache, under a digest of the file's name, size and first bytes. It is made under another name and
-then renamed, so that a killed process leaves no incomplete folder. Services that start at the same time wait for the
-first to finish it. Weights are not copied: gguf.json has the path of the file, and is replaced when the file has moved.
+The folder is in the cache, and its name is a digest of the file's name, size and first bytes. It is made under another
+name and then renamed, so that a killed process leaves no incomplete folder. If several services start at the same time,
+one makes the folder and the others wait. Weights are not copied: gguf.json has the path of the file. It is rewritten if
+the file has moved.
 """
 
 import fcntl
@@ -23,12 +24,12 @@ from shared.gguf.damage import damage_as_model_error
 from shared.gguf.parts import find_parts
 
 FORMAT = 2
-"""The version of the folder's content. A change of the content bumps it, so that older folders are made anew."""
+"""The version of the folder's content. Increase it with every change of the content: older folders are then remade."""
 
 POINTER = "gguf.json"
 CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 TOKENIZER_FILE = "tokenizer.json"
-DIGEST_BYTES = 8 * 1024 * 1024  # covers the headers, which with their vocabularies have some megabytes
+DIGEST_BYTES = 8 * 1024 * 1024  # the size of a large header: a vocabulary takes some megabytes
 
 
 class Pointer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class Pointer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def model_folder(file: Path, cache: Path, sampling: Mapping[str, Any] | None = None) -> Path:
-    """Return the folder in `cache` of the model in a GGUF file, or in the split set that has it. Make it if needed.
+    """Return the model folder in `cache` for a GGUF file, or for the split model that it is part of. Make it if needed.
 
     `sampling` goes into generation_config.json, since GGUF has no sampling defaults. Raise `ModelError` if the file is
     missing, damaged or not supported, naming what is wrong.
@@ -121,13 +122,13 @@ def _make(parts: tuple[Path, ...], target: Path, sampling: Mapping[str, Any]) ->
 def _write(parts: tuple[Path, ...], folder: Path, sampling: Mapping[str, Any]) -> None:
     from shared.gguf.config import model_config  # imports the gguf package, only to make a folder
     from shared.gguf.header import read_header
-    from shared.gguf.tensors import find_sources
+    from shared.gguf.tensors import find_tensors
     from shared.gguf.tokenizer import Unconvertible, build_tokenizer, check_types, end_token_ids, tokenizer_config
 
     header = read_header(parts[0])
     check_types(header)
     config = model_config(header)
-    find_sources(header, config)  # so that errors show now, and not later in a worker's log
+    find_tensors(header, config)  # fails here, at the command line, rather than in a worker
     eos_ids = end_token_ids(header, config["vocab_size"])
     generation = {"eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids} if eos_ids else {}
     reason = ""

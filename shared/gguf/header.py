@@ -161,7 +161,7 @@ class _HeaderReader:
             return self.string()
         if type != GGUFValueType.ARRAY:
             value = np.frombuffer(self.take(np.dtype(_SCALARS[type]).itemsize), _SCALARS[type])[0]
-            # the shortest decimal that rounds to this float32, which is what the converter was given
+            # the shortest decimal that rounds to this float32: the number in the original config.json
             return float(str(value)) if type == GGUFValueType.FLOAT32 else value.item()
         type, length = self.value_type(), self.number("<u8")
         if type == GGUFValueType.ARRAY:  # no known key has one
@@ -200,7 +200,7 @@ class _HeaderReader:
         return self.strings(1)[0]
 
     def name(self, what: str) -> str:
-        """Read a name, and check that error messages can show it: a damaged length leads into the weights."""
+        """Read a name, and check that it is printable: a damaged length would read weights as a name."""
         name = self.string()
         if len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise ModelError(f"{self.path} is damaged: behind {self.reading} there is a {what} called {name[:32]!r}...")

@@ -25,7 +25,7 @@ class MetadataReader:
         self.architecture = str(header.metadata.get(Keys.General.ARCHITECTURE, ""))
 
     def name(self, key: str) -> str:
-        """Return the key as it stands in the file, with the name of the architecture."""
+        """Return the key with the name of the architecture filled in, as in the file."""
         return key.format(arch=self.architecture)
 
     def has(self, key: str) -> bool:

@@ -16,7 +16,7 @@ def is_gguf(name: str) -> bool:
 
 
 def find_parts(path: Path) -> tuple[Path, ...]:
-    """Return all files of the model of which `path` is a file. Raise `ModelError` naming a file that is missing."""
+    """Return all files of the model that `path` belongs to. Raise `ModelError` naming a file that is missing."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:

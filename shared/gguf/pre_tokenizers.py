@@ -1,8 +1,8 @@
 """Pre-tokenizers of byte-level BPE (`tokenizer.ggml.pre`), which split text into words before merges within them.
 
-The name in a file stands for the tokenizer of one known model: the converter recognises it by the ids of a sample text.
-This module has the names whose original tokenizer.json is known for certain. A guess for any other name would give a
-few wrong ids that nobody notices.
+A name stands for the tokenizer of one known model, which the converter to GGUF recognises by the ids of a sample text.
+This module has the names whose original tokenizer.json is known for certain. A guess for other names could give a few
+wrong ids that nobody notices.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ _LETTERS = rf"{_CONTRACTIONS}|{_SIGN}\p{{L}}+"
 """Words. A contraction such as 'll is a word of its own."""
 
 _CASES = rf"{_SIGN}{_UPPER}*{_LOWER}+{{0}}|{_SIGN}{_UPPER}+{_LOWER}*{{0}}"
-"""Words. A capital after a small letter begins another word; `{0}` stands for what may follow a word."""
+"""Words. A capital after a small letter begins another word. `{0}` is replaced by a pattern that may follow a word."""
 
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-class ByteLevelParts(NamedTuple):
-    """The parts of a byte-level BPE tokenizer that differ between models."""
+class ByteLevelConfig(NamedTuple):
+    """The components and settings of a byte-level BPE tokenizer that differ between models."""
 
     pre_tokenizer: Any
     normalizer: Any = None
@@ -31,30 +31,30 @@ class ByteLevelParts(NamedTuple):
     adds_bos: bool = False  # if the file does not say
 
 
-def find_parts(name: str) -> ByteLevelParts | None:
-    """Return the parts for the name in a file; None if the name is not known."""
+def find_byte_level_config(name: str) -> ByteLevelConfig | None:
+    """Return the config for a name in `tokenizer.ggml.pre`, or None if the name is not known."""
     match name:
         case "gpt-2":
-            return ByteLevelParts(_byte_level(use_regex=True))
+            return ByteLevelConfig(_byte_level(use_regex=True))
         case "smollm" | "starcoder" | "refact" | "command-r":
             digits = pre_tokenizers.Digits(individual_digits=True)
-            return ByteLevelParts(pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)]))
+            return ByteLevelConfig(pre_tokenizers.Sequence([digits, _byte_level(use_regex=True)]))
         case "llama-bpe" | "llama3" | "llama-v3":
-            return ByteLevelParts(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"), ignore_merges=True, adds_bos=True)
+            return ByteLevelConfig(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"), ignore_merges=True, adds_bos=True)
         case "deepseek-coder":
             cuts = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")
             splits: list[Any] = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in cuts]
             digits = pre_tokenizers.Digits(individual_digits=True)
-            return ByteLevelParts(pre_tokenizers.Sequence([*splits, digits, _byte_level(use_regex=False)]))
+            return ByteLevelConfig(pre_tokenizers.Sequence([*splits, digits, _byte_level(use_regex=False)]))
         case "dbrx":  # Phi-4
-            return ByteLevelParts(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"))
+            return ByteLevelConfig(_split(_LETTERS, r"\p{N}{1,3}", r"[\r\n]*"))
         case "qwen2":
-            return ByteLevelParts(_split(_LETTERS, r"\p{N}", r"[\r\n]*"), normalizers.NFC())
+            return ByteLevelConfig(_split(_LETTERS, r"\p{N}", r"[\r\n]*"), normalizers.NFC())
         case "tekken":  # Mistral Nemo
             words = _CASES.replace("{0}", "")
-            return ByteLevelParts(_split(words, r"\p{N}", r"[\r\n/]*"), ignore_merges=True, adds_bos=True)
+            return ByteLevelConfig(_split(words, r"\p{N}", r"[\r\n/]*"), ignore_merges=True, adds_bos=True)
         case "gpt-4o":  # Phi-4-mini
-            return ByteLevelParts(_split(_CASES.replace("{0}", _CONTRACTIONS + "?"), r"\p{N}{1,3}", r"[\r\n/]*"))
+            return ByteLevelConfig(_split(_CASES.replace("{0}", _CONTRACTIONS + "?"), r"\p{N}{1,3}", r"[\r\n/]*"))
     return None
 
 
@@ -65,7 +65,10 @@ SUPPORTED = (
 
 
 def _split(words: str, numbers: str, after_signs: str) -> Any:
-    """Split into words, numbers, runs of signs (with a space before and `after_signs` after them) and white space."""
+    """Return a pre-tokenizer that splits text into words, numbers, runs of signs and white space.
+
+    A run of signs includes a space before it, and `after_signs` after it.
+    """
     pattern = Regex(rf"{words}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{after_signs}|{_SPACE}")
     split = pre_tokenizers.Split(pattern, behavior="isolated", invert=False)
     return pre_tokenizers.Sequence([split, _byte_level(use_regex=False)])

@@ -12,10 +12,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def llama(config: Config) -> Shapes:
-    """Llama, Mistral, Qwen 2 and Gemma: attention and gated MLP, each after a norm."""
+    """Return the shapes of Llama, Mistral, Qwen 2 and Gemma: attention and gated MLP, each after a norm."""
     hidden = config["hidden_size"]
     layer: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    return _decoder(config, layer | _attention(config) | _gated(config))
+    return _decoder(config, layer | _attention(config) | _gated_mlp(config))
 
 
 def mixtral(config: Config) -> Shapes:
@@ -45,27 +45,27 @@ def qwen3_moe(config: Config) -> Shapes:
 def qwen3(config: Config) -> Shapes:
     hidden = config["hidden_size"]
     layer: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    return _decoder(config, layer | _attention(config) | _head_norms(config) | _gated(config))
+    return _decoder(config, layer | _attention(config) | _head_norms(config) | _gated_mlp(config))
 
 
 def gemma2(config: Config) -> Shapes:
-    """Gemma 2 has norms before and after both attention and MLP."""
-    return _decoder(config, _four_norms(config) | _attention(config) | _gated(config))
+    """Return the shapes of Gemma 2, which has norms before and after both attention and MLP."""
+    return _decoder(config, _four_norms(config) | _attention(config) | _gated_mlp(config))
 
 
 def gemma3(config: Config) -> Shapes:
-    return _decoder(config, _four_norms(config) | _attention(config) | _head_norms(config) | _gated(config))
+    return _decoder(config, _four_norms(config) | _attention(config) | _head_norms(config) | _gated_mlp(config))
 
 
 def phi3(config: Config) -> Shapes:
-    """Phi-3 joins queries, keys and values in one matrix, and gate and up in another."""
+    """Return the shapes of Phi-3, which has one matrix for qkv, and one for gate and up."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], _head_dim(config)
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    q_size, kv_size = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     layer: Shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.qkv_proj.weight": (queries + 2 * keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.qkv_proj.weight": (q_size + 2 * kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
         "mlp.gate_up_proj.weight": (2 * inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
@@ -73,7 +73,7 @@ def phi3(config: Config) -> Shapes:
 
 
 def gpt2(config: Config) -> Shapes:
-    """GPT-2's matrices are (inputs, outputs)."""
+    """Return the shapes of GPT-2, whose matrices are (inputs, outputs)."""
     hidden, inner = config["n_embd"], config["n_inner"]
     layer: Shapes = {}
     for norm in ("ln_1", "ln_2"):
@@ -93,8 +93,8 @@ def gpt2(config: Config) -> Shapes:
     }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    for number in range(config["n_layer"]):
-        shapes |= {f"transformer.h.{number}.{name}": shape for name, shape in layer.items()}
+    for index in range(config["n_layer"]):
+        shapes |= {f"transformer.h.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
@@ -114,27 +114,27 @@ SHAPES: dict[str, Callable[[Config], Shapes]] = {
 
 def _decoder(config: Config, layer: Shapes) -> Shapes:
     """Return the shapes of a model whose layers all have the shapes `layer`."""
-    vocabulary = (config["vocab_size"], config["hidden_size"])
-    shapes: Shapes = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
+    vocab_size, hidden = config["vocab_size"], config["hidden_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = vocabulary
-    for number in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        shapes["lm_head.weight"] = (vocab_size, hidden)
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
 def _attention(config: Config) -> Shapes:
     hidden, dim = config["hidden_size"], _head_dim(config)
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    q_size, kv_size = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     biases = {"q_proj", "k_proj", "v_proj"} if config["model_type"] == "qwen2" else set()
     if config.get("attention_bias"):
         biases = {"q_proj", "k_proj", "v_proj", "o_proj"}
     shapes: Shapes = {}
     for name, outputs, inputs in (
-        ("q_proj", queries, hidden),
-        ("k_proj", keys, hidden),
-        ("v_proj", keys, hidden),
-        ("o_proj", hidden, queries),
+        ("q_proj", q_size, hidden),
+        ("k_proj", kv_size, hidden),
+        ("v_proj", kv_size, hidden),
+        ("o_proj", hidden, q_size),
     ):
         shapes[f"self_attn.{name}.weight"] = (outputs, inputs)
         if name in biases:
@@ -142,7 +142,7 @@ def _attention(config: Config) -> Shapes:
     return shapes
 
 
-def _gated(config: Config) -> Shapes:
+def _gated_mlp(config: Config) -> Shapes:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes: Shapes = {}
     for name, outputs, inputs in (

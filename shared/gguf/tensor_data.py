@@ -1,8 +1,7 @@
-"""Reading the data of tensors: as floats, or as they are quantised. The `gguf` package dequantises blocks.
+"""Reads the data of tensors, as floats or as quants. The `gguf` package dequantises blocks.
 
-Some thousands of blocks are dequantised at once, as many as fit a core's cache. A few rows at a time, as the package
-does it itself, would spend the time in Python, and whole tensors would spend it in memory. Several threads share the
-chunks of a large tensor.
+Some thousands of blocks are dequantised at once, as many as fit into a core's cache. Smaller chunks, as in the package,
+would spend most of the time in Python, and larger ones in memory. Several threads share the chunks of a large tensor.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,10 @@ from shared.errors import ModelError
 from shared.gguf.header import StoredTensor
 
 CHUNK = 2**18
-"""Values that are dequantised at once."""
+"""Values that are dequantised in one call."""
 
 MIN_SHARED_CHUNKS = 16
-"""Chunks from which on threads share a tensor. In smaller tensors they mostly wait for the interpreter's lock."""
+"""The number of chunks from which threads are used. In smaller tensors they mostly wait for the interpreter's lock."""
 
 FLOAT_TYPES: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
@@ -40,7 +39,7 @@ def check_type(tensor: StoredTensor) -> None:
 
 
 def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1) -> NDArray[Any]:
-    """Return the tensor, or with `index` the one at `index` of those stacked in it.
+    """Return the tensor, or the one at `index` along its first dimension.
 
     Floats are mapped from the file as they are stored. Other types are dequantised to float32.
     """
@@ -52,11 +51,11 @@ def read_tensor(tensor: StoredTensor, index: int | None = None, threads: int = 1
         mapped: NDArray[Any] = np.memmap(tensor.path, FLOAT_TYPES[tensor.type], "r", offset, shape)
         return mapped
     stored: NDArray[np.uint8] = np.memmap(tensor.path, np.uint8, "r", offset, (count, size))
-    return _dequantise(stored, tensor.type, threads).reshape(shape)
+    return _dequantize(stored, tensor.type, threads).reshape(shape)
 
 
 class QuantizedMatrix(NamedTuple):
-    """A matrix as it is quantised: value = scale * (quant - zero_point), or scale * quant + min."""
+    """A quantised matrix: value = scale * (quant - zero_point), or scale * quant + min."""
 
     bits: int
     quants: NDArray[np.uint8]  # (rows, columns)
@@ -71,7 +70,7 @@ def is_simple_quantized(tensor: StoredTensor) -> bool:
 
 
 def read_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedMatrix | None:
-    """Return the matrix, or the one at `index` of those stacked, as it is quantised; None for other types.
+    """Return the quantised matrix, or the one at `index` along the first dimension; None for other types.
 
     A block is a scale (float16), a min (float16, Q4_1 only), and then 32 signed bytes (Q8_0) or 16 bytes, whose low
     halves are the first 16 quants and whose high halves are the rest.
@@ -95,23 +94,23 @@ def read_quantized(tensor: StoredTensor, index: int | None = None) -> QuantizedM
     return QuantizedMatrix(4, quants, float16s(0), mins, _ZERO_POINTS[tensor.type])
 
 
-def _dequantise(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:
-    """Dequantise blocks: (blocks, bytes) to (blocks, values)."""
+def _dequantize(stored: NDArray[np.uint8], type: GGMLQuantizationType, threads: int) -> NDArray[np.float32]:
+    """Dequantise blocks (blocks, bytes) to (blocks, values)."""
     codec, block = _codec(type), GGML_QUANT_SIZES[type][0]
     codec.init_grid()  # makes the lookup tables of some types, which two threads must not do at once
     values = np.empty((len(stored), block), np.float32)
     chunk = max(CHUNK // block, 1)  # blocks
 
-    def dequantise_chunk(start: int) -> None:
+    def dequantize_chunk(start: int) -> None:
         values[start : start + chunk] = codec.dequantize_blocks(stored[start : start + chunk])
 
     starts = range(0, len(stored), chunk)
     if threads == 1 or len(starts) < MIN_SHARED_CHUNKS:
         for start in starts:
-            dequantise_chunk(start)
+            dequantize_chunk(start)
     else:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(dequantise_chunk, starts))
+            list(pool.map(dequantize_chunk, starts))
     return values
 
 

@@ -1,8 +1,10 @@
 """Finds a model's tensors in GGUF files, under Hugging Face's names and in its layouts.
 
-`find_sources` checks that the files have the tensors that the model needs, and returns a `TensorSource` for each, which
-reads it. GGUF's layouts differ: Llama's files rotate neighbouring rows of a head together, where Hugging Face rotates
-halves; Gemma's norms have 1 added; experts are stacked in one tensor; GPT-2's matrices are (outputs, inputs).
+`find_tensors` checks that the files have the tensors that the model needs, and returns a `GGUFTensor` for each.
+
+GGUF's layouts differ. In Llama's files, rotary embeddings rotate neighbouring rows of a head together, where Hugging
+Face rotates halves. Gemma's norms have 1 added. Experts are stacked in one tensor. GPT-2's matrices are (outputs,
+inputs).
 """
 
 import re
@@ -31,23 +33,23 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
-class TensorSource(Struct, frozen=True):
-    """Where the data of one of Hugging Face's tensors is, and how its layout differs."""
+class GGUFTensor(Struct, frozen=True):
+    """A tensor in GGUF files that has a name of Hugging Face's, and how its layout differs from Hugging Face's."""
 
-    tensor: StoredTensor
+    stored: StoredTensor
     expert: int | None = None  # index among the experts stacked in the tensor
-    heads: int = 0  # number of heads whose rows are in pairs; 0: they are not
+    heads: int = 0  # number of heads, if their rows are in the order of `halves_from_pairs`'s input
     subtract: float = 0.0
     transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+        shape = self.stored.shape if self.expert is None else self.stored.shape[1:]
         return shape[::-1] if self.transposed else shape
 
     def read(self, threads: int = 1) -> NDArray[Any]:
         """Return the tensor as floats."""
-        values = read_tensor(self.tensor, self.expert, threads)
+        values = read_tensor(self.stored, self.expert, threads)
         if self.heads:
             values = halves_from_pairs(values, self.heads)
         if self.subtract:
@@ -55,13 +57,13 @@ class TensorSource(Struct, frozen=True):
         return values.T if self.transposed else values
 
     def read_quantized(self) -> QuantizedMatrix | None:
-        """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` has no such form of its type.
+        """Return the matrix (outputs, inputs) as it is quantised; None if `tensor_data` does not read its type so.
 
-        Outputs are in Hugging Face's order. They are the rows, also where they are Hugging Face's columns.
+        Outputs are in Hugging Face's order. They are the rows, even if Hugging Face's weight is transposed.
         """
         if self.subtract:
             return None
-        matrix = read_quantized(self.tensor, self.expert)
+        matrix = read_quantized(self.stored, self.expert)
         if matrix is None or not self.heads:
             return matrix
         order = halves_from_pairs(np.arange(len(matrix.quants)), self.heads)
@@ -69,25 +71,25 @@ class TensorSource(Struct, frozen=True):
         return matrix._replace(quants=matrix.quants[order], scales=matrix.scales[order], mins=mins)
 
 
-def find_sources(header: Header, config: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Return the sources by Hugging Face's names. Raise `ModelError` naming a missing, superfluous or wrong tensor."""
+def find_tensors(header: Header, config: Mapping[str, Any]) -> dict[str, GGUFTensor]:
+    """Return the tensors by Hugging Face's names. Raise `ModelError` naming a missing, unknown or wrong tensor."""
     architecture = config["architectures"][0]
     shapes = SHAPES[architecture](config)
     names = _GGUFNames(header, config)
-    sources: dict[str, TensorSource] = {}
+    tensors: dict[str, GGUFTensor] = {}
     for name, shape in shapes.items():
         stored = names.find(name)
-        source = sources[name] = _source(name, stored, config)
+        tensor = tensors[name] = _make_tensor(name, stored, config)
         check_type(stored)
-        if source.shape != shape or (source.expert is not None and stored.shape[0] != names.experts):
-            matrix = shape[::-1] if source.transposed else shape
-            expected = list(matrix if source.expert is None else (names.experts, *matrix))
+        if tensor.shape != shape or (tensor.expert is not None and stored.shape[0] != names.experts):
+            matrix = shape[::-1] if tensor.transposed else shape
+            expected = list(matrix if tensor.expert is None else (names.experts, *matrix))
             raise ModelError(f"{stored}: the model's settings ask for the shape {expected}")
-    used = {source.tensor.name for source in sources.values()} | CONFIG_TENSORS.get(architecture, ROPE_FACTORS)
-    for name, tensor in header.tensors.items():
+    used = {tensor.stored.name for tensor in tensors.values()} | CONFIG_TENSORS.get(architecture, ROPE_FACTORS)
+    for name, stored in header.tensors.items():
         if name not in used:
-            raise ModelError(f"{tensor}: a {architecture} with these settings has no such tensor")
-    return sources
+            raise ModelError(f"{stored}: a {architecture} with these settings has no such tensor")
+    return tensors
 
 
 class _GGUFNames:
@@ -107,14 +109,14 @@ class _GGUFNames:
         return self.header.tensors[gguf_name]
 
 
-def _source(name: str, stored: StoredTensor, config: Mapping[str, Any]) -> TensorSource:
+def _make_tensor(name: str, stored: StoredTensor, config: Mapping[str, Any]) -> GGUFTensor:
     expert = _EXPERT.search(name)
     heads, model_type = 0, config["model_type"]
     if model_type in ("llama", "mixtral") and ".q_proj." in name:
         heads = config["num_attention_heads"]
     elif model_type in ("llama", "mixtral") and ".k_proj." in name:
         heads = config["num_key_value_heads"]
-    return TensorSource(
+    return GGUFTensor(
         stored,
         expert=int(expert[1]) if expert else None,
         heads=heads,

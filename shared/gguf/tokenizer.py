@@ -2,7 +2,7 @@
 
 There are two types of vocabularies. `gpt2` is byte-level BPE with its merges and the name of a pre-tokenizer. `llama`
 is a SentencePiece BPE model, whose merges follow from the scores of its pieces. If the result would not give the
-original's ids for every text, `Unconvertible` says why, and the model needs a tokenizer that the user names.
+same ids as the original for every text, `Unconvertible` says why, and the user must name another tokenizer.
 """
 
 import logging
@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from shared.errors import ModelError
 from shared.gguf.header import Header
-from shared.gguf.pre_tokenizers import SUPPORTED, find_parts
+from shared.gguf.pre_tokenizers import SUPPORTED, find_byte_level_config
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ SPECIAL = {
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-"""Control tokens that end an answer in a chat. Files often name only one end token, which may be a document's."""
+"""Control tokens that end an answer in a chat. Files often name only one end token, maybe that of documents."""
 
 SPACE_PIECE, SPACE = "▁", " "
 
 INSTRUCTION = "[INST]"
-"""A control token of Mistral since version 3. There, text after a special token gets no space in front."""
+"""A control token of Mistral since version 3. These models add no space to text after a special token."""
 
 VALUE_TYPES: dict[str, Any] = {
     Keys.Tokenizer.MODEL: str,
@@ -136,20 +136,20 @@ def end_token_ids(header: Header, vocab_size: int) -> list[int]:
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
     name = metadata.get(Keys.Tokenizer.PRE)
-    parts = find_parts(str(name))
-    if parts is None:
+    config = find_byte_level_config(str(name))
+    if config is None:
         raise Unconvertible(f"{Keys.Tokenizer.PRE} {name!r} is not known here (known: {', '.join(SUPPORTED)})")
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    merges = list(_named_merges(metadata, vocabulary))
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=parts.ignore_merges))
-    if parts.normalizer is not None:
-        tokenizer.normalizer = parts.normalizer
-    tokenizer.pre_tokenizer = parts.pre_tokenizer
+    merges = list(_listed_merges(metadata, vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=config.ignore_merges))
+    if config.normalizer is not None:
+        tokenizer.normalizer = config.normalizer
+    tokenizer.pre_tokenizer = config.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, parts.adds_bos
+    return tokenizer, config.adds_bos
 
 
-def _named_merges(metadata: Metadata, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _listed_merges(metadata: Metadata, vocabulary: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield the merges that the file lists, each a pair of tokens that make a third one."""
     listed = metadata.get(Keys.Tokenizer.MERGES)
     if not listed:
@@ -173,7 +173,7 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     unknown = metadata.get(Keys.Tokenizer.UNK_ID)
     model = models.BPE(
         vocab={token: id for id, token in enumerate(tokens)},
-        merges=list(_merges(tokens, types, scores)),
+        merges=list(_merges_by_score(tokens, types, scores)),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=TokenType.BYTE in types,
@@ -194,7 +194,7 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
+def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> Iterator[tuple[str, str]]:
     """Yield every pair of pieces that make an ordinary piece, best score first, as SentencePiece merges them."""
     pieces = {token: id for id, token in enumerate(tokens) if types[id] == TokenType.NORMAL}
     merges = []
@@ -221,7 +221,7 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str])
 
 
 def _strips_right(metadata: Metadata) -> Any:
-    """Return a function that says whether a token strips white space after it. No key says so: most of Phi-3's do."""
+    """Return a function that says if a token strips white space after it. No key has this: most tokens of Phi-3 do."""
     is_phi = metadata.get(Keys.General.ARCHITECTURE) == MODEL_ARCH_NAMES[MODEL_ARCH.PHI3]
     if is_phi and metadata.get(Keys.Tokenizer.MODEL) == "llama":
         return lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")
@@ -229,7 +229,7 @@ def _strips_right(metadata: Metadata) -> Any:
 
 
 def _add_post_processor(tokenizer: Tokenizer, metadata: Metadata, tokens: Sequence[str], adds_bos: bool) -> None:
-    """Add the tokens before and after each text that the file asks for."""
+    """Make the tokenizer add BOS before and EOS after each text, as the file asks."""
     first, last = metadata.get(Keys.Tokenizer.BOS_ID), metadata.get(Keys.Tokenizer.EOS_ID)
     used = []
     if metadata.get(Keys.Tokenizer.ADD_BOS, adds_bos) and first is not None:

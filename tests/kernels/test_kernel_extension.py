@@ -44,7 +44,7 @@ def test_without_an_instruction_set_too(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_avx2_is_for_processors_without_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = extension.NEEDED["avx512"] | extension.NEEDED["avx2"]
+    flags = extension.REQUIRED_FEATURES["avx512"] | extension.REQUIRED_FEATURES["avx2"]
     monkeypatch.setattr(extension, "_processor_flags", lambda: flags)
     assert extension.instruction_set() == "avx512"
     monkeypatch.setattr(extension, "_processor_flags", lambda: flags - {"avx512_vnni"})

@@ -79,7 +79,7 @@ def test_integers_that_are_no_weights_are_passed_over(tmp_path: Path) -> None:
     rewrite_weights(
         tmp_path, lambda t: t.update({"model.layers.0.self_attn.bias": mask.to(torch.uint8), "m": mask.bool()})
     )
-    assert load(tmp_path).decoder.shape.architecture == "GraniteForCausalLM"
+    assert load(tmp_path).model.shape.architecture == "GraniteForCausalLM"
 
 
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
@@ -129,7 +129,7 @@ def test_models_of_few_positions_are_tried_too(tmp_path: Path) -> None:
         rows = 5 if name == "opt" else 3  # two rows of the table come before position 0
         folder = save_changed(name, tmp_path / name, **{field: 3})
         rewrite_weights(folder, lambda t, tensor=tensor, rows=rows: t.update({tensor: t[tensor][:rows]}))
-        assert load(folder).decoder.shape.max_positions == 3
+        assert load(folder).model.shape.max_positions == 3
 
 
 # config.json

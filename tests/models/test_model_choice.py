@@ -111,7 +111,7 @@ def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path)
     """LDG-24: families refuse it, since cached keys cannot be rotated again."""
     save(llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), tmp_path)
     model = load_model(tmp_path, WorkerConfig(device="cpu"), torch.device("cpu"), ops(torch.device("cpu")))
-    assert model.decoder.shape.max_positions == 128
+    assert model.model.shape.max_positions == 128
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def config_of(name: str, folder: Path) -> dict[str, Any]:
 
 def spec(fields: dict[str, Any]) -> DecoderSpec:
     config = ConfigJson(fields)
-    return load_family(choose_implementation(config).architecture).spec(config)
+    return load_family(choose_implementation(config).architecture).read_spec(config)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
 def test_extra_tensors_give_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"extra": torch.ones(1)}, folder / "model.safetensors")
-    assert served(folder).decoder.shape.architecture == "GraniteForCausalLM"
+    assert served(folder).model.shape.architecture == "GraniteForCausalLM"
     assert [record.getMessage() for record in caplog.records] == [
         "tensors that the model has no place for are left out: extra"
     ]

@@ -43,8 +43,8 @@ def test_the_bits_are_those_of_the_single_operations(name: str, precision: dict[
     joined, single = (Forward(folder, slots=5, blocks=64, block_size=4, **precision) for _ in range(2))
     assert isinstance(joined.decoder, Decoder)
     assert isinstance(single.decoder, Decoder)
-    assert joined.decoder.joined_layers
-    single.decoder.joined_layers = None
+    assert joined.decoder.fused_layers
+    single.decoder.fused_layers = None
     results = []
     for forward in (joined, single):
         for slot, text in enumerate(TEXTS):
@@ -58,4 +58,4 @@ def test_the_bits_are_those_of_the_single_operations(name: str, precision: dict[
 def test_other_kinds_are_left_to_single_operations(model: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     decoder = Forward(save(model(), tmp_path)).decoder
     assert isinstance(decoder, Decoder)
-    assert decoder.joined_layers is None
+    assert decoder.fused_layers is None

@@ -93,7 +93,7 @@ def test_the_reference_adds_the_same(make: Callable[[], PreTrainedModel], tmp_pa
     folder, kernels = save(model, tmp_path), reference()
     forward = Forward(folder, kv_cache_dtype="int8")
     forward.ops = kernels
-    forward.decoder = load_model(folder, WorkerConfig(device="cpu", kv_cache_dtype="int8"), CPU, kernels).decoder
+    forward.decoder = load_model(folder, WorkerConfig(device="cpu", kv_cache_dtype="int8"), CPU, kernels).model
     shape = forward.decoder.shape
     forward.layout = kernels.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, 4, torch.int8)
     forward.storage = forward.layout.allocate(64, CPU)

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kernels import quantized
 from kernels.load import ops, reference
+from services.worker.checkpoint import quantization_config
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.config import WorkerConfig
@@ -51,6 +53,10 @@ SCHEMES = {
 CASES = [("llama", scheme) for scheme in SCHEMES] + [
     (name, scheme) for name in ("phi3", "opt", "gpt2") for scheme in ("gptq, zeros", "awq")
 ]
+
+
+def test_the_config_and_the_kernels_have_the_same_group_size() -> None:
+    assert quantization_config.QUANT_GROUP_SIZE == quantized.QUANT_GROUP_SIZE
 
 
 def logits(folder: Path, **config: Any) -> tuple[Tensor, Forward]:

@@ -88,7 +88,7 @@ def test_a_part_of_each_head_and_longrope(spelling: dict[str, Any], served: int)
     """The longest context that is served decides between short and long factors."""
     sizes = BASE | {"vocab_size": 10, "intermediate_size": 5, "num_hidden_layers": 1}
     config = Phi3Config(**(sizes | {"pad_token_id": 0, "eos_token_id": 2} | _copy(spelling)))
-    spec = phi3.read(ConfigJson(sizes | spelling))
+    spec = phi3.read_spec(ConfigJson(sizes | spelling))
     rope = spec.layers[0].rope
     assert rope is not None
     assert len(rope.inverse_frequencies) == 3

@@ -116,7 +116,7 @@ class Forward:
         device = torch.device("cpu")
         self.ops = ops(device)
         model = load_model(folder, WorkerConfig(**{"device": "cpu"} | config), device, self.ops)
-        self.decoder, self.precision, self.fingerprint = model.decoder, model.precision, model.fingerprint
+        self.decoder, self.precision, self.fingerprint = model.model, model.precision, model.fingerprint
         self.dtype = self.precision.kv_dtype
         shape = self.decoder.shape
         self.layout = self.ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self.dtype)

@@ -1,19 +1,19 @@
 // Attention of ragged rows over a paged cache; kernels/reference/attention.py has the formula.
 //
-// The keys of a block lie with the position as the last dimension, so that sixteen keys are the sixteen lanes of a
-// score; the values lie as usual, with the head's dimension last. In the cache that dimension is rounded up to
-// sixteens, and the added ones are zero.
+// A block stores its keys with the position as the last dimension, so that one vector holds the same dimension of
+// sixteen keys and the scores of sixteen keys are computed at once. It stores values with the head's dimension last.
+// The head's dimension is padded with zeros to a multiple of 16.
 //
-// The order of a query's sums does not depend on the batch. Its context is cut at fixed absolute positions: groups of
-// 16 keys, tiles of 64, segments of 256. Within a segment tiles are taken from left to right with a running maximum
-// (online softmax: Milakov and Gimelshein, 2018); segments are merged from left to right, also where one thread has
-// done them all. A key that the query may not see adds an exact zero, so it does not matter whether it was read for a
-// neighbour.
+// The order of a query's sums does not depend on the batch. The context is cut at fixed absolute positions: groups of
+// 16 keys, tiles of 64, segments of 256. A segment's tiles are processed in order with a running maximum (online
+// softmax: Milakov and Gimelshein, 2018). Segments are merged in order, even if one thread has computed them all. A key
+// that a query may not see adds an exact zero, so a work item may read keys that only some of its queries see.
 //
-// Where the cache leaves out a bias b of the keys, the score of a query q with the key at position j lacks q . R(j) b,
-// with the rotation R(j). That is a sum over pairs of dimensions, (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin, with
-// angles that all heads and layers share: one more matrix product, of these two factors with a table of angles.
-// Dimensions that are not rotated would add the same to all of a query's scores, which does not change the softmax.
+// If the cache leaves out a bias b of the keys, the score of a query q and the key at position j lacks q . R(j) b,
+// where R(j) is the rotation. That is a sum over pairs of dimensions, (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin. The
+// angles are the same for all heads and layers, so a second matmul computes it: these two factors times a table of
+// angles. Dimensions that are not rotated are skipped: they would add the same number to all scores of a query, which
+// does not change the softmax.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -30,13 +30,13 @@
 namespace quire {
 namespace {
 
-constexpr int GROUP = 16;        // keys, one vector of scores
+constexpr int KEY_GROUP = 16;    // keys whose scores fill one vector
 constexpr int TILE = 64;         // keys between two updates of the running maximum
 constexpr int SEGMENT = 256;     // keys
-constexpr int MAX_QUERIES = 96;  // (position, head) pairs that share the tiles that one work item reads
-constexpr int GROUPS_PER_TILE = TILE / GROUP;
+constexpr int MAX_QUERIES = 96;  // (position, head) pairs of one work item, which read the same tiles
+constexpr int GROUPS_PER_TILE = TILE / KEY_GROUP;
 #if defined(__AVX512F__)
-constexpr int MAX_VECTORS = 4;  // of sums for each of six queries that fit the registers
+constexpr int MAX_VECTORS = 4;  // of sums for each query; those of six queries fit into the registers
 #else
 constexpr int MAX_VECTORS = 1;
 #endif
@@ -46,37 +46,38 @@ using Problem = AttentionProblem;
 
 // Queries of one row at consecutive positions, for one kv head, and one segment of the context that they see.
 struct WorkItem {
-    int32_t row, token, start, count, head, segment, segments;
-    int32_t first, end;  // the keys of the segment that are read: those that some query sees, from the start of a tile
-    int64_t partial;  // index, in queries, of its results among those to be merged; unused if there is only one segment
+    int32_t row, token, start, count, head, segment, num_segments;
+    int32_t first, end;  // positions of the keys that are read: those that some query sees, from the start of a tile
+    int64_t partial;  // index of its first query's result among those to be merged; unused if there is one segment
 };
 
 // True if the elements are quants, which are multiplied by a scale for each key.
 template <class T>
 constexpr bool is_quantized = std::is_same_v<T, int8_t>;
 
-// Where a tile's keys and values are, by group: keys (dim, 16), rows `key_stride` apart, and values (16, dim).
+// Pointers to a tile's keys and values, for each group of 16: keys (dim, 16) with the stride `key_stride` between
+// dimensions, and values (16, dim).
 template <class T, bool SCALED = is_quantized<T>>
 struct Tile {
     const T* key[GROUPS_PER_TILE];
     const T* value[GROUPS_PER_TILE];
     const float *key_scale[GROUPS_PER_TILE], *value_scale[GROUPS_PER_TILE];  // of each key of a group, if scaled
     int64_t key_stride;
-    int first, keys, groups;
+    int first, num_keys, num_groups;  // first: the position of the first key
 };
 
-// Prefetches a line to the second cache: more of those can be under way than to the first.
+// Prefetches a line to the L2 cache, which takes more outstanding requests than L1.
 template <class T>
 void prefetch(const T* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
 }
 
 template <class T>
-struct Cache {
+struct TypedCache {
     const T *keys, *values;
 
-    // Returns the tile of the keys from `first` on, which may be fewer than a tile holds. Blocks shorter than a group
-    // are joined in `buffer`, of 2 * TILE * (dim + 4) elements.
+    // Returns the tile that begins at position `first`; the last one may have fewer keys. Blocks shorter than a group
+    // are copied side by side into `buffer`, which has 2 * TILE * (dim + 4) elements.
     Tile<T> tile(const Problem& p, const WorkItem& item, int first, T* buffer) const {
         const int32_t* table = p.block_tables + item.row * p.table_width;
         int64_t block_size = p.cache.block_size, dim = p.cache.padded_dim;
@@ -88,13 +89,13 @@ struct Cache {
             return reinterpret_cast<const float*>(end_of_quants) + position % block_size;
         };
         Tile<T> tile;
-        tile.key_stride = std::max<int64_t>(block_size, GROUP);
+        tile.key_stride = std::max<int64_t>(block_size, KEY_GROUP);
         int end = std::min(first + TILE, item.end);
         tile.first = first;
-        tile.keys = end - first;
-        tile.groups = (tile.keys + GROUP - 1) / GROUP;
-        for (int g = 0, start = first; start < end; g++, start += GROUP) {
-            if (block_size >= GROUP) {
+        tile.num_keys = end - first;
+        tile.num_groups = (tile.num_keys + KEY_GROUP - 1) / KEY_GROUP;
+        for (int g = 0, start = first; start < end; g++, start += KEY_GROUP) {
+            if (block_size >= KEY_GROUP) {
                 tile.key[g] = keys + head_start(start) + start % block_size;
                 tile.value[g] = values + head_start(start) + start % block_size * dim;
                 if constexpr (is_quantized<T>) {
@@ -103,13 +104,14 @@ struct Cache {
                 }
                 continue;
             }
-            T *k = buffer + 2 * g * GROUP * (dim + sizeof(float)), *v = k + GROUP * dim, *end_of_v = v + GROUP * dim;
+            T* k = buffer + 2 * g * KEY_GROUP * (dim + sizeof(float));
+            T *v = k + KEY_GROUP * dim, *end_of_v = v + KEY_GROUP * dim;
             std::fill(k, end_of_v, T{});
-            float *key_scale = reinterpret_cast<float*>(end_of_v), *value_scale = key_scale + GROUP;
-            for (int position = start; position < std::min(end, start + GROUP); position += block_size) {
+            float *key_scale = reinterpret_cast<float*>(end_of_v), *value_scale = key_scale + KEY_GROUP;
+            for (int position = start; position < std::min(end, start + KEY_GROUP); position += block_size) {
                 int64_t from = head_start(position), column = position - start;
                 for (int d = 0; d < dim; d++)
-                    std::copy_n(keys + from + d * block_size, block_size, k + d * GROUP + column);
+                    std::copy_n(keys + from + d * block_size, block_size, k + d * KEY_GROUP + column);
                 std::copy_n(values + from, dim * block_size, v + column * dim);
                 if constexpr (is_quantized<T>) {
                     std::copy_n(scales(keys, position), block_size, key_scale + column);
@@ -121,7 +123,7 @@ struct Cache {
             tile.key_scale[g] = key_scale;
             tile.value_scale[g] = value_scale;
         }
-        for (int g = tile.groups; g < GROUPS_PER_TILE; g++) {
+        for (int g = tile.num_groups; g < GROUPS_PER_TILE; g++) {
             tile.key[g] = tile.key[0];
             tile.value[g] = tile.value[0];
             tile.key_scale[g] = tile.key_scale[0];
@@ -131,15 +133,15 @@ struct Cache {
     }
 };
 
-// Sets scores[query][64] of N queries, whose vectors lie one behind the other, with G groups of keys, or adds to them
-// if ADD. Meanwhile the keys of the next tile are prefetched.
+// Sets scores[query][64] of N queries (N, dim) and G groups of keys, or adds to them if ADD. Prefetches the next tile's
+// keys.
 template <int N, int G, bool ADD = false, class T, bool SCALED, class Prefetch>
 void compute_scores(const float* q, int dim, const Tile<T, SCALED>& tile, int group, const Prefetch& prefetch,
                     float* scores) {
     F32x16 sums[N][G];
     for (int n = 0; n < N; n++)
         for (int g = 0; g < G; g++)
-            sums[n][g] = ADD ? F32x16::load(scores + n * TILE + (group + g) * GROUP) : F32x16::zero();
+            sums[n][g] = ADD ? F32x16::load(scores + n * TILE + (group + g) * KEY_GROUP) : F32x16::zero();
     int d = 0;
     do {
         F32x16 key[G];
@@ -153,7 +155,7 @@ void compute_scores(const float* q, int dim, const Tile<T, SCALED>& tile, int gr
     for (int n = 0; n < N; n++)
         for (int g = 0; g < G; g++) {
             if constexpr (SCALED) sums[n][g] = sums[n][g] * F32x16::load(tile.key_scale[group + g]);
-            sums[n][g].store(scores + n * TILE + (group + g) * GROUP);
+            sums[n][g].store(scores + n * TILE + (group + g) * KEY_GROUP);
         }
 }
 
@@ -166,7 +168,7 @@ void accumulate_values(const float* weights, const float* rescale, int dim, cons
         for (int l = 0; l < L; l++) sums[n][l] = F32x16::load(acc + n * dim + l * 16) * F32x16::set(rescale[n]);
     int key = 0;
     do {
-        const T* values = tile.value[key / GROUP] + key % GROUP * dim + first;
+        const T* values = tile.value[key / KEY_GROUP] + key % KEY_GROUP * dim + first;
         prefetch.values(key);
         F32x16 value[L];
         for (int l = 0; l < L; l++) value[l] = F32x16::load(values + l * 16);
@@ -179,7 +181,7 @@ void accumulate_values(const float* weights, const float* rescale, int dim, cons
         for (int l = 0; l < L; l++) sums[n][l].store(acc + n * dim + l * 16);
 }
 
-// Calls f(size, first) for each six of `total`, and for the rest; the size is a compile-time constant.
+// Calls f(size, first) for blocks of six, and for the rest of `total`. The size is a compile-time constant.
 template <class F>
 void for_each_six(int total, F&& f) {
     int first = 0;
@@ -193,7 +195,7 @@ void for_each_six(int total, F&& f) {
     }
 }
 
-// Calls f(size, first) for groups of MAX_SIZE, a power of two, then of its half, and so on.
+// Calls f(size, first) for blocks of MAX_SIZE, a power of two, then for blocks of half that size, and so on.
 template <int MAX_SIZE, class F>
 void for_each_power_of_two(int total, F&& f, int first = 0) {
     for (; first + MAX_SIZE <= total; first += MAX_SIZE) f(std::integral_constant<int, MAX_SIZE>{}, first);
@@ -217,7 +219,7 @@ struct Scratch {
         wide = resize(wide_, 2 * TILE * dim);
         tile_buffers.resize(2 * 2 * TILE * (dim + sizeof(float)));
     }
-    // The one of two buffers that the current tile is not in.
+    // Returns the buffer for the next tile. There are two, used in turn, so the current tile is not overwritten.
     T* next_tile_buffer() {
         buffer ^= 1;
         return tile_buffers.data() + buffer * tile_buffers.size() / 2;
@@ -231,32 +233,32 @@ struct Scratch {
 // Masks one query's scores except those of the tile's keys within [from, to); returns the maximum.
 float mask_scores(const Problem& p, float* scores, int from, int to) {
     F32x16 s[GROUPS_PER_TILE];
-    for (int g = 0; g < GROUPS_PER_TILE; g++) s[g] = F32x16::load(scores + g * GROUP);
+    for (int g = 0; g < GROUPS_PER_TILE; g++) s[g] = F32x16::load(scores + g * KEY_GROUP);
     if (p.softcap != 0 || from > 0 || to < TILE)
         for (int g = 0; g < GROUPS_PER_TILE; g++) {
             if (p.softcap != 0) {
-                float lanes[GROUP];
+                float lanes[KEY_GROUP];
                 s[g].store(lanes);
                 for (float& x : lanes) x = p.softcap * std::tanh(x / p.softcap);
                 s[g] = F32x16::load(lanes);
             }
-            s[g] = s[g].keep_lanes(from - g * GROUP, to - g * GROUP, NEG_INF);
-            s[g].store(scores + g * GROUP);
+            s[g] = s[g].keep_lanes(from - g * KEY_GROUP, to - g * KEY_GROUP, NEG_INF);
+            s[g].store(scores + g * KEY_GROUP);
         }
     F32x16 maximum = s[0];
     for (int g = 1; g < GROUPS_PER_TILE; g++) maximum = max(maximum, s[g]);
     return reduce_max(maximum);
 }
 
-// Turns the scores of all queries into weights, and updates maxima and sums. `rescale` is by how much the new maximum
-// shrinks the accumulators.
+// Turns the scores of all queries into weights, and updates maxima and sums. Sets `rescale` to exp(old maximum - new
+// maximum), by which the accumulators must be multiplied.
 template <class T, class TileType, bool SCALED>
 void update_softmax(const Problem& p, const WorkItem& item, int queries, const Tile<TileType, SCALED>& tile,
                     Scratch<T>& scratch) {
-    int shared = p.heads / p.cache.kv_heads, first = tile.first;
+    int queries_per_kv = p.heads / p.cache.kv_heads, first = tile.first;
     float maximum[MAX_QUERIES];
     for (int i = 0; i < queries; i++) {
-        int position = item.start + i / shared, from = p.window ? position - p.window + 1 - first : 0;
+        int position = item.start + i / queries_per_kv, from = p.window ? position - p.window + 1 - first : 0;
         float tile_maximum = mask_scores(p, scratch.scores + i * TILE, from, position + 1 - first);
         maximum[i] = std::max(scratch.maximum[i], tile_maximum);
     }
@@ -264,10 +266,10 @@ void update_softmax(const Problem& p, const WorkItem& item, int queries, const T
         float base = maximum[i] == NEG_INF ? 0 : maximum[i];
         F32x16 weights[GROUPS_PER_TILE];
         for (int g = 0; g < GROUPS_PER_TILE; g++) {
-            float* scores = scratch.scores + i * TILE + g * GROUP;
+            float* scores = scratch.scores + i * TILE + g * KEY_GROUP;
             weights[g] = exp(F32x16::load(scores) - F32x16::set(base));
             if constexpr (SCALED)
-                (weights[g] * F32x16::load(tile.value_scale[std::min(g, tile.groups - 1)])).store(scores);
+                (weights[g] * F32x16::load(tile.value_scale[std::min(g, tile.num_groups - 1)])).store(scores);
             else
                 weights[g].store(scores);
         }
@@ -297,7 +299,7 @@ struct PrefetchTile {
         for (int g = 0; g < GROUPS_PER_TILE; g++) prefetch(tile.key[g] + d * tile.key_stride);
     }
     void values(int key) const {
-        const T* value = tile.value[key / GROUP] + key % GROUP * dim;
+        const T* value = tile.value[key / KEY_GROUP] + key % KEY_GROUP * dim;
         for (int d = 0; d < dim; d += 64 / sizeof(T)) prefetch(value + d);
     }
 };
@@ -305,12 +307,14 @@ struct PrefetchTile {
 template <class T, bool SCALED, class Prefetch, class CacheT>
 void attend_tile(const Problem& p, const WorkItem& item, int queries, const Tile<T, SCALED>& tile,
                  const Prefetch& prefetch, Scratch<CacheT>& scratch) {
-    int dim = p.cache.padded_dim, shared = p.heads / p.cache.kv_heads;
-    // The number of the tile's keys that a query sees; other queries of the item may see more.
-    auto visible = [&](int query) { return std::min(tile.keys, item.start + query / shared + 1 - tile.first); };
+    int dim = p.cache.padded_dim, queries_per_kv = p.heads / p.cache.kv_heads;
+    // Returns how many of the tile's keys a query sees.
+    auto num_visible = [&](int query) {
+        return std::min(tile.num_keys, item.start + query / queries_per_kv + 1 - tile.first);
+    };
     for_each_six(queries, [&](auto n, int query) {
-        int keys = visible(query + n - 1);
-        for_each_power_of_two<MAX_VECTORS>((keys + GROUP - 1) / GROUP, [&](auto g, int group) {
+        int keys = num_visible(query + n - 1);
+        for_each_power_of_two<MAX_VECTORS>((keys + KEY_GROUP - 1) / KEY_GROUP, [&](auto g, int group) {
             compute_scores<decltype(n)::value, decltype(g)::value>(scratch.q + query * dim, dim, tile, group, prefetch,
                                                                    scratch.scores + query * TILE);
         });
@@ -318,11 +322,11 @@ void attend_tile(const Problem& p, const WorkItem& item, int queries, const Tile
     if (p.angles && p.key_bias) {
         Tile<float, false> angles;
         angles.key_stride = TILE;
-        for (int g = 0; g < GROUPS_PER_TILE; g++) angles.key[g] = p.angles + tile.first * p.rotated + g * GROUP;
+        for (int g = 0; g < GROUPS_PER_TILE; g++) angles.key[g] = p.angles + tile.first * p.rotated + g * KEY_GROUP;
         for_each_six(queries, [&](auto n, int query) {
             const float* factors = scratch.angle_factors + query * p.rotated;
-            int keys = visible(query + n - 1);
-            for_each_power_of_two<MAX_VECTORS>((keys + GROUP - 1) / GROUP, [&](auto g, int group) {
+            int keys = num_visible(query + n - 1);
+            for_each_power_of_two<MAX_VECTORS>((keys + KEY_GROUP - 1) / KEY_GROUP, [&](auto g, int group) {
                 compute_scores<decltype(n)::value, decltype(g)::value, true>(
                     factors, p.rotated, angles, group, NoPrefetch{}, scratch.scores + query * TILE);
             });
@@ -330,7 +334,7 @@ void attend_tile(const Problem& p, const WorkItem& item, int queries, const Tile
     }
     update_softmax(p, item, queries, tile, scratch);
     for_each_six(queries, [&](auto n, int query) {
-        int keys = visible(query + n - 1);
+        int keys = num_visible(query + n - 1);
         if (keys <= 0) return;
         for_each_power_of_two<MAX_VECTORS>(dim / 16, [&](auto l, int vector) {
             accumulate_values<decltype(n)::value, decltype(l)::value>(
@@ -340,33 +344,33 @@ void attend_tile(const Problem& p, const WorkItem& item, int queries, const Tile
     });
 }
 
-// Returns the same tile in float32 at `out`, for when many queries read it. Meanwhile the next tile is prefetched.
+// Converts a tile to float32 in `out` (2, TILE, dim), once for all queries that read it. Prefetches the next tile.
 template <class T>
 Tile<float, is_quantized<T>> widen_tile(const Tile<T>& tile, int dim, const Tile<T>& next, float* out) {
     Tile<float, is_quantized<T>> wide;
     wide.key_stride = TILE;
     wide.first = tile.first;
-    wide.keys = tile.keys;
-    wide.groups = tile.groups;
+    wide.num_keys = tile.num_keys;
+    wide.num_groups = tile.num_groups;
     float *k = out, *v = out + TILE * dim;
-    for (int g = 0; g < tile.groups; g++) {
-        wide.key[g] = k + g * GROUP;
+    for (int g = 0; g < tile.num_groups; g++) {
+        wide.key[g] = k + g * KEY_GROUP;
         wide.key_scale[g] = tile.key_scale[g];
         wide.value_scale[g] = tile.value_scale[g];
         for (int d = 0; d < dim; d++) {
-            F32x16::load(tile.key[g] + d * tile.key_stride).store(k + g * GROUP + d * TILE);
+            F32x16::load(tile.key[g] + d * tile.key_stride).store(k + g * KEY_GROUP + d * TILE);
             prefetch(next.key[g] + d * next.key_stride);
         }
-        wide.value[g] = v + g * GROUP * dim;
-        for (int i = 0; i < std::min(GROUP, tile.keys - g * GROUP) * dim; i += 16) {
-            F32x16::load(tile.value[g] + i).store(v + g * GROUP * dim + i);
+        wide.value[g] = v + g * KEY_GROUP * dim;
+        for (int i = 0; i < std::min(KEY_GROUP, tile.num_keys - g * KEY_GROUP) * dim; i += 16) {
+            F32x16::load(tile.value[g] + i).store(v + g * KEY_GROUP * dim + i);
             prefetch(next.value[g] + i);
         }
     }
     return wide;
 }
 
-// Sets the factors of a query by which the angles of a key's position are multiplied: one half for cosines, one for
+// Computes a query's factors (rotated): the first half multiplies the cosines of a key's position, the second half the
 // sines.
 void compute_angle_factors(const float* q, const float* bias, int64_t rotated, float* factors) {
     int64_t half = rotated / 2;
@@ -377,15 +381,15 @@ void compute_angle_factors(const float* q, const float* bias, int64_t rotated, f
     }
 }
 
-// Computes maximum, sum and accumulator of each of an item's queries over its segment. `tile` is the item's first one,
-// and becomes that of `next_item`, the thread's next one.
+// Computes maximum, sum and accumulator of each of an item's queries over its segment. `tile` is the item's first tile
+// on entry, and the first tile of `next_item`, the thread's next one, on return: it is prefetched meanwhile.
 template <class T>
-void attend(const Problem& p, const Cache<T>& cache, const WorkItem& item, const WorkItem* next_item, Tile<T>& tile,
-            Scratch<T>& scratch) {
-    int shared = p.heads / p.cache.kv_heads, queries = item.count * shared, dim = p.cache.padded_dim;
+void attend(const Problem& p, const TypedCache<T>& cache, const WorkItem& item, const WorkItem* next_item,
+            Tile<T>& tile, Scratch<T>& scratch) {
+    int queries_per_kv = p.heads / p.cache.kv_heads, queries = item.count * queries_per_kv, dim = p.cache.padded_dim;
     for (int i = 0; i < queries; i++) {
-        const float* token = p.q + (item.token + i / shared) * p.q_token_stride;
-        const float* query = token + (item.head * shared + i % shared) * p.q_head_stride;
+        const float* token = p.q + (item.token + i / queries_per_kv) * p.q_token_stride;
+        const float* query = token + (item.head * queries_per_kv + i % queries_per_kv) * p.q_head_stride;
         for (int d = 0; d < p.head_dim; d++) scratch.q[i * dim + d] = query[d] * p.scale;
         std::fill_n(scratch.q + i * dim + p.head_dim, dim - p.head_dim, 0.0f);
         if (p.angles && p.key_bias)
@@ -403,19 +407,19 @@ void attend(const Problem& p, const Cache<T>& cache, const WorkItem& item, const
             attend_tile(p, item, queries, widen_tile(tile, dim, next, scratch.wide), NoPrefetch{}, scratch);
         else
             attend_tile(p, item, queries, tile, PrefetchTile<T>{next, dim}, scratch);
-        for (int key = tile.keys; key < next.keys; key++) PrefetchTile<T>{next, dim}.values(key);
+        for (int key = tile.num_keys; key < next.num_keys; key++) PrefetchTile<T>{next, dim}.values(key);
         tile = next;
     }
 }
 
-// Writes a query's output, with the bias that the cache leaves out of the values: their weights sum to 1.
+// Writes a query's output. Adds the bias that the cache leaves out of the values as it is, since the weights sum to 1.
 void write_output(float* out, const float* acc, float sum, const float* bias, int head_dim) {
     for (int d = 0; d < head_dim; d++) out[d] = acc[d] / sum;
     for (int d = 0; bias && d < head_dim; d++) out[d] += bias[d];
 }
 
-// Merges the segments of one query, from left to right, and writes its output. The arguments point to the first
-// segment's.
+// Merges the segments of one query in order, and writes its output. `maximum`, `sum` and `acc` point to the first
+// segment's numbers; those of the next segment are `stride` queries further.
 void merge_segments(float* out, const float* maximum, const float* sum, const float* acc, int64_t stride, int segments,
                     const float* bias, int dim, int head_dim) {
     float total_maximum = NEG_INF;
@@ -435,11 +439,12 @@ void merge_segments(float* out, const float* maximum, const float* sum, const fl
 }
 
 template <class T>
-void run(const Problem& p, const Cache<T>& cache, const std::vector<WorkItem>& items, int64_t partials) {
-    int shared = p.heads / p.cache.kv_heads, dim = p.cache.padded_dim;
+void run(const Problem& p, const TypedCache<T>& cache, const std::vector<WorkItem>& items, int64_t partials) {
+    int queries_per_kv = p.heads / p.cache.kv_heads, dim = p.cache.padded_dim;
     std::vector<float> maximum(partials), sum(partials), acc(partials * dim);
     auto output = [&](const WorkItem& item, int i) {
-        return p.out + ((item.token + i / shared) * int64_t(p.heads) + item.head * shared + i % shared) * p.head_dim;
+        int64_t token = item.token + i / queries_per_kv, head = item.head * queries_per_kv + i % queries_per_kv;
+        return p.out + (token * p.heads + head) * p.head_dim;
     };
     auto bias = [&](const WorkItem& item) { return p.value_bias ? p.value_bias + item.head * p.head_dim : nullptr; };
     std::atomic<size_t> next{0};
@@ -456,10 +461,10 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<WorkItem>& i
         for (; current; current = next_item) {
             next_item = take_item();
             const WorkItem& item = *current;
-            int queries = item.count * shared;
+            int queries = item.count * queries_per_kv;
             attend(p, cache, item, next_item, tile, scratch);
             for (int n = 0; n < queries; n++) {
-                if (item.segments == 1) {
+                if (item.num_segments == 1) {
                     write_output(output(item, n), scratch.acc + n * dim, scratch.sum[n], bias(item), p.head_dim);
                     continue;
                 }
@@ -470,17 +475,17 @@ void run(const Problem& p, const Cache<T>& cache, const std::vector<WorkItem>& i
         }
     });
     for (const WorkItem& item : items)
-        if (item.segments > 1 && item.segment == 0)
-            for (int n = 0; n < item.count * shared; n++) {
+        if (item.num_segments > 1 && item.segment == 0)
+            for (int n = 0; n < item.count * queries_per_kv; n++) {
                 int64_t first = item.partial + n;
-                merge_segments(output(item, n), &maximum[first], &sum[first], &acc[first * dim], item.count * shared,
-                               item.segments, bias(item), dim, p.head_dim);
+                merge_segments(output(item, n), &maximum[first], &sum[first], &acc[first * dim],
+                               item.count * queries_per_kv, item.num_segments, bias(item), dim, p.head_dim);
             }
 }
 
-// Splits the rows into items. `partials` becomes the number of results to be merged, in queries.
+// Splits the rows into work items. Sets `partials` to the number of queries' results that are to be merged.
 std::vector<WorkItem> split_into_items(const Problem& p, int64_t& partials) {
-    int shared = p.heads / p.cache.kv_heads, max_count = std::max(1, MAX_QUERIES / shared);
+    int queries_per_kv = p.heads / p.cache.kv_heads, max_count = std::max(1, MAX_QUERIES / queries_per_kv);
     std::vector<WorkItem> items;
     partials = 0;
     for (int32_t row = 0; row < p.rows; row++)
@@ -493,7 +498,7 @@ std::vector<WorkItem> split_into_items(const Problem& p, int64_t& partials) {
                     int32_t from = (first_segment + segment) * SEGMENT;
                     items.push_back({row, int32_t(p.offsets[row] + done), start, size, head, segment, segments,
                                      std::max(from, first), std::min(from + SEGMENT, end), partials});
-                    if (segments > 1) partials += size * shared;
+                    if (segments > 1) partials += size * queries_per_kv;
                 }
         }
     return items;
@@ -554,15 +559,16 @@ void paged_attention(const AttentionProblem& p) {
     for (int64_t row = 0; p.angles && row < p.rows; row++)
         TORCH_CHECK(p.starts[row] + p.offsets[row + 1] - p.offsets[row] <= p.angle_tiles * TILE,
                     "positions without angles");
-    TORCH_CHECK(cache.block_size % GROUP == 0 || GROUP % cache.block_size == 0, "no kernel for blocks of ",
+    TORCH_CHECK(cache.block_size % KEY_GROUP == 0 || KEY_GROUP % cache.block_size == 0, "no kernel for blocks of ",
                 cache.block_size);
     TORCH_CHECK(cache.padded_dim >= p.head_dim, "the cache has ", cache.padded_dim, " dimensions for ", p.head_dim);
-    TORCH_CHECK(p.heads % cache.kv_heads == 0 && p.heads / cache.kv_heads <= MAX_QUERIES, "too many heads share one");
+    TORCH_CHECK(p.heads % cache.kv_heads == 0 && p.heads / cache.kv_heads <= MAX_QUERIES,
+                "no kernel for ", p.heads, " query heads and ", cache.kv_heads, " kv heads");
     int64_t partials;
     std::vector<WorkItem> items = split_into_items(p, partials);
-    for_cache_type(cache.type, [&](auto one) {
-        using T = decltype(one);
-        run(p, Cache<T>{static_cast<const T*>(cache.keys), static_cast<const T*>(cache.values)}, items, partials);
+    for_cache_type(cache.type, [&](auto tag) {
+        using T = decltype(tag);
+        run(p, TypedCache<T>{static_cast<const T*>(cache.keys), static_cast<const T*>(cache.values)}, items, partials);
     });
 }
 

@@ -1,11 +1,11 @@
-// A decoder's layers in one call: norm, attention, norm, feed-forward, each of the two added to its input.
+// All layers of a decoder in one call. A layer is x + attention(norm(x)), then x + feed_forward(norm(x)).
 //
 // Tokens go through a layer in blocks, so that the result of one operation is still in a core's cache when the next one
-// reads it: the activated output of the first GEMM is quantised for the second one before it is ever written. Blocks
-// are taken in order, and a token's context lies before it, so its keys and values are in the cache when it is
-// attended.
+// reads it; the activated output of the first GEMM of a feed-forward block is quantised for the second one before it is
+// written. Blocks are processed in order. A token's context precedes it, so its keys and values are in the KV cache
+// when its attention is computed.
 //
-// The results are those of the single operations, to the bit: the same functions compute them.
+// The results are equal to those of the single operations, bit for bit: the same functions compute them.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/custom_class.h>
@@ -31,7 +31,7 @@ const float* data(const MaybeTensor& tensor) { return tensor ? tensor->const_dat
 
 using FieldValues = c10::Dict<std::string, c10::IValue>;
 
-// The fields of a named tuple in Python, which a struct reads in the initialisers of its members.
+// The fields of a Python named tuple. A struct reads them by name where it declares its members.
 class Fields {
   public:
     explicit Fields(const FieldValues& values) : values_(values.copy()) {}
@@ -53,13 +53,13 @@ class Fields {
     FieldValues values_;
 };
 
-// A packed matrix and its bias, which it keeps alive.
+// A packed matrix and its bias (outputs). It owns the tensors that `matrix` points to.
 struct Projection : torch::CustomClassHolder {
     Tensor packed;
     MaybeTensor bias;
     Matrix matrix;
 
-    // `bits` is 0 for a matrix of floats; `has_mins` and `zero_point` then mean nothing.
+    // `bits` is 0 for a matrix of floats, which ignores `has_mins` and `zero_point`.
     Projection(Tensor packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point, MaybeTensor bias)
         : packed(packed), bias(bias),
           matrix(bits ? quantized_matrix(packed, outputs, bits, has_mins, zero_point) : float_matrix(packed, outputs)) {
@@ -114,25 +114,26 @@ struct DecoderLayer {
         int64_t hidden = attention_norm.numel(), inner = down->matrix.inputs, heads = config.heads * config.head_dim;
         TORCH_CHECK(qkv->matrix.inputs == hidden && out->matrix.inputs == heads && out->matrix.outputs == hidden &&
                         qkv->matrix.outputs == heads + 2 * config.kv_heads * config.head_dim,
-                    "the attention's matrices are of other sizes");
+                    "the sizes of the attention's matrices do not match");
         TORCH_CHECK(up->matrix.inputs == hidden && up->matrix.outputs == (config.gated ? 2 : 1) * inner &&
                         down->matrix.outputs == hidden && inner % PANEL == 0,
-                    "the feed-forward block's matrices are of other sizes");
+                    "the sizes of the feed-forward block's matrices do not match");
     }
 };
 
-// Consecutive tokens of the batch: the index of the first one, of its row, and offsets and starts of their rows.
-struct Block {
+// Consecutive tokens of the batch: the index of the first token and of its row. `offsets` and `starts` are those of the
+// parts of rows that the block has; see AttentionProblem.
+struct TokenBlock {
     int64_t first, count, row;
     std::vector<int64_t> offsets, starts;
 };
 
-std::vector<Block> blocks_of(int64_t tokens, const int64_t* offsets, const int64_t* starts) {
-    std::vector<Block> blocks;
+std::vector<TokenBlock> split_into_blocks(int64_t tokens, const int64_t* offsets, const int64_t* starts) {
+    std::vector<TokenBlock> blocks;
     int64_t row = 0;
     for_even_blocks(tokens, MAX_BLOCK_ROWS, [&](int64_t first, int64_t count) {
         while (offsets[row + 1] <= first) row++;
-        Block block{first, count, row, {0}, {}};
+        TokenBlock block{first, count, row, {0}, {}};
         for (int64_t r = row; offsets[r] < first + count; r++) {
             block.starts.push_back(starts[r] + std::max<int64_t>(0, first - offsets[r]));
             block.offsets.push_back(std::min(first + count, offsets[r + 1]) - first);
@@ -143,7 +144,7 @@ std::vector<Block> blocks_of(int64_t tokens, const int64_t* offsets, const int64
     return blocks;
 }
 
-// Cosines and sines of a block's tokens, (tokens, width); nullptr if the layer has no rope.
+// Cosines and sines (tokens, width) of a block's tokens; nullptr if the layer has no rope.
 struct Rotation {
     const float *cos = nullptr, *sin = nullptr;
     int64_t width = 0;
@@ -168,14 +169,15 @@ struct DecoderLayers : torch::CustomClassHolder {
         layers.push_back(std::move(layer));
     }
 
-    // Returns hidden states (T, H) of embeddings `x` (T, H); keys and values go to the caches, a pair for each layer.
-    // `cos` and `sin` have a tensor (T, R) for each rope, and so has `angles` (tiles, R, 64), or none if no keys lack a
-    // bias.
+    // Returns hidden states (T, H) for embeddings `x` (T, H), and writes keys and values to the caches of each layer.
+    // `cos` and `sin` are a tensor (T, R) for each rope. `angles` are a tensor (tiles, R, 64) for each rope, or empty
+    // if no layer has a bias of keys in `kv_bias`.
     Tensor forward(Tensor x, std::vector<Tensor> keys, std::vector<Tensor> values, Tensor slot_mapping, Tensor offsets,
                    Tensor starts, Tensor block_tables, std::vector<Tensor> cos, std::vector<Tensor> sin,
                    std::vector<Tensor> angles) {
         TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "x must be float32 and contiguous");
-        TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(), "a cache for each layer");
+        TORCH_CHECK(keys.size() == layers.size() && values.size() == layers.size(),
+                    "there must be a cache for each layer");
         TORCH_CHECK(slot_mapping.scalar_type() == at::kLong && slot_mapping.is_contiguous() &&
                         slot_mapping.numel() == x.size(0),
                     "a slot for each token, int64 and contiguous");
@@ -183,49 +185,52 @@ struct DecoderLayers : torch::CustomClassHolder {
                     "block tables must be int32 and contiguous");
         const int64_t *row_offsets = offsets.const_data_ptr<int64_t>(), *row_starts = starts.const_data_ptr<int64_t>();
         const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
-        std::vector<Block> blocks = blocks_of(x.size(0), row_offsets, row_starts);
-        Tensor stream = x.clone(), part = at::empty_like(x);
-        for (size_t l = 0; l < layers.size(); l++) {
-            const DecoderLayer& layer = layers[l];
-            KVCache cache = kv_cache(keys[l], values[l]);
-            for (const Block& block : blocks) {
-                float* block_stream = stream.mutable_data_ptr<float>() + block.first * x.size(1);
-                float* block_part = part.mutable_data_ptr<float>() + block.first * x.size(1);
-                norm(l ? block_part : nullptr, block_stream, layer.attention_norm, layer.qkv->matrix, block.count);
+        std::vector<TokenBlock> blocks = split_into_blocks(x.size(0), row_offsets, row_starts);
+        // `branch` is the last output of attention or feed-forward. The next norm adds it to the residual.
+        Tensor residual = x.clone(), branch = at::empty_like(x);
+        for (size_t index = 0; index < layers.size(); index++) {
+            const DecoderLayer& layer = layers[index];
+            KVCache cache = kv_cache(keys[index], values[index]);
+            for (const TokenBlock& block : blocks) {
+                float* block_residual = residual.mutable_data_ptr<float>() + block.first * x.size(1);
+                float* block_branch = branch.mutable_data_ptr<float>() + block.first * x.size(1);
+                norm(index ? block_branch : nullptr, block_residual, layer.attention_norm, layer.qkv->matrix,
+                     block.count);
                 project(*layer.qkv, normed.data(), block.count, qkv_rows.data());
                 Rotation rotation;
                 if (layer.rope) rotation = rotation_of(cos[*layer.rope], sin[*layer.rope], block.first);
                 MaybeTensor key_angles;
                 if (layer.rope && std::get<0>(layer.kv_bias)) key_angles = angles.at(*layer.rope);
                 attend(layer, cache, block, rotation, slots + block.first, block_tables, key_angles);
-                quantize_rows_for(layer.out->matrix, attended.data(), layer.out->matrix.inputs, block.count, rows);
-                project(*layer.out, attended.data(), block.count, block_part);
-                post_norm(layer.attention_post_norm, block_part, block.count, x.size(1));
-                norm(block_part, block_stream, layer.mlp_norm, layer.up->matrix, block.count);
-                feed_forward(layer, block.count, block_part);
-                post_norm(layer.mlp_post_norm, block_part, block.count, x.size(1));
+                quantize_rows_for(layer.out->matrix, attended.data(), layer.out->matrix.inputs, block.count, quantized);
+                project(*layer.out, attended.data(), block.count, block_branch);
+                post_norm(layer.attention_post_norm, block_branch, block.count, x.size(1));
+                norm(block_branch, block_residual, layer.mlp_norm, layer.up->matrix, block.count);
+                feed_forward(layer, block.count, block_branch);
+                post_norm(layer.mlp_post_norm, block_branch, block.count, x.size(1));
             }
         }
-        return stream.add_(part);
+        return residual.add_(branch);
     }
 
   private:
     LayerConfig config;
     std::vector<DecoderLayer> layers;
-    // Intermediate results of one block.
-    QuantizedRows rows, activated_rows;
+    // Intermediate results of one block of tokens, a row for each token.
+    QuantizedRows quantized, quantized_inner;
     std::vector<float> normed, qkv_rows, rotated_qk, attended, inner_rows;
 
-    // stream += part, and the sum's norm to `normed` and, if `next` is quantised, to `rows`.
-    void norm(const float* part, float* stream, const Tensor& weight, const Matrix& next, int64_t count) {
+    // residual (count, H) += branch, unless that is nullptr. Writes the sum's norm to `normed` and, if `next` is
+    // quantised, to `quantized`.
+    void norm(const float* branch, float* residual, const Tensor& weight, const Matrix& next, int64_t count) {
         int64_t width = weight.numel();
-        if (next.quantized()) rows.reset(count, width);
+        if (next.quantized()) quantized.reset(count, width);
         at::parallel_for(0, count, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
             for (int64_t row = from; row < to; row++) {
-                float *row_stream = stream + row * width, *y = &normed[row * width];
-                add_rms_norm(part ? part + row * width : row_stream, part ? row_stream : nullptr,
-                             weight.const_data_ptr<float>(), config.eps, 1, width, y, row_stream);
-                if (next.quantized()) rows.set(row, y, width);
+                float *row_residual = residual + row * width, *y = &normed[row * width];
+                add_rms_norm(branch ? branch + row * width : row_residual, branch ? row_residual : nullptr,
+                             weight.const_data_ptr<float>(), config.eps, 1, width, y, row_residual);
+                if (next.quantized()) quantized.set(row, y, width);
             }
         });
     }
@@ -236,11 +241,11 @@ struct DecoderLayers : torch::CustomClassHolder {
 
     void project(const Projection& projection, const float* x, int64_t count, float* y) {
         const Matrix& matrix = projection.matrix;
-        matmul(matrix, {x, matrix.inputs, count, &rows}, data(projection.bias), y);
+        matmul(matrix, {x, matrix.inputs, count, &quantized}, data(projection.bias), y);
     }
 
-    // From `qkv_rows` to `attended`.
-    void attend(const DecoderLayer& layer, const KVCache& cache, const Block& block, const Rotation& rotation,
+    // Computes `attended` (count, heads * head_dim) from `qkv_rows`.
+    void attend(const DecoderLayer& layer, const KVCache& cache, const TokenBlock& block, const Rotation& rotation,
                 const int64_t* slots, const Tensor& block_tables, const MaybeTensor& key_angles) {
         int64_t heads = config.heads, kv_heads = config.kv_heads, head_dim = config.head_dim;
         int64_t token_stride = (heads + 2 * kv_heads) * head_dim;
@@ -282,13 +287,13 @@ struct DecoderLayers : torch::CustomClassHolder {
         paged_attention(problem);
     }
 
-    // From `normed`, or `rows`, to y.
+    // Computes y (count, H) from `normed` or `quantized`.
     void feed_forward(const DecoderLayer& layer, int64_t count, float* y) {
         const Matrix &up = layer.up->matrix, &down = layer.down->matrix;
         int64_t width = down.inputs, panels = width / PANEL;
         const float* bias = data(layer.up->bias);
-        if (down.quantized()) activated_rows.reset(count, width);
-        InputRows input{normed.data(), up.inputs, count, &rows};
+        if (down.quantized()) quantized_inner.reset(count, width);
+        InputRows input{normed.data(), up.inputs, count, &quantized};
         parallel_for_panels(panels, [&](int64_t panel) {
             alignas(64) float gate_sums[MAX_BLOCK_ROWS * PANEL], up_sums[MAX_BLOCK_ROWS * PANEL];
             panel_matmul(up, input, panel, gate_sums);
@@ -296,24 +301,24 @@ struct DecoderLayers : torch::CustomClassHolder {
             for (int64_t row = 0; row < count; row++) {
                 F32x16 half[2];
                 for (int h = 0; h < 2; h++) {
-                    int64_t sum = row * PANEL + h * 16, output = panel * PANEL + h * 16;
-                    half[h] = F32x16::load(gate_sums + sum);
+                    int64_t index = row * PANEL + h * 16, output = panel * PANEL + h * 16;
+                    half[h] = F32x16::load(gate_sums + index);
                     if (bias) half[h] = half[h] + F32x16::load(bias + output);
                     half[h] = activate(half[h], config.gelu);
                     if (!config.gated) continue;
-                    F32x16 up_half = F32x16::load(up_sums + sum);
+                    F32x16 up_half = F32x16::load(up_sums + index);
                     if (bias) up_half = up_half + F32x16::load(bias + width + output);
                     half[h] = half[h] * up_half;
                 }
                 if (down.quantized()) {
-                    activated_rows.set(row, panel, half[0], half[1]);
+                    quantized_inner.set(row, panel, half[0], half[1]);
                 } else {
                     half[0].store(&inner_rows[row * width + panel * PANEL]);
                     half[1].store(&inner_rows[row * width + panel * PANEL + 16]);
                 }
             }
         });
-        matmul(down, {inner_rows.data(), width, count, &activated_rows}, data(layer.down->bias), y);
+        matmul(down, {inner_rows.data(), width, count, &quantized_inner}, data(layer.down->bias), y);
     }
 };
 

@@ -7,7 +7,7 @@
 
 namespace quire {
 
-// Calls f with a value of one of the types that weights are stored in.
+// Calls f(tag), where the tag has the C++ type of weights of this dtype.
 template <class F>
 void for_dtype(at::ScalarType dtype, F&& f) {
     switch (dtype) {

@@ -15,11 +15,11 @@ namespace {
 
 constexpr int64_t FLOATS_PER_THREAD = 16384;  // fewer are not worth waking another thread
 
-// Rows of `width` floats for each thread at least.
+// Returns the smallest number of rows, each of `width` floats, for one thread.
 int64_t grain_size(int64_t width) { return std::max<int64_t>(1, FLOATS_PER_THREAD / std::max<int64_t>(1, width)); }
 
-// Calls f(first, count) for each vector of a row; the last may have fewer than sixteen lanes, which `load_partial`
-// fills up with zeros.
+// Calls f(first, count) for each vector of a row. The last one may have fewer than sixteen lanes; `load_partial` pads
+// it with zeros.
 template <class F>
 void for_each_vector(int64_t width, F&& f) {
     for (int64_t i = 0; i < width; i += 16) f(i, int(std::min<int64_t>(16, width - i)));
@@ -39,13 +39,14 @@ void store_partial(F32x16 x, float* p, int count) {
     std::copy_n(lanes, count, p);
 }
 
-// Stores x at every `stride`-th element.
+// Stores x (count) in elements of `out` that are `stride` apart. Floats have no scale.
 template <class T>
 void store(const float* x, int64_t count, T* out, int64_t stride, float*) {
     for (int64_t d = 0; d < count; d++) narrow(x[d], out[d * stride]);
 }
 
-// Stores x as int8 quants, the largest of which is 127, and their scale: NaN if x is not finite.
+// Stores x (count) as int8 quants, the largest of which is 127 or -127, and their scale, which is NaN if x is not
+// finite.
 void store(const float* x, int64_t count, int8_t* out, int64_t stride, float* scale) {
     F32x16 max_lanes = F32x16::zero(), nan_lanes = F32x16::zero(), limit = F32x16::set(127.0f);
     for_each_vector(count, [&](int64_t i, int n) {
@@ -147,8 +148,8 @@ void rotary(HeadVectors x, const float* cos, const float* sin, int64_t tokens, i
 // Dimensions of the cache beyond the head's stay zero.
 void write_kv(HeadVectors keys, HeadVectors values, int64_t tokens, int64_t head_dim, const KVCache& cache,
               const int64_t* slots) {
-    for_cache_type(cache.type, [&](auto one) {
-        write<decltype(one)>(keys, values, tokens, head_dim, cache, slots);
+    for_cache_type(cache.type, [&](auto tag) {
+        write<decltype(tag)>(keys, values, tokens, head_dim, cache, slots);
     });
 }
 

@@ -1,6 +1,5 @@
-// Dot products of bytes: each of sixteen int32 lanes adds four products of an unsigned and a signed byte.
-//
-// Integer sums are exact, so their order is free.
+// Dot products of bytes, unsigned times signed, four for each of sixteen int32 lanes. Integer sums are exact, so their
+// order does not matter.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// A layer's cache from its tensors.
+// Makes a KVCache of tensors, and checks their strides.
 #include "kv_cache.h"
 
 namespace quire {
@@ -25,11 +25,11 @@ KVCache kv_cache(const at::Tensor& keys, const at::Tensor& values) {
                (heads == 1 || tensor.stride(1) == head_stride) &&
                (tensor.size(0) == 1 || tensor.stride(0) == heads * head_stride);
     };
-    TORCH_CHECK(has_strides(keys, 1, block_size), "keys must lie (block, kv head, dim, slot)");
+    TORCH_CHECK(has_strides(keys, 1, block_size), "keys must be stored as (block, kv head, dim, slot)");
     TORCH_CHECK(has_strides(values, padded_dim, 1) && values.scalar_type() == keys.scalar_type(),
-                "values must lie (block, kv head, slot, dim), in the type of the keys");
+                "values must be stored as (block, kv head, slot, dim), in the type of the keys");
     TORCH_CHECK(padded_dim % 16 == 0 && padded_dim >= values.size(3),
-                "the cache's dimensions must be rounded up to sixteens");
+                "the head's dimension must be padded to a multiple of 16");
     return cache;
 }
 

@@ -1,7 +1,8 @@
 // y = x Wᵀ + b for weights in float32, bfloat16 or float16, and x, b, y in float32.
 //
-// Weights are packed into panels of 32 outputs, (panel, in, 32), filled up with zeros. An output is one chain of fused
-// multiply-adds over the inputs in order, whatever the number of rows: threads and tiles divide outputs and rows only.
+// Weights are packed into panels of 32 outputs, (panel, in, 32); the last one is padded with zeros. An output is one
+// chain of fused multiply-adds over the inputs in order, whatever the number of rows: threads and tiles divide outputs
+// and rows only.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -16,8 +17,8 @@
 namespace quire {
 namespace {
 
-constexpr int PREFETCH_ROWS = 4;     // up to which reading weights takes longer than multiplying
-constexpr int64_t INPUT_TILE = 128;  // inputs of a panel that stay in the first cache for all rows
+constexpr int PREFETCH_ROWS = 4;     // with more rows, multiplying takes longer than reading the weights
+constexpr int64_t INPUT_TILE = 128;  // inputs of a panel that stay in the L1 cache while all rows use them
 
 #if defined(__AVX512F__)
 constexpr int ROW_TILE = 12;  // 24 accumulators of 32 registers
@@ -87,14 +88,14 @@ void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<a
     matmul(float_matrix(packed, y.size(1)), x, bias, y);
 }
 
-// y[t] = the weight's row ids[t], so that a token table that is also the output layer is in memory once.
+// y[t] = the weight's row ids[t]. With it, a model whose embedding is also its output layer keeps one copy of it.
 void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y) {
     TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && y.is_contiguous(), "ids int64, contiguous");
     int64_t inputs = packed.size(1);
     const int64_t* id_data = ids.const_data_ptr<int64_t>();
     float* y_data = y.mutable_data_ptr<float>();
-    for_dtype(packed.scalar_type(), [&](auto one) {
-        const auto* weights = static_cast<const decltype(one)*>(packed.const_data_ptr());
+    for_dtype(packed.scalar_type(), [&](auto tag) {
+        const auto* weights = static_cast<const decltype(tag)*>(packed.const_data_ptr());
         at::parallel_for(0, ids.numel(), 8, [&](int64_t from, int64_t to) {
             for (int64_t t = from; t < to; t++)
                 for (int64_t id = id_data[t], k = 0; k < inputs; k++)
@@ -107,13 +108,13 @@ void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y)
 
 Matrix float_matrix(const at::Tensor& packed, int64_t outputs) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.size(2) == PANEL, "(panel, in, 32), contiguous");
-    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has other outputs");
+    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has another number of outputs");
     return {packed.const_data_ptr(), outputs, packed.size(1), packed.scalar_type(), 0, false, 0};
 }
 
 void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t rows, int64_t panel, float* sums) {
-    for_dtype(w.dtype, [&](auto one) {
-        const auto* weights = static_cast<const decltype(one)*>(w.data) + panel * w.inputs * PANEL;
+    for_dtype(w.dtype, [&](auto tag) {
+        const auto* weights = static_cast<const decltype(tag)*>(w.data) + panel * w.inputs * PANEL;
         panel_sums(weights, w.inputs, x, stride, rows, sums);
     });
 }

@@ -1,4 +1,4 @@
-// Chooses the GEMM of a packed matrix, and divides rows and panels.
+// Divides a GEMM into blocks of rows and panels, and calls the kernel for the matrix's format.
 #include "matrix.h"
 
 #include <ATen/Parallel.h>

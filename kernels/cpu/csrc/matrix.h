@@ -1,5 +1,5 @@
-// Packed matrices, and y = x Wᵀ + b with them. linear.cpp says how those of floats are packed, quantized_linear.cpp how
-// quantised ones are.
+// Packed matrices, and the GEMM y = x Wᵀ + b with them. linear.cpp defines how matrices of floats are packed,
+// quantized_linear.cpp how quantised ones are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,9 +11,9 @@
 
 namespace quire {
 
-constexpr int PANEL = 32;               // outputs that lie, and are computed, together
+constexpr int PANEL = 32;               // outputs that are stored and computed together
 constexpr int64_t ROWS_PER_THREAD = 4;  // fewer are not worth waking another thread
-constexpr int64_t MAX_BLOCK_ROWS = 96;  // multiplied together: they, and their sums, stay in a core's caches
+constexpr int64_t MAX_BLOCK_ROWS = 96;  // of one pass over the weights; they and their sums fit into a core's caches
 
 struct Matrix {
     const void* data;
@@ -32,7 +32,7 @@ struct Matrix {
 Matrix float_matrix(const at::Tensor& packed, int64_t outputs);
 Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point);
 
-// A block of rows, which a matrix of floats reads from `x`, and a quantised one from `quantized`.
+// A block of rows (rows, inputs). A matrix of floats reads it from `x`, a quantised one from `quantized`.
 struct InputRows {
     const float* x;
     int64_t stride, rows;

@@ -1,16 +1,18 @@
-// y = x Wᵀ + b for weights of 8 or 4 bits in groups of 32 inputs, and x quantised to 8 bits on the way in.
+// y = x Wᵀ + b for weights of 8 or 4 bits in groups of 32 inputs. x is quantised to 8 bits first.
 //
 //     w[n, k] = scale[n, g] * quant[n, k] + min[n, g]      quants are unsigned; g = k / 32
 //     x[m, k] ≈ x_scale[m, g] * q[m, k]                    or the sum of two such terms: quantized_rows.h
 //     y[m, n] = Σ_g x_scale * (scale * Σ_k quant q  +  min * Σ_k q)
 //
-// Where the entire weight has one zero point, `min = -zero_point * scale`, the second sum is a start value of the
-// integer sum and costs nothing: the formats without mins. Activations have a scale for each row and group, never for a
-// batch, groups are added in order, and integer sums are exact: a row's result does not depend on the other rows.
+// Formats without mins have one zero point for the entire weight: `min = -zero_point * scale`. Then the second sum is
+// the start value of the integer sum, and costs nothing.
 //
-// A packed weight is a stream of records, (panel of 32 outputs, group): the quants in the order in which they are used,
+// A row's result does not depend on the other rows: activations have a scale for each row and group, groups are added
+// in order, and integer sums are exact.
+//
+// A packed weight is an array of records (panel of 32 outputs, group): the quants in the order in which they are used,
 // then 32 scales and, if there are any, 32 mins, in float16. With 4 bits, byte i of quad s holds the quant of input
-// 4 s + i % 4 in its low half and that of input 16 + 4 s + i % 4 in its high one.
+// 4 s + i % 4 in its low half and that of input 16 + 4 s + i % 4 in its high half.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -25,10 +27,8 @@
 namespace quire {
 namespace {
 
-constexpr int GROUP = QUANT_GROUP_SIZE;
-
 #if defined(__AVX512VNNI__)
-constexpr int TERM_TILE = 12;  // terms that are multiplied together: 24 sums of int32
+constexpr int TERM_TILE = 12;  // terms whose sums, 24 vectors of int32, fit into the registers
 #else
 constexpr int TERM_TILE = 2;
 #endif
@@ -36,12 +36,12 @@ constexpr int TERM_TILE = 2;
 // The layout of a record.
 template <int BITS, bool MINS>
 struct Record {
-    static constexpr int quant_bytes = PANEL * GROUP * BITS / 8;
+    static constexpr int quant_bytes = PANEL * QUANT_GROUP_SIZE * BITS / 8;
     static constexpr int bytes = quant_bytes + PANEL * 2 * (MINS ? 2 : 1);
 };
 
 // Calls f(left, right, k) for each quad of inputs k..k+3, with the quants of the panel's halves. The loops are unrolled
-// explicitly: an array of sums in f stays in registers only if the compiler sees each of its uses.
+// explicitly: otherwise the compiler would keep an array of sums in f in memory instead of registers.
 template <int BITS, class F>
 [[gnu::always_inline]] inline void for_each_quad(const uint8_t* quants, F&& f) {
     if constexpr (BITS == 8) {
@@ -64,7 +64,7 @@ void widen_quants(const uint8_t* quants, uint8_t* wide) {
     });
 }
 
-// sums[row] (32 outputs) += N terms times the quants of one group. The mins lie behind the 32 scales.
+// sums[row] (32 outputs) += N terms times the quants of one group. The mins follow the 32 scales.
 template <int N, int BITS, bool MINS>
 void multiply_tile(const uint8_t* quants, const fp16* scales, int zero_point, const int8_t* q, const Term* term,
                    float* sums) {
@@ -74,8 +74,8 @@ void multiply_tile(const uint8_t* quants, const fp16* scales, int zero_point, co
     for_each_quad<BITS>(quants, [&](U8x64 left_quants, U8x64 right_quants, int k) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
-            left[n].add_dot(left_quants, q + n * GROUP + k);
-            right[n].add_dot(right_quants, q + n * GROUP + k);
+            left[n].add_dot(left_quants, q + n * QUANT_GROUP_SIZE + k);
+            right[n].add_dot(right_quants, q + n * QUANT_GROUP_SIZE + k);
         }
     });
     F32x16 scale[2] = {F32x16::load(scales), F32x16::load(scales + 16)}, min[2];
@@ -99,12 +99,13 @@ void multiply_group(const uint8_t* record, int zero_point, const Terms& terms, f
     const fp16* scales = reinterpret_cast<const fp16*>(record + Record<BITS, MINS>::quant_bytes);
     auto multiply_terms = [&](auto bits, const uint8_t* quants) {
         for_even_tiles<TERM_TILE>(terms.count, [&](auto n, int64_t first) {
-            multiply_tile<n, bits, MINS>(quants, scales, zero_point, terms.q + first * GROUP, terms.term + first, sums);
+            const int8_t* q = terms.q + first * QUANT_GROUP_SIZE;
+            multiply_tile<n, bits, MINS>(quants, scales, zero_point, q, terms.term + first, sums);
         });
     };
     prefetch_ahead(record, Record<BITS, MINS>::bytes);
     if (BITS == 8 || terms.count <= TERM_TILE) return multiply_terms(std::integral_constant<int, BITS>{}, record);
-    alignas(64) uint8_t wide[PANEL * GROUP];  // widened once for all terms
+    alignas(64) uint8_t wide[PANEL * QUANT_GROUP_SIZE];  // widened once for all terms
     widen_quants(record, wide);
     multiply_terms(std::integral_constant<int, 8>{}, wide);
 }
@@ -112,13 +113,13 @@ void multiply_group(const uint8_t* record, int zero_point, const Terms& terms, f
 template <int BITS, bool MINS>
 void panel_sums(const Matrix& w, const QuantizedRows& rows, int64_t panel, float* sums) {
     constexpr int bytes = Record<BITS, MINS>::bytes;
-    int64_t groups = w.inputs / GROUP;
+    int64_t groups = w.inputs / QUANT_GROUP_SIZE;
     const uint8_t* records = static_cast<const uint8_t*>(w.data) + panel * groups * bytes;
     for (int64_t g = 0; g < groups; g++)
         multiply_group<BITS, MINS>(records + g * bytes, w.zero_point, rows.terms(g), sums);
 }
 
-// The byte of a record that has an output's quant for input k of the group, and by how many bits it is shifted.
+// The byte of a record that holds the quant of an output and of input k of the group, and its first bit.
 struct QuantPosition {
     int byte, shift;
 };
@@ -132,7 +133,7 @@ QuantPosition quant_position(int lane, int k) {
 
 template <int BITS, bool MINS>
 at::Tensor pack(const at::Tensor& quants, const at::Tensor& scales, const at::Tensor* mins) {
-    int64_t outputs = quants.size(0), inputs = quants.size(1), groups = inputs / GROUP;
+    int64_t outputs = quants.size(0), inputs = quants.size(1), groups = inputs / QUANT_GROUP_SIZE;
     int64_t panels = (outputs + PANEL - 1) / PANEL;
     using R = Record<BITS, MINS>;
     at::Tensor packed = at::zeros({panels, groups, R::bytes}, at::kByte);
@@ -145,9 +146,9 @@ at::Tensor pack(const at::Tensor& quants, const at::Tensor& scales, const at::Te
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* record = records + ((n / PANEL) * groups + g) * R::bytes;
                 int lane = n % PANEL;
-                for (int k = 0; k < GROUP; k++) {
+                for (int k = 0; k < QUANT_GROUP_SIZE; k++) {
                     auto [byte, shift] = quant_position<BITS>(lane, k);
-                    record[byte] |= quant[n * inputs + g * GROUP + k] << shift;
+                    record[byte] |= quant[n * inputs + g * QUANT_GROUP_SIZE + k] << shift;
                 }
                 fp16* tail = reinterpret_cast<fp16*>(record + R::quant_bytes);
                 tail[lane] = scale[n * groups + g];
@@ -160,9 +161,10 @@ at::Tensor pack(const at::Tensor& quants, const at::Tensor& scales, const at::Te
 at::Tensor pack_quantized(const at::Tensor& quants, const at::Tensor& scales, const std::optional<at::Tensor>& mins,
                           int64_t bits) {
     TORCH_CHECK(quants.scalar_type() == at::kByte && quants.is_contiguous(), "quants must be uint8 and contiguous");
-    TORCH_CHECK(quants.size(1) % GROUP == 0, "inputs must be a multiple of ", GROUP);
+    TORCH_CHECK(quants.size(1) % QUANT_GROUP_SIZE == 0, "inputs must be a multiple of ", QUANT_GROUP_SIZE);
     TORCH_CHECK(scales.scalar_type() == at::kHalf && scales.is_contiguous(), "scales must be float16 and contiguous");
-    TORCH_CHECK(scales.size(0) == quants.size(0) && scales.size(1) * GROUP == quants.size(1), "a scale for each group");
+    TORCH_CHECK(scales.size(0) == quants.size(0) && scales.size(1) * QUANT_GROUP_SIZE == quants.size(1),
+                "there must be a scale for each group");
     TORCH_CHECK(!mins || (mins->scalar_type() == at::kHalf && mins->is_contiguous() && mins->sizes() == scales.sizes()),
                 "mins must be like the scales");
     if (bits == 8) return mins ? pack<8, true>(quants, scales, &*mins) : pack<8, false>(quants, scales, nullptr);
@@ -189,8 +191,8 @@ void rows(const at::Tensor& packed, int zero_point, const at::Tensor& ids, at::T
                 const uint8_t* record = records + (id / PANEL * groups + g) * R::bytes;
                 const fp16* tail = reinterpret_cast<const fp16*>(record + R::quant_bytes);
                 float scale = widen(tail[lane]), min = MINS ? widen(tail[PANEL + lane]) : 0;
-                float* group = y_data + (t * groups + g) * GROUP;
-                for (int k = 0; k < GROUP; k++) {
+                float* group = y_data + (t * groups + g) * QUANT_GROUP_SIZE;
+                for (int k = 0; k < QUANT_GROUP_SIZE; k++) {
                     auto [byte, shift] = quant_position<BITS>(lane, k);
                     int quant = record[byte] >> shift & ((1 << BITS) - 1);
                     group[k] = MINS ? std::fma(float(quant), scale, min) : (quant - zero_point) * scale;
@@ -213,9 +215,11 @@ void quantized_rows(const at::Tensor& packed, int64_t bits, bool has_mins, int64
 Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.scalar_type() == at::kByte, "bytes, contiguous");
     TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
-    TORCH_CHECK(packed.size(2) == PANEL * (GROUP * bits / 8 + (has_mins ? 4 : 2)), "the weight has another format");
-    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has other outputs");
-    return {packed.const_data_ptr(), outputs, packed.size(1) * GROUP, at::kByte, int(bits), has_mins, int(zero_point)};
+    TORCH_CHECK(packed.size(2) == PANEL * (QUANT_GROUP_SIZE * bits / 8 + (has_mins ? 4 : 2)),
+                "the weight has another format");
+    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has another number of outputs");
+    int64_t inputs = packed.size(1) * QUANT_GROUP_SIZE;
+    return {packed.const_data_ptr(), outputs, inputs, at::kByte, int(bits), has_mins, int(zero_point)};
 }
 
 void quantized_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums) {

@@ -2,8 +2,8 @@
 //
 //     x[m, k] ≈ scale[m, g] * q[m, k]          q in -127..127, scale = max |x[m, group]| / 127, g = k / 32
 //
-// Where one number of a group is far larger than the others, eight bits say little of these. Such a group has a second
-// term: the remainder of the first, with a scale that is 128 times smaller.
+// If one number of a group is far larger than the others, eight bits represent the others badly. Such a group has a
+// second term, the remainder of the first, with a scale that is 128 times smaller.
 #pragma once
 
 #include <atomic>
@@ -15,15 +15,15 @@
 namespace quire {
 
 constexpr int QUANT_GROUP_SIZE = 32;  // inputs that share a scale
-constexpr float OUTLIER_RATIO = 5.0;  // of a group's largest number to its root mean square: above, a second term
+constexpr float OUTLIER_RATIO = 5.0;  // largest number / root mean square of a group; above it, a second term
 
-// A group of one row. A GEMM needs Σ q times the scale, or times minus the weight's zero point.
+// A row's term of one group. A GEMM multiplies `shift` by the weight's min, or `total` by its zero point.
 struct Term {
     float scale, shift;  // shift = scale * total
     int32_t total, row;  // total = Σ q
 };
 
-// The terms of one group, lying together: the first ones of all rows in order, then second ones in any order.
+// The terms of one group, contiguous: the first terms of all rows in order, then the second terms in any order.
 struct Terms {
     const int8_t* q;  // 32 for each term
     const Term* term;
@@ -32,9 +32,9 @@ struct Terms {
 
 class QuantizedRows {
 public:
-    // Drops all terms, and makes room for (rows, inputs).
+    // Drops all terms, and allocates memory for x (rows, inputs).
     void reset(int64_t rows, int64_t inputs) {
-        capacity_ = 2 * rows + 2;  // no power of two, so that groups don't map to the same lines of a cache
+        capacity_ = 2 * rows + 2;  // not a power of two: groups would map to the same lines of a cache
         int64_t groups = inputs / QUANT_GROUP_SIZE;
         if (q_.size() < size_t(groups * capacity_ * QUANT_GROUP_SIZE)) q_.resize(groups * capacity_ * QUANT_GROUP_SIZE);
         if (terms_.size() < size_t(groups * capacity_)) terms_.resize(groups * capacity_);
@@ -60,7 +60,7 @@ public:
             set(row, g, F32x16::load(x + g * QUANT_GROUP_SIZE), F32x16::load(x + g * QUANT_GROUP_SIZE + 16));
     }
 
-    // Complete when all threads are done.
+    // Returns a group's terms. Call it after all threads have set theirs.
     Terms terms(int64_t group) const {
         return {&q_[group * capacity_ * QUANT_GROUP_SIZE], &terms_[group * capacity_], counts_[group]};
     }

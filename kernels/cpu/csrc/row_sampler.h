@@ -1,9 +1,8 @@
-// One row of logits: its maximum, its likeliest tokens, and the draw of one. kernels/reference has the order of the
-// filters and the rules for ties (sampling.py) and the noise (gumbel.py).
+// Operations on one row of logits: its maximum, its likeliest tokens, and sampling one token. kernels/reference defines
+// the order of the filters, the rules for ties (sampling.py) and the noise (gumbel.py).
 //
-// Only the tokens that decide are sorted. A row is read once or twice in vectors, which leaves the few hundred tokens
-// that are within e^-8 of the likeliest, and the rest of the work is on those. Where they do not suffice, a lower
-// threshold collects more.
+// A row is read once or twice, sixteen logits at a time, to collect candidates: the few hundred tokens within 8 nats of
+// the likeliest. All other work is on candidates. If they are not enough, a lower threshold collects more.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +17,9 @@
 namespace quire {
 
 inline constexpr float INF = std::numeric_limits<float>::infinity();
-inline constexpr float REACH = 8;           // nats below the likeliest, within which each token has noise of its own
-inline constexpr int64_t TAIL = 1LL << 31;  // the token whose noise all other tokens have together, at level 0
-// Nats below the likeliest at which candidates are counted, if those within the reach are not enough.
+inline constexpr float REACH = 8;           // nats below the likeliest within which each token has its own noise
+inline constexpr int64_t TAIL = 1LL << 31;  // the token id whose noise all other tokens share, at level 0
+// Thresholds, relative to the likeliest token, that are tried if the candidates above -REACH are not enough.
 inline constexpr std::array<float, 8> THRESHOLDS = {-9, -10, -11, -12, -14, -16, -24, -INF};
 
 struct Candidate {
@@ -28,10 +27,10 @@ struct Candidate {
     int32_t id;
 };
 
-// The order of candidates: the likelier first, of equals the one with the lower id.
+// Orders candidates: the likelier first; of equal ones, the one with the lower id.
 inline bool is_likelier(const Candidate& a, const Candidate& b) { return a.z > b.z || (a.z == b.z && a.id < b.id); }
 
-// Calls f(first id, sixteen values) for each vector of a row; the last one is filled up with -inf.
+// Calls f(first id, sixteen values) for each vector of a row. The last one is padded with -inf.
 template <class F>
 void for_each_logits(const float* x, int64_t count, F&& f) {
     int64_t i = 0;
@@ -42,7 +41,7 @@ void for_each_logits(const float* x, int64_t count, F&& f) {
     f(i, F32x16::load(lanes));
 }
 
-// A float64 sum of float32 lanes. Each lane has its own sum, so that the order is fixed.
+// A float64 sum of float32 vectors. Each lane has its own sum, so that the order is fixed.
 struct DoubleSum {
     std::array<double, 16> lanes{};
     void add(F32x16 x) {
@@ -57,18 +56,18 @@ struct DoubleSum {
     }
 };
 
-// The maximum of a row, or NaN if it has one.
+// Returns the maximum of a row, or NaN if it has one.
 inline float row_max(const float* x, int64_t count) {
     F32x16 max_lanes = F32x16::set(-INF);
     uint32_t nan = 0;
     for_each_logits(x, count, [&](int64_t, F32x16 value) {
         nan |= value.nan_lanes();
-        max_lanes = max(value, max_lanes);  // in this order of arguments NaN is passed over
+        max_lanes = max(value, max_lanes);  // in this order of arguments NaN is ignored
     });
     return nan ? std::nanf("") : reduce_max(max_lanes);
 }
 
-// The lowest id of the maximum; NaN counts as the maximum.
+// Returns the lowest id of the maximum. NaN counts as the maximum.
 inline int64_t argmax(const float* x, int64_t count) {
     float maximum = row_max(x, count);
     if (std::isnan(maximum)) return std::find_if(x, x + count, [](float v) { return std::isnan(v); }) - x;
@@ -99,21 +98,21 @@ struct Noise {
     double token_noise(int64_t token) const { return gumbel(word(uint32_t(token))); }
 };
 
-// A bound on the noise of words by their first six bits: with it, most tokens lose without the cost of a logarithm.
+// Upper bounds of the noise, by the first six bits of its word: most tokens cannot win, and need no logarithm.
 inline const std::array<double, 64> MAX_NOISE = [] {
     std::array<double, 64> bounds;
     for (uint32_t i = 0; i < 64; i++) bounds[i] = Noise::gumbel((i << 26) | 0x3ffffff) + 1e-9;
     return bounds;
 }();
 
-// Draws tokens of rows, one row after the other. Each thread has one, and so reuses its memory.
+// Samples tokens from one row after the other. Each thread has one, and reuses its memory.
 class RowSampler {
   public:
     explicit RowSampler(int64_t vocab) : vocab_(vocab) {}
 
     int64_t draw(const float* x, float temperature, int64_t top_k, float top_p, float min_p, const Noise& noise) {
         float maximum = row_max(x, vocab_);
-        if (!std::isfinite(maximum)) return vocab_ - 1;  // there is no distribution, and the result must be an id
+        if (!std::isfinite(maximum)) return vocab_ - 1;  // without a distribution, any id will do
         min_z_ = float(std::log(double(min_p)));
         scale(x, maximum, temperature);
         bool has_top_k = top_k > 0 && top_k < vocab_, has_top_p = top_p < 1;
@@ -131,7 +130,7 @@ class RowSampler {
         return draw_candidate(noise, 0, tail_mass_);
     }
 
-    // The k largest logits, best first. `maximum` is the row's.
+    // Returns the k largest logits of a row, best first. `maximum` is the row's.
     const std::vector<Candidate>& top_k(const float* x, float maximum, int64_t k) {
         for (float threshold : {-REACH, -2 * REACH, -INF}) {
             if (!std::isfinite(maximum)) threshold = -INF;
@@ -152,8 +151,7 @@ class RowSampler {
     }
 
   private:
-    // Sets z = (x - maximum) / temperature, and sums e^z over the tokens that min_p leaves, and over those below the
-    // reach.
+    // Sets z = (x - maximum) / temperature. Sums e^z over all tokens that min_p leaves, and over those below -REACH.
     void scale(const float* x, float maximum, float temperature) {
         z_.resize(vocab_ + 16);
         F32x16 shift = F32x16::set(maximum), divisor = F32x16::set(temperature);
@@ -168,7 +166,7 @@ class RowSampler {
         total_mass_ = total.value(), tail_mass_ = tail.value();
     }
 
-    // Makes the tokens from `threshold` upwards the candidates.
+    // Replaces the candidates by the tokens with z >= threshold.
     void collect(float threshold) {
         float min_z = std::max({threshold, min_z_, std::numeric_limits<float>::lowest()});
         candidates_.clear();
@@ -182,12 +180,12 @@ class RowSampler {
 
     struct Threshold {
         float z;
-        int64_t count;  // of tokens from z upwards
+        int64_t count;  // tokens at or above z
         double mass;    // their Σ e^z, with float32 exponentials
     };
 
-    // Makes candidates of the `count` likeliest tokens, or if that is 0 of those with the mass `min_mass`, and not many
-    // more. Returns the lowest threshold that has too few of them.
+    // Collects candidates that include the `count` likeliest tokens or, if that is 0, the likeliest tokens with the
+    // mass `min_mass`, and not many more. Returns the lowest threshold that is too high.
     Threshold collect_enough(int64_t count, double min_mass) {
         auto is_enough = [&](const Threshold& threshold) {
             return count ? threshold.count >= count : threshold.mass * (1 - 1e-6) >= min_mass;
@@ -218,7 +216,7 @@ class RowSampler {
         return thresholds;
     }
 
-    // Σ e^z over some of the candidates.
+    // Returns Σ e^z over the candidates [from, to).
     double mass(size_t from, size_t to) const {
         double sum = 0;
         for (size_t i = from; i < to; i++) sum += std::exp(double(candidates_[i].z));
@@ -231,8 +229,8 @@ class RowSampler {
         candidates_.resize(count);
     }
 
-    // Keeps the fewest of the likeliest candidates that have the mass `min_mass`, at least one. Those above the
-    // threshold `too_high` do not suffice; bisection finds the last of the others.
+    // Keeps the smallest set of the likeliest candidates with the mass `min_mass`, at least one. Those above `too_high`
+    // are not enough; bisection finds which others are needed.
     void keep_mass(double min_mass, const Threshold& too_high) {
         auto first = std::partition(candidates_.begin(), candidates_.end(),
                                     [&](const Candidate& candidate) { return candidate.z >= too_high.z; });
@@ -253,9 +251,9 @@ class RowSampler {
         candidates_.resize(from);
     }
 
-    // Returns the best candidate after noise. Those below the reach take part as one, the tail, together with all
-    // tokens that are no candidates and have the mass `other_mass`. If the tail wins, one of its tokens is drawn in the
-    // same way.
+    // Returns the best candidate after noise is added. The candidates below -REACH, and all tokens that are not
+    // candidates (of mass `other_mass`), compete as one token, the tail. If the tail wins, one of its tokens is drawn
+    // in the same way.
     int64_t draw_candidate(const Noise& noise, int64_t level, double other_mass) {
         bool has_all = other_mass == 0;
         while (true) {
@@ -278,7 +276,7 @@ class RowSampler {
         }
     }
 
-    // Keeps the candidates below the reach, shifted so that the likeliest is at 0.
+    // Keeps the candidates below -REACH, shifted so that the likeliest is at 0.
     void keep_tail() {
         std::erase_if(candidates_, [](const Candidate& candidate) { return candidate.z >= -REACH; });
         float maximum = -INF;

@@ -27,7 +27,7 @@ void parallel_for_rows(int64_t rows, int64_t vocab, F&& f) {
 void check_logits(const at::Tensor& logits) {
     TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == at::kFloat && logits.size(1) > 0,
                 "logits must be (rows, vocabulary), float32 and contiguous");
-    TORCH_CHECK(logits.size(1) < TAIL, "a vocabulary beyond 2^31");
+    TORCH_CHECK(logits.size(1) < TAIL, "the vocabulary is too large");
 }
 
 // ids[i] = the token drawn from logits[rows[i]]; a temperature below `greedy_below` takes the maximum.
@@ -54,14 +54,15 @@ void sample(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& 
     });
 }
 
-// Penalises a row in place: repetition for each of its tokens, frequency and presence for those of the output. `counts`
-// (vocab) is 0 everywhere, and is left so; meanwhile it has 1 + the number in the output for each of the tokens.
-void penalise(float* x, const int32_t* tokens, int64_t prompt_len, int64_t length, float repetition, float presence,
+// Applies penalties to a row x (vocab) in place: repetition for each of its tokens, frequency and presence for those of
+// the output. `counts` (vocab) must be 0, and is 0 again at the end. In between, it holds 1 + the number of times in
+// the output for each of the tokens.
+void penalize(float* x, const int32_t* tokens, int64_t prompt_len, int64_t length, float repetition, float presence,
               float frequency, std::vector<int32_t>& counts) {
     for (int64_t i = 0; i < length; i++) counts[tokens[i]] = std::max(counts[tokens[i]], 1) + (i >= prompt_len);
     for (int64_t i = 0; i < length; i++) {
         int32_t &entry = counts[tokens[i]], count = entry - 1;
-        if (entry == 0) continue;  // the same token came earlier
+        if (entry == 0) continue;  // a token that was handled before
         float& logit = x[tokens[i]];
         logit = logit > 0 ? logit / repetition : logit * repetition;
         logit = logit - frequency * float(count) - presence * float(count > 0);
@@ -89,12 +90,12 @@ void penalties(at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& p
     at::parallel_for(0, count, 1, [&](int64_t from, int64_t to) {
         std::vector<int32_t> counts(vocab);
         for (int64_t i = from; i < to; i++)
-            penalise(x + i * vocab, ids + i * width, prompt_len[i], length[i], repetitions[i], presences[i],
+            penalize(x + i * vocab, ids + i * width, prompt_len[i], length[i], repetitions[i], presences[i],
                      frequencies[i], counts);
     });
 }
 
-// The rank of a token, 1 for the likeliest; of equals the one with the lower id comes first.
+// Returns the rank of a token, 1 for the likeliest. Of equal logits, the one with the lower id comes first.
 int64_t rank(const float* x, int64_t vocab, int64_t token) {
     int64_t count = 1;
     for_each_logits(x, vocab, [&](int64_t first, F32x16 value) {

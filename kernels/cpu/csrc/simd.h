@@ -1,4 +1,4 @@
-// Sixteen float32 lanes, whatever the instruction set: one AVX-512 register, or two of AVX2.
+// Vectors of sixteen float32 lanes: one register of AVX-512, or two of AVX2.
 //
 // Kernels are written once against this type, and data is laid out in sixteens for both. The compiler must not choose
 // the order of operations: multiplications are fused with additions by name only (`fma`), and sums over lanes are one
@@ -69,7 +69,7 @@ struct F32x16 {
     F32x16 abs() const { return {_mm512_abs_ps(v)}; }
     F32x16 round() const { return {_mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
-    // 0 in the lanes where `x` is below `bound`.
+    // Sets the lanes in which `x` is below `bound` to 0.
     F32x16 zero_where_below(F32x16 x, float bound) const {
         return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(bound), _CMP_NLT_UQ), v)};
     }
@@ -79,9 +79,9 @@ struct F32x16 {
         uint32_t before = from <= 0 ? 0 : from >= 16 ? 0xffff : (1u << from) - 1;
         return {_mm512_mask_mov_ps(_mm512_set1_ps(value), __mmask16(upto & ~before), v)};
     }
-    // v * 2^n, for whole n.
+    // Returns v * 2^n, for whole n.
     F32x16 ldexp(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
-    // A bit for each lane, the lowest for the first.
+    // Return a bit for each lane, the lowest for the first.
     uint32_t lanes_at_least(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_GE_OQ); }
     uint32_t lanes_equal(float x) const { return _mm512_cmp_ps_mask(v, _mm512_set1_ps(x), _CMP_EQ_OQ); }
     uint32_t nan_lanes() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
@@ -194,8 +194,8 @@ inline float reduce_max(F32x16 x) {
     return reduce(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
 }
 
-// e^x for x <= 88, off by about one unit in the last place. Below -87 it is exactly 0, also for -inf; e^0 is exactly 1.
-// It is 2^n times a polynomial on [-ln2/2, ln2/2], Taylor's to the sixth power.
+// Returns e^x for x <= 88, off by about one unit in the last place. Below -87, and for -inf, it is exactly 0; e^0 is
+// exactly 1. It is 2^n times a polynomial on [-ln2/2, ln2/2], Taylor's to the sixth power.
 inline F32x16 exp(F32x16 x) {
     F32x16 bounded = max(F32x16::set(-87.0f), x);  // in this order of arguments NaN stays
     F32x16 n = (bounded * F32x16::set(1.44269504088896341f)).round();

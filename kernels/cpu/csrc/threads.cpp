@@ -6,7 +6,7 @@
 namespace quire {
 namespace {
 
-// Pins the calling thread to the first of `cpus`, and each other one of the pool to one of its own.
+// Pins each thread of the pool to one of `cpus`; the calling thread gets the first.
 void pin_threads(at::IntArrayRef cpus) {
     TORCH_CHECK(int64_t(cpus.size()) == at::get_num_threads(), "a processor for each thread");
     at::parallel_for(0, cpus.size(), 1, [&](int64_t from, int64_t to) {

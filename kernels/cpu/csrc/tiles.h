@@ -1,5 +1,5 @@
-// How a GEMM is divided: rows into blocks, panels of outputs over threads, rows of a panel into tiles of a compile-time
-// size. The results do not depend on it.
+// The division of a GEMM: rows into blocks, panels of outputs over threads, the rows of a panel into tiles of a
+// compile-time size. The results do not depend on it.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,7 +12,7 @@
 
 namespace quire {
 
-// Calls f(first, count) for consecutive blocks of at most `max_rows`, as even as they can be.
+// Calls f(first, count) for consecutive blocks of at most `max_rows`. Their sizes differ by at most 1.
 template <class F>
 void for_even_blocks(int64_t rows, int64_t max_rows, F&& f) {
     int64_t blocks = (rows + max_rows - 1) / max_rows;
@@ -22,8 +22,9 @@ void for_even_blocks(int64_t rows, int64_t max_rows, F&& f) {
     }
 }
 
-// Calls f(panel) for all panels. Each thread has its own share, the same each time, so that it may still be in its
-// cache. A thread that is done helps the others, whose processors may have other work.
+// Calls f(panel) for all panels, with work stealing. Each thread begins with its own share, which is the same in each
+// call, so the weights may still be in its core's cache. A thread that has finished its share takes panels of the
+// others, whose cores may be busy with other processes.
 template <class F>
 void parallel_for_panels(int64_t panels, F&& f) {
     constexpr int64_t MAX_THREADS = 256;
@@ -56,7 +57,8 @@ void call_with_size(int size, int64_t first, F& f) {
     if constexpr (N > 1) call_with_size<N - 1>(size, first, f);
 }
 
-// Calls f(size, first) for consecutive tiles of at most MAX_SIZE, as even as they can be; the size is a constant.
+// Calls f(size, first) for consecutive tiles of at most MAX_SIZE, whose sizes differ by at most 1. The size is a
+// compile-time constant.
 template <int MAX_SIZE, class F>
 void for_even_tiles(int64_t total, F&& f) {
     int64_t tiles = (total + MAX_SIZE - 1) / MAX_SIZE;
@@ -66,8 +68,8 @@ void for_even_tiles(int64_t total, F&& f) {
     }
 }
 
-// With few rows, the time goes into reading the weights, and the processor's own prefetching is not enough. Panels lie
-// one behind the other, so the bytes ahead are those that are read next.
+// With few rows, most of the time is spent reading weights, and the processor's own prefetching is not enough. Panels
+// are contiguous, so the bytes ahead are the ones that are read next.
 constexpr int PREFETCH_DISTANCE = 4096;  // bytes
 
 inline void prefetch_ahead(const void* p, int bytes) {
@@ -75,7 +77,7 @@ inline void prefetch_ahead(const void* p, int bytes) {
     for (int offset = 0; offset < bytes; offset += 64) _mm_prefetch(ahead + offset, _MM_HINT_T0);
 }
 
-// Writes the first `width` of 32 sums plus the bias.
+// Writes the first `width` of 32 sums to y, plus the bias if there is one.
 inline void write_outputs(const float* sums, float* y, const float* bias, int width) {
     if (width == 32) {
         F32x16 left = F32x16::load(sums), right = F32x16::load(sums + 16);

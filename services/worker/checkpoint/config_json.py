@@ -9,16 +9,16 @@ import msgspec
 from shared.errors import ModelError
 
 MAX_SIZE = 2**31 - 1
-"""The largest size of anything: indices of some kernels have 32 bits, and no model comes near."""
+"""The largest size of anything. Some kernels have 32-bit indices, and no model comes near it."""
 MAX_MODULES = 2**16
-"""The largest number of layers, and of experts in one: each costs time before its first tensor is looked for."""
+"""The largest number of layers, and of experts in a layer. Each of them costs time before any tensor is read."""
 
 Scalar = TypeVar("Scalar", int, float, bool, str)
 T = TypeVar("T")
 
 
 class UnsupportedByFamily(ModelError):
-    """A config.json may be right, but asks for something that Quire's own code for the model does not have."""
+    """Raised if a config.json asks for a feature that the family of the model lacks. transformers may have it."""
 
 
 class ConfigJson(Mapping[str, Any]):
@@ -44,17 +44,18 @@ class ConfigJson(Mapping[str, Any]):
         return ConfigJson({**self._fields, **fields})
 
     def with_defaults(self, **fields: Any) -> "ConfigJson":
-        """Return a copy that has these fields too, where they are absent."""
+        """Return a copy in which absent fields have these values."""
         return ConfigJson({**fields, **self._fields})
 
     def section(self, name: str) -> "ConfigJson":
-        """Return the object in the field `name`; it has no fields if the field is absent or null."""
+        """Return the object in the field `name`, or an empty one if the field is absent or null."""
         return ConfigJson(convert(self.get(name) or {}, name, dict[str, Any]))
 
     def field(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar:
-        """Return the field `name` as an `expected`; absent or null it is `default`, and an error if there is none.
+        """Return the field `name` as an `expected`, or `default` if it is absent or null.
 
-        A field that is absent raises UnsupportedByFamily: transformers' class for the model may have a default.
+        Raise ModelError if there is no default either. For an absent field it is an UnsupportedByFamily, since
+        transformers may have a default.
         """
         value = self.nullable(name, expected, default)
         if value is None:
@@ -65,16 +66,16 @@ class ConfigJson(Mapping[str, Any]):
         return value
 
     def nullable(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar | None:
-        """Return the field `name` as an `expected`, or None where it is null; absent it is `default`."""
+        """Return the field `name` as an `expected`: None if it is null, `default` if it is absent."""
         value = self.get(name, default)
         return None if value is None else convert(value, name, expected)
 
     def size(self, name: str, default: int | None = None, maximum: int = MAX_SIZE) -> int:
-        """Return the field `name` as a number of things, 1 to `maximum`."""
+        """Return the field `name`, an integer from 1 to `maximum`."""
         return check_size(name, self.field(name, int, default), maximum)
 
     def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
-        """Return the field `name` as a positive number, or as 0 where `zero` allows it."""
+        """Return the field `name`, a positive number, or 0 if `zero` is set."""
         value = self.field(name, float, default)
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             expected = "a number that is not negative" if zero else "a positive number"
@@ -82,7 +83,7 @@ class ConfigJson(Mapping[str, Any]):
         return value
 
     def choice(self, name: str, meanings: Mapping[str, T], default: str) -> T:
-        """Return the meaning of the word in the field `name`; raise UnsupportedByFamily if it has none."""
+        """Return what `meanings` has for the field `name`. Raise UnsupportedByFamily if it has nothing."""
         word = self.field(name, str, default)
         if word not in meanings:
             supported = ", ".join(meanings)
@@ -90,14 +91,14 @@ class ConfigJson(Mapping[str, Any]):
         return meanings[word]
 
     def refuse(self, **unsupported: bool) -> None:
-        """Raise UnsupportedByFamily if a switch has the value given here. Absent and null are fine."""
+        """Raise UnsupportedByFamily if one of these fields has this value. Absent and null are fine."""
         for name, value in unsupported.items():
             if self.get(name) is not None and self.field(name, bool) is value:
                 raise UnsupportedByFamily(f"config.json: {name} {str(value).lower()} is not supported")
 
 
 def convert(value: Any, name: str, expected: type[T]) -> T:
-    """Return `value` as an `expected`; raise ModelError naming the field `name` if it is none."""
+    """Return `value` as an `expected`. Raise ModelError naming the field `name` if it has another type."""
     try:
         return msgspec.convert(value, expected)
     except msgspec.ValidationError as error:
@@ -105,7 +106,7 @@ def convert(value: Any, name: str, expected: type[T]) -> T:
 
 
 def check_size(name: str, value: int, maximum: int = MAX_SIZE) -> int:
-    """Return `value`; raise ModelError naming the field `name` unless it is from 1 to `maximum`."""
+    """Return `value`. Raise ModelError naming the field `name` unless it is from 1 to `maximum`."""
     if value < 1:
         raise ModelError(f"config.json: {name} must be at least 1, got {value}")
     if value > maximum:

@@ -1,7 +1,7 @@
-"""`name_folder_in_errors`: whatever goes wrong while a model is loaded becomes one ModelError that names its folder.
+"""`name_folder_in_errors`: turns all errors of loading a model into ModelErrors that name its folder.
 
-Faults that are foreseen are checked where a file is read, and say what is wrong. A config.json or a weight file can be
-broken in more ways than anyone foresees; then the error's own words have to do.
+The code that reads a file checks for the expected errors, and says what is wrong. Files can be broken in other ways.
+For those, the message of the exception must be enough.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from shared.gguf.folder import read_pointer
 
 @contextmanager
 def name_folder_in_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the block into ModelErrors that name `folder`, or the GGUF file it was made of."""
+    """Turn errors of the block into ModelErrors that name `folder`, or the GGUF file that it was made from."""
     try:
         yield
     except ModelError as error:
@@ -28,13 +28,13 @@ def name_folder_in_errors(folder: Path) -> Iterator[None]:
         raise ModelError(f"{_names(folder)[0]}: {message}") from error
     except QuireError:
         raise
-    except Exception as error:  # of ours, torch's, safetensors' and others' code
+    except Exception as error:  # from any code: Quire's, torch's, safetensors'
         message = f"cannot be loaded: {type(error).__name__}: {_first_line(error)}"
         raise ModelError(f"{_names(folder)[0]}: {message}") from error
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the files and folders that tell a user which model is meant, the best first."""
+    """Return the names by which a user knows the model, the best first."""
     pointer = read_pointer(folder)
     return [*(pointer.files if pointer else ()), str(folder)]
 

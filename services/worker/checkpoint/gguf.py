@@ -1,4 +1,4 @@
-"""The tensors of a GGUF model under Hugging Face's names and in its layouts, dequantised when they are asked for."""
+"""The tensors of a GGUF model, with Hugging Face's names and layouts. They are dequantised when they are read."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,39 +11,39 @@ from services.worker.checkpoint.config_json import ConfigJson
 from shared.gguf.damage import damage_as_model_error
 from shared.gguf.header import read_header
 from shared.gguf.tensor_data import is_simple_quantized
-from shared.gguf.tensors import find_sources
+from shared.gguf.tensors import find_tensors
 
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GGUFWeights:
-    """The tensors of the GGUF files `paths`, whose model has this config. Every method names a broken tensor."""
+    """The tensors of the GGUF files `paths`. Methods raise ModelError naming a tensor that is broken."""
 
     def __init__(self, config: ConfigJson, paths: Sequence[Path]) -> None:
         with damage_as_model_error(paths[0]):
-            self._sources = find_sources(read_header(paths[0]), config)
+            self._tensors = find_tensors(read_header(paths[0]), config)
 
     def keys(self) -> list[str]:
-        return list(self._sources)
+        return list(self._tensors)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type that a tensor is stored in; bfloat16 for a quantised one, whose numbers it holds well."""
-        return _DTYPES.get(self._sources[name].tensor.type.name, torch.bfloat16)
+        """Return the type of a tensor; bfloat16 for quantised ones, since it is precise enough for their numbers."""
+        return _DTYPES.get(self._tensors[name].stored.type.name, torch.bfloat16)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._sources[name].shape
+        return self._tensors[name].shape
 
     def is_quantized(self, name: str) -> bool:
-        return self._sources[name].tensor.type.name not in _DTYPES
+        return self._tensors[name].stored.type.name not in _DTYPES
 
     @property
     def has_usable_blocks(self) -> bool:
-        """Tell if some tensors are in blocks that matmuls can use."""
-        return any(is_simple_quantized(source.tensor) for source in self._sources.values())
+        """True if some tensors are in a format that matmuls can use."""
+        return any(is_simple_quantized(tensor.stored) for tensor in self._tensors.values())
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Return the matrix (outputs, inputs) as it is stored, if that is in blocks that matmuls can use."""
-        matrix = self._sources[name].read_quantized()
+        """Return the matrix (outputs, inputs) with its quants, or None if matmuls cannot use its format."""
+        matrix = self._tensors[name].read_quantized()
         if matrix is None:
             return None
         quants, scales = torch.from_numpy(matrix.quants), torch.from_numpy(matrix.scales)
@@ -51,8 +51,8 @@ class GGUFWeights:
         return QuantizedWeight(matrix.bits, quants, scales, mins, matrix.zero_point)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return the tensor, in the type it was stored in or, if that was no type of torch's, in float32."""
-        source = self._sources[name]
-        with damage_as_model_error(source.tensor):
-            values = source.read(torch.get_num_threads())
+        """Return the tensor in its stored type, or in float32 if torch has no such type."""
+        tensor = self._tensors[name]
+        with damage_as_model_error(tensor.stored):
+            values = tensor.read(torch.get_num_threads())
         return torch.from_numpy(values if values.flags.writeable else values.copy())

@@ -1,13 +1,13 @@
-"""Matrices that a GPTQ or AWQ checkpoint has as packed integers, under the names that their weights would have.
+"""Reads the quantised weights of GPTQ and AWQ checkpoints.
 
-A module has tensors `qweight`, `qzeros` and `scales`, and maybe `g_idx`, of which `weight` is made here: as quants that
-matmuls take, or as floats. Quants and zero points are bits of int32, the lowest first:
+Instead of `weight`, a layer has tensors `qweight`, `qzeros`, `scales` and maybe `g_idx`. `PackedWeights` makes `weight`
+from them, as quants for matmuls or as floats. Quants and zero points are packed into int32, the lowest bits first:
 
     GPTQ   qweight (in * bits / 32, out), along the inputs; qzeros (groups, out * bits / 32), along the outputs
     AWQ    qweight (in, out / 8) and qzeros (groups, out / 8), along the outputs in the order 0 2 4 6 1 3 5 7
 
-`scales` are (groups, out). `g_idx` (in,) says which group an input belongs to; the inputs of a group need not lie side
-by side. Without `g_idx` they do, and also where it cannot be meant: some tools write zeros there.
+`scales` are (groups, out). `g_idx` (in,) is the group of each input; a group's inputs need not be contiguous. Without
+`g_idx` they are. They also are if `g_idx` is not plausible, since some tools fill it with zeros.
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,8 @@ class _PackedMatrix(NamedTuple):
 
 
 class _Unpacked(NamedTuple):
+    """A module's weight, one element for each quant."""
+
     quants: Tensor  # (out, in) uint8
     zero_points: Tensor  # (out, groups) uint8
     scales: Tensor  # (out, groups)
@@ -51,9 +53,9 @@ class _Unpacked(NamedTuple):
 
 
 class PackedWeights:
-    """The packed matrices among `tensors`, which are named with the file each is in.
+    """The packed matrices in `tensors`, a map from each tensor's name to its file.
 
-    The constructor raises ModelError naming a tensor that is wrong.
+    The constructor raises ModelError naming a tensor that is invalid.
     """
 
     def __init__(self, tensors: Mapping[str, Shard], config: QuantizationConfig) -> None:
@@ -70,11 +72,11 @@ class PackedWeights:
         return list(self._matrices)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of the matrix's scales, in which other programs compute with it."""
+        """Return the type of the matrix's scales, which is what other programs compute in."""
         return self._matrices[name].scales.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return (outputs, inputs), also in families whose plain checkpoints have them the other way round."""
+        """Return (outputs, inputs), even in families whose unquantised weights are transposed."""
         return self._matrices[name].shape
 
     @property
@@ -90,11 +92,11 @@ class PackedWeights:
         return floats
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Return the matrix in its own bits; None if 32 inputs side by side have no common scale, or it is no float16.
+        """Return the matrix with its quants; None if 32 adjacent inputs do not share a scale that fits float16.
 
-        Groups of scattered inputs are put side by side. A zero point that all of a matrix share is exact. Zero points
-        that differ become mins, -zero_point * scale rounded to float16: an error of at most 2**-11 of that, which is a
-        128th of a scale of 4 bits.
+        If g_idx scatters a group's inputs, the inputs are permuted to make it contiguous. One zero point for the whole
+        matrix is exact. Zero points that differ become mins, -zero_point * scale rounded to float16. The error is at
+        most 2**-11 of the min: with 4 bits, at most a 128th of the scale.
         """
         quants, zero_points, scales, g_idx = self._unpack(name)
         order = None if _in_whole_groups(g_idx) else g_idx.argsort(stable=True)
@@ -117,7 +119,7 @@ class PackedWeights:
             quants, zero_points = _unpack(qweight.T.contiguous(), bits), _unpack(qzeros, bits).T.contiguous()
         else:
             quants, zero_points = _unpack_awq(qweight), _unpack_awq(qzeros)
-        zero_points = zero_points + self._config.zero_offset & 2**bits - 1  # 0 was stored as the largest quant
+        zero_points = zero_points + self._config.zero_offset & 2**bits - 1  # a zero point of 0 may be stored as -1
         return _Unpacked(quants, zero_points, scales.T.contiguous(), g_idx)
 
     def _matrix(self, module: str) -> _PackedMatrix:
@@ -144,21 +146,22 @@ class PackedWeights:
         )
 
     def _g_idx(self, module: str, inputs: int, group_size: int, groups: int) -> Tensor:
-        """Return the group of each input (in,): `g_idx` where it gives every group its number of inputs, as all that
-        is meant does, whatever `desc_act` says; else inputs side by side, if that is a way to read it.
+        """Return the group of each input (in,): `g_idx` if its groups have the right sizes, else contiguous groups.
+
+        `desc_act` is not trusted if `g_idx` is valid. If it is set, an invalid `g_idx` is an error unless all zeros.
         """
-        name, side_by_side = f"{module}.g_idx", torch.arange(inputs) // group_size
+        name, contiguous = f"{module}.g_idx", torch.arange(inputs) // group_size
         if name not in self._tensors:
-            return side_by_side
+            return contiguous
         g_idx = self._read(name)
         _check_shape(name, g_idx, (inputs,))
         if g_idx.is_floating_point() or int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
             raise ModelError(f"tensor {name} must name groups from 0 to {groups - 1}")
-        if torch.equal(g_idx.long().bincount(minlength=groups), side_by_side.bincount()):
+        if torch.equal(g_idx.long().bincount(minlength=groups), contiguous.bincount()):
             return g_idx.long()
         if self._config.desc_act and g_idx.any():
             raise ModelError(f"tensor {name} must give each group {group_size} inputs")
-        return side_by_side
+        return contiguous
 
     def _read(self, name: str) -> Tensor:
         if name not in self._tensors:
@@ -167,23 +170,23 @@ class PackedWeights:
 
 
 def _in_whole_groups(g_idx: Tensor) -> bool:
-    """Tell if each 32 inputs side by side belong to one group."""
+    """Return whether every 32 adjacent inputs belong to one group."""
     blocks = g_idx.view(-1, QUANT_GROUP_SIZE)
     return bool((blocks == blocks[:, :1]).all())
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return the (R, C * 32 / bits) quants that are the bits of `packed` (R, C) int32, the lowest first, as uint8."""
+    """Unpack int32 words `packed` (R, C), lowest bits first, to uint8 quants (R, C * 32 / bits)."""
     octets = packed.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
 
 def _unpack_awq(packed: Tensor) -> Tensor:
-    """Return the (C * 8, R) quants that are the bits of `packed` (R, C) int32, as uint8."""
+    """Unpack and transpose int32 words `packed` (R, C) to uint8 quants (C * 8, R)."""
     words = packed.T.contiguous()
     quants = torch.empty(len(words), 8, words.shape[1], dtype=torch.uint8)
-    for place, output in enumerate(_AWQ_ORDER):
-        quants[:, output] = words >> 4 * place & 15
+    for index, output in enumerate(_AWQ_ORDER):
+        quants[:, output] = words >> 4 * index & 15
     return quants.flatten(0, 1)
 
 

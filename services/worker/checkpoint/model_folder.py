@@ -1,8 +1,8 @@
-"""`ModelFolder`: a model folder as it was read, once; and `find_weights`: which of its files hold the weights.
+"""`ModelFolder`: the configs of a model folder, read once; and `find_weights`: the choice of its weight files.
 
-Folders also hold backups, other formats of the same weights, and leftovers of earlier versions. The choice is that of
-transformers: safetensors before pickles, a single file before an index. No file's tensors are looked at, and torch is
-not imported, so that the command line can ask before anything starts.
+Folders also hold backups, other formats of the same weights, and leftovers of earlier versions. The choice is the same
+as in transformers: safetensors before pickles, a single file before an index. This module reads no tensors and imports
+no torch, since the command line uses it before anything starts.
 """
 
 import json
@@ -29,12 +29,12 @@ _FILES = {"safetensors": "model.safetensors", "pt": "pytorch_model.bin"}
 
 
 class ModelFolder(NamedTuple):
-    """A model folder, read once: everything but its weights."""
+    """The configs of a model folder."""
 
     path: Path
     config: ConfigJson
-    quantization: QuantizationConfig | None  # by config.json, or by a file beside it
-    settings: Mapping[str, bytes]  # config.json and the quantisation tools' files as they are stored, by name
+    quantization: QuantizationConfig | None  # from config.json, or from a file beside it
+    settings: Mapping[str, bytes]  # the bytes of config.json and of quantisation tools' files, by file name
 
     @classmethod
     def read(cls, path: Path) -> "ModelFolder":
@@ -44,8 +44,8 @@ class ModelFolder(NamedTuple):
         settings = {_CONFIG: _read_config(path)}
         config = _parse_config(path / _CONFIG, settings[_CONFIG])
         try:
-            beside = [name for name in (*MARKER_FILES, *SETTINGS_FILES) if (path / name).exists()]
-            settings |= {name: _read_beside(path / name) for name in beside}
+            names = [name for name in (*MARKER_FILES, *SETTINGS_FILES) if (path / name).exists()]
+            settings |= {name: _read_settings(path / name) for name in names}
             return cls(path, config, read_quantization(config, settings), settings)
         except ModelError as error:
             raise ModelError(f"{path}: {error}") from error
@@ -75,7 +75,7 @@ def _parse_config(path: Path, content: bytes) -> ConfigJson:
     return ConfigJson(config)
 
 
-def _read_beside(path: Path) -> bytes:
+def _read_settings(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -96,13 +96,13 @@ def find_weights(folder: Path, requested: WeightFormat) -> tuple[str, list[Path]
         if index.exists():
             return format, _check_shards(index)
     others = list(folder.glob("*.safetensors")) if "safetensors" in formats else []
-    if len(others) == 1:  # under a name of its own, but there is no mistaking it
+    if len(others) == 1:  # under another name, but it is the only one
         return "safetensors", others
     raise ModelError(f"{folder}: no weights; none of {', '.join(formats.values())} or their .index.json is there")
 
 
 def ignored_index(paths: list[Path]) -> Path | None:
-    """Return the index beside a single file that is taken, if it lists others: then one of the two is a leftover."""
+    """Return the index beside the single file in `paths` if it lists other files: one of the two is a leftover."""
     index = _index(paths[0])
     return index if index.exists() and _listed_if_readable(index) != paths else None
 

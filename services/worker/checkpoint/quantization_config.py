@@ -1,7 +1,8 @@
-"""`QuantizationConfig`: how a GPTQ or AWQ checkpoint packs its quantised weights, by its own settings.
+"""`QuantizationConfig`: how a GPTQ or AWQ checkpoint packs its quantised weights.
 
-They are the `quantization_config` of config.json, or a file beside it that the quantising tool wrote. Any other setting
-that would change what the numbers mean is refused by name. No torch here: the command line asks before anything starts.
+The settings are in `quantization_config` of config.json, or in a file that the quantisation tool wrote beside it. Any
+other setting that would change what the numbers mean is refused by name. This module imports no torch, since the
+command line uses it before anything starts.
 """
 
 from collections.abc import Mapping
@@ -14,15 +15,15 @@ from services.worker.checkpoint.config_json import ConfigJson, convert
 from shared.errors import ModelError
 
 CheckpointQuantization = Literal["gguf", "gptq", "awq"]
-"""The ways in which a checkpoint itself may be quantised so that matmuls can use its numbers as they are."""
+"""Formats of quantised checkpoints whose quants matmuls use directly, without dequantising them."""
 
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
 """Files that AutoGPTQ and AutoAWQ write beside config.json; some tools write AWQ's settings under the first name."""
 
 MARKER_FILES = ("hf_quant_config.json",)
-"""Files of other tools, by which weights are known to be quantised although config.json does not say so."""
+"""Files of other tools. They mean that weights are quantised, although config.json does not say so."""
 
-_GROUP_SIZE = 32  # inputs; the kernels' own
+QUANT_GROUP_SIZE = 32  # that of kernels.quantized, which imports torch
 _SUPPORTED = (
     "quant_method gptq with 4 or 8 bits and awq with 4, of one group_size that is a multiple of 32 or -1, in the "
     "layouts gptq, gptq_v2 and gemm"
@@ -34,10 +35,10 @@ _SPELLINGS = {
     "group_size": ("group_size", "q_group_size"),
     "checkpoint_format": ("checkpoint_format", "format"),
 }
-"""The names that tools have for one setting."""
+"""Names of a setting in different tools."""
 
 _AWQ_ONLY = frozenset(("w_bit", "q_group_size", "zero_point", "version"))
-"""Settings by which a file that names no method is AWQ's, whatever it is called."""
+"""Settings that only AWQ has. A file without a method that has one of them is AWQ's."""
 
 
 class QuantizationConfig(Struct, frozen=True):
@@ -46,14 +47,14 @@ class QuantizationConfig(Struct, frozen=True):
     method: Literal["gptq", "awq"]
     bits: int
     group_size: int  # inputs; -1: all of them
-    zero_offset: int = 0  # what was taken off each zero point before it was stored
-    desc_act: bool = False  # groups were formed in the order of activations, and g_idx says which
+    zero_offset: int = 0  # subtracted from each zero point before it was stored
+    desc_act: bool = False  # inputs were sorted by activation before they were grouped; g_idx has their groups
 
 
 class _Settings(NamedTuple):
-    """A tool's settings, and where they were found."""
+    """A tool's settings, and the file or field that has them."""
 
-    where: str
+    source: str
     values: Mapping[str, Any]
 
     def find(self, name: str) -> tuple[str, Any]:
@@ -64,13 +65,13 @@ class _Settings(NamedTuple):
         spelled = [(key, self.values[key]) for key in _SPELLINGS.get(name, (name,)) if self.values.get(key) is not None]
         for key, value in spelled[1:]:
             if _lower(value) != _lower(spelled[0][1]):
-                raise ModelError(f"{self.where}: {spelled[0][0]} is {spelled[0][1]!r}, and {key} is {value!r}")
+                raise ModelError(f"{self.source}: {spelled[0][0]} is {spelled[0][1]!r}, and {key} is {value!r}")
         return spelled[0] if spelled else (name, None)
 
     def one_of(self, name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
-        """Return the one of `supported`, in lower case, that a setting is, or `default` where it is absent or null.
+        """Return the value of a setting, in lower case, or `default` if it is absent or null.
 
-        Raise ModelError if it is none of them.
+        Raise ModelError unless it is one of `supported`.
         """
         key, value = self.find(name)
         value = default if value is None else _lower(value)
@@ -79,48 +80,49 @@ class _Settings(NamedTuple):
         return supported[supported.index(value)]
 
     def integer(self, name: str) -> int:
-        """Return a setting that is an integer. Raise ModelError if it is absent or something else."""
+        """Return the value of a setting. Raise ModelError if it is absent or not an integer."""
         key, value = self.find(name)
         if value is None:
-            raise ModelError(f"{self.where}: {name} is missing")
+            raise ModelError(f"{self.source}: {name} is missing")
         try:
             return msgspec.convert(value, int)
         except msgspec.ValidationError as error:
-            raise ModelError(f"{self.where}: {key}: {error}") from error
+            raise ModelError(f"{self.source}: {key}: {error}") from error
 
     def unsupported(self, name: str, value: object) -> ModelError:
         return ModelError(
-            f"{self.where}: {name} {value!r} is not supported (of quantised checkpoints these are: {_SUPPORTED})"
+            f"{self.source}: {name} {value!r} is not supported (of quantised checkpoints these are: {_SUPPORTED})"
         )
 
 
-def read_quantization(config: ConfigJson, beside: Mapping[str, bytes]) -> QuantizationConfig | None:
-    """Return how the weights are quantised by `config` or, if that says nothing, by the files `beside` it; None if
-    they are not. `beside` has the files' contents by name.
+def read_quantization(config: ConfigJson, files: Mapping[str, bytes]) -> QuantizationConfig | None:
+    """Return the format of quantised weights, from `config` or else from the other `files`; None if there is none.
 
-    Raise ModelError if that is not supported, if two such files differ, or if something else says that the weights are
-    quantised.
+    `files` are the contents of the files beside config.json, by name. Raise ModelError if the format is not supported,
+    if two files differ, or if the weights seem to be quantised in an unknown format.
     """
-    if own := _in_config(config):
+    if own := _settings_in_config(config):
         return _parse(own)
-    settings = _in_files(beside, *SETTINGS_FILES)
-    if len({_layout(one) for one in settings}) > 1:
-        raise ModelError(f"{' and '.join(one.where for one in settings)} say different things")
-    if settings:
-        return _parse(settings[0])
-    if marker := _unexplained_marker(config, beside):
+    in_files = _settings_in_files(files, *SETTINGS_FILES)
+    if len({_without_desc_act(settings) for settings in in_files}) > 1:
+        raise ModelError(f"{' and '.join(settings.source for settings in in_files)} say different things")
+    if in_files:
+        return _parse(in_files[0])
+    if marker := _unexplained_marker(config, files):
         raise ModelError(f"{marker}, which is not supported (of quantised checkpoints these are: {_SUPPORTED})")
     return None
 
 
-def find_conflict(config: ConfigJson, beside: Mapping[str, bytes]) -> str | None:
-    """Return a line about a file beside config.json whose settings mean other numbers than `config`, or None."""
-    own = _in_config(config)
+def find_conflict(config: ConfigJson, files: Mapping[str, bytes]) -> str | None:
+    """Return a warning if a file beside config.json has settings that contradict `config`, or None."""
+    own = _settings_in_config(config)
     if own is None:
         return None
     for name in SETTINGS_FILES:
         try:
-            same = all(_layout(settings) == _layout(own) for settings in _in_files(beside, name))
+            same = all(
+                _without_desc_act(settings) == _without_desc_act(own) for settings in _settings_in_files(files, name)
+            )
         except ModelError:
             same = False
         if not same:
@@ -128,7 +130,7 @@ def find_conflict(config: ConfigJson, beside: Mapping[str, bytes]) -> str | None
     return None
 
 
-def _in_config(config: ConfigJson) -> _Settings | None:
+def _settings_in_config(config: ConfigJson) -> _Settings | None:
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     values = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
     if values is None:
@@ -136,18 +138,20 @@ def _in_config(config: ConfigJson) -> _Settings | None:
     return _Settings("config.json: quantization_config", convert(values, "quantization_config", dict[str, Any]))
 
 
-def _in_files(beside: Mapping[str, bytes], *names: str) -> list[_Settings]:
-    """Return the settings, each with a method, of the files called `names` that say how many bits there are."""
-    settings = [_Settings(name, _decode(name, beside[name])) for name in names if name in beside]
-    with_bits = [one for one in settings if one.find("bits")[1] is not None]
-    return [_Settings(one.where, {**one.values, "quant_method": _method(one)}) for one in with_bits]
+def _settings_in_files(files: Mapping[str, bytes], *names: str) -> list[_Settings]:
+    """Return the settings in those of the files `names` that have the setting `bits`, each with its `quant_method`."""
+    in_files = [_Settings(name, _decode(name, files[name])) for name in names if name in files]
+    with_bits = [settings for settings in in_files if settings.find("bits")[1] is not None]
+    return [
+        _Settings(settings.source, {**settings.values, "quant_method": _method(settings)}) for settings in with_bits
+    ]
 
 
 def _method(settings: _Settings) -> Any:
     _, method = settings.find("quant_method")
     if method is not None:
         return method
-    return "awq" if settings.where == "quant_config.json" or _AWQ_ONLY & settings.values.keys() else "gptq"
+    return "awq" if settings.source == "quant_config.json" or _AWQ_ONLY & settings.values.keys() else "gptq"
 
 
 def _decode(name: str, content: bytes) -> dict[str, Any]:
@@ -157,24 +161,24 @@ def _decode(name: str, content: bytes) -> dict[str, Any]:
         raise ModelError(f"{name}: {error}") from error
 
 
-def _unexplained_marker(config: ConfigJson, beside: Mapping[str, bytes]) -> str | None:
-    """Return what says that the weights are quantised although nothing says how, or None."""
+def _unexplained_marker(config: ConfigJson, files: Mapping[str, bytes]) -> str | None:
+    """Return what suggests that the weights are quantised, in an unknown format; None if nothing does."""
     if config.get("compression_config"):
         return "config.json has a compression_config"
-    file = next((name for name in (*MARKER_FILES, *SETTINGS_FILES) if name in beside), None)
+    file = next((name for name in (*MARKER_FILES, *SETTINGS_FILES) if name in files), None)
     return f"there is a {file}, but no quantization_config in config.json" if file else None
 
 
 def _parse(settings: _Settings) -> QuantizationConfig:
     method = settings.one_of("quant_method", ("gptq", "awq"), "")
     group_size = settings.integer("group_size")
-    if group_size != -1 and (group_size < 1 or group_size % _GROUP_SIZE):
+    if group_size != -1 and (group_size < 1 or group_size % QUANT_GROUP_SIZE):
         raise settings.unsupported(settings.find("group_size")[0], group_size)
     return _gptq(settings, group_size) if method == "gptq" else _awq(settings, group_size)
 
 
-def _layout(settings: _Settings) -> QuantizationConfig:
-    """Return all but `desc_act`, which changes no number of a checkpoint that is as it should be."""
+def _without_desc_act(settings: _Settings) -> QuantizationConfig:
+    """Return the config without `desc_act`, which changes nothing in a valid checkpoint: g_idx decides."""
     return msgspec.structs.replace(_parse(settings), desc_act=False)
 
 
@@ -184,7 +188,7 @@ def _gptq(settings: _Settings, group_size: int) -> QuantizationConfig:
     settings.one_of("pack_dtype", ("int32",), "int32")
     settings.one_of("is_marlin_format", (False,), False)
     for pattern in settings.values.get("dynamic") or {}:
-        if not pattern.startswith("-:"):  # those with a minus are not quantised; others have bits of their own
+        if not pattern.startswith("-:"):  # '-:' excludes modules from quantisation; other patterns override their bits
             raise settings.unsupported("dynamic", pattern)
     desc_act = settings.one_of("desc_act", (False, True), False)
     return QuantizationConfig("gptq", bits, group_size, 1 if layout == "gptq" else 0, desc_act)

@@ -1,7 +1,7 @@
-"""`WeightFiles`: the tensors of a model folder, whichever way they are stored, read one by one.
+"""`WeightFiles`: reads the tensors of a model folder one by one, whatever their format.
 
-Safetensors, PyTorch's own files and GGUF, whole or in shards. Nothing is unpickled but tensors. Whatever is absent,
-cut short or unreadable is a ModelError naming the file.
+Formats are safetensors, PyTorch's own and GGUF, in one file or in shards. Only tensors are unpickled. A file that is
+missing, cut short or unreadable raises a ModelError that names it.
 """
 
 import logging
@@ -25,11 +25,11 @@ from shared.errors import ModelError
 log = logging.getLogger(__name__)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types whose numbers are the weights. Those of any other are quants, which mean nothing without their scales."""
+"""Types of weights. Tensors of other types hold quants, which mean nothing without their scales."""
 
 
 class WeightFiles:
-    """The tensors of a folder by name. They are maps of the files where the format allows it, so copy, don't keep."""
+    """The tensors of a folder by name. They may be memory maps of the files, so copy those that you keep."""
 
     def __init__(self, folder: ModelFolder, requested: WeightFormat = "auto") -> None:
         self._folder = folder
@@ -52,8 +52,8 @@ class WeightFiles:
         yield from map(opener, self.paths)
 
     def _hide_packed_tensors(self, packed: PackedWeights) -> None:
-        """Show matrices in the place of the tensors that they are made of."""
-        if twice := [name for name in packed.keys() if name in self._shards]:  # noqa: SIM118  (it is no mapping)
+        """Replace the tensors that packed matrices are made from by these matrices."""
+        if twice := [name for name in packed.keys() if name in self._shards]:  # noqa: SIM118  (it is not a mapping)
             raise ModelError(f"tensor {twice[0]} is there twice: also as quants (qweight)")
         self._shards = {name: shard for name, shard in self._shards.items() if name not in packed.packed_names}
         self._shards |= dict.fromkeys(packed.keys(), packed)
@@ -76,7 +76,7 @@ class WeightFiles:
         return shard.shape(name) if isinstance(shard, GGUFWeights | PackedWeights) else tuple(self.get(name).shape)
 
     def outputs_first(self, name: str) -> bool:
-        """Tell if the matrix called `name` is (outputs, inputs) here, also in families that transpose theirs."""
+        """Return whether the matrix called `name` is (outputs, inputs), even if the family transposes its weights."""
         return isinstance(self._shards.get(name), PackedWeights)
 
     @property
@@ -89,7 +89,7 @@ class WeightFiles:
 
     @property
     def quantization(self) -> CheckpointQuantization | Literal["other"] | None:
-        """The kind of quantised weights; `other` is one that no matmul takes as it is."""
+        """The format of quantised weights; `other`: matmuls cannot use it."""
         if self._packed:
             return self._packed.method
         gguf = next((shard for shard in self._shards.values() if isinstance(shard, GGUFWeights)), None)
@@ -98,12 +98,12 @@ class WeightFiles:
         return "other" if any(map(self.is_quantized, self._shards)) else None
 
     def is_quantized(self, name: str) -> bool:
-        """Tell if the tensor called `name` is stored as quants of some kind."""
+        """Return whether the tensor called `name` is quantised, in any format."""
         shard = self._shards[name]
         return isinstance(shard, PackedWeights) or (isinstance(shard, GGUFWeights) and shard.is_quantized(name))
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Return the matrix called `name`, (outputs, inputs), as it is stored, if matmuls can use its quants."""
+        """Return the matrix called `name` (outputs, inputs) with its quants, or None if matmuls cannot use them."""
         shard = self._shards[name]
         return shard.get_quantized(name) if isinstance(shard, GGUFWeights | PackedWeights) else None
 
@@ -118,7 +118,7 @@ class WeightFiles:
 
 
 def check_float(name: str, dtype: torch.dtype) -> None:
-    """Raise ModelError unless a weight called `name` is of a type whose numbers are the weights."""
+    """Raise ModelError unless the weight called `name` has one of `FLOATS` as its type."""
     if dtype not in FLOATS:
         supported = ", ".join(str(float_type).removeprefix("torch.") for float_type in FLOATS)
         raise ModelError(f"tensor {name} is of {dtype}: quantised weights are not supported (supported: {supported})")

@@ -1,4 +1,4 @@
-"""`CausalLM`: a model as the rest of the worker sees it, whichever code computes it."""
+"""`CausalLM`: the interface of a model, whether Quire's or transformers' code computes it."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """The numbers by which memory is laid out and requests are judged."""
+    """The sizes that KV memory and the limits of requests depend on."""
 
     architecture: str  # as in config.json
     vocab_size: int
     max_positions: int  # the longest context that the model was made for
-    num_layers: int  # those that keep keys and values
+    num_layers: int  # layers with keys and values
     num_kv_heads: int
     head_dim: int
 
@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     tokens: Tensor  # (T,) int
     positions: Tensor  # (T,) int64
     slot_mapping: Tensor  # (T,) int64, flat indices into the KV cache
-    attention: Any  # what `plan_attention` of the kernels returned
+    attention: Any  # from `Ops.plan_attention`
 
 
 class CausalLM(Protocol):
@@ -33,7 +33,7 @@ class CausalLM(Protocol):
     def shape(self) -> ModelShape: ...
 
     def prepare_positions(self, length: int) -> None:
-        """Compute what the model needs for positions below `length`. It comes before the first `forward`."""
+        """Compute what the model needs for positions below `length`. Call it before the first `forward`."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each layer."""

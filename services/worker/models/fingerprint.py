@@ -1,7 +1,7 @@
-"""`fingerprint`: a short name of all that makes two workers compute the same tokens.
+"""`fingerprint`: identifies everything that decides which tokens a worker computes.
 
-That is the same weights, types, kind of device, library and instruction set. Weights are known by their files' sizes
-and by samples of their content: reading gigabytes at each start would cost more than it proves.
+That is weights, types, device, torch version and instruction set. Weights are identified by the sizes of their files
+and by samples of their content, since reading gigabytes at each start would take too long.
 """
 
 import hashlib
@@ -15,16 +15,16 @@ from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.quantization_config import SETTINGS_FILES
 from services.worker.models.precision import Precision
 
-_SAMPLES, _SAMPLE = 64, 4096  # how many, and how many bytes each
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def fingerprint(weights: str, precision: Precision, device: torch.device, *, code: str = "") -> str:
     """Return 16 hexadecimal digits for the weights whose `weights_digest` is `weights`.
 
-    `code` names the modelling code, where it is not ours.
+    `code` names the modelling code if it is not Quire's.
     """
     digest = hashlib.sha256(weights.encode())
-    # Not the number of threads: it doesn't change a row's bits.
+    # The number of threads is left out, since it does not change a row's bits.
     cuda = device.type == "cuda"
     machine = (
         torch.cuda.get_device_name(device) if cuda else f"{torch.backends.cpu.get_cpu_capability()} {extension.load()}"
@@ -34,9 +34,9 @@ def fingerprint(weights: str, precision: Precision, device: torch.device, *, cod
 
 
 def weights_digest(folder: ModelFolder, weights: Sequence[Path]) -> str:
-    """Return 16 hexadecimal digits of what a model's files say, however it is computed.
+    """Return 16 hexadecimal digits that identify the content of a model's files.
 
-    They do not depend on where the folder is or how old its files are.
+    They do not depend on the path of the folder or on the age of its files.
     """
     digest = hashlib.sha256(folder.settings["config.json"])
     for name in SETTINGS_FILES:  # they may change what the weights mean
@@ -50,6 +50,6 @@ def _add_file(digest: "hashlib._Hash", path: Path) -> None:
     size = path.stat().st_size
     digest.update(f"{path.name} {size}".encode())
     with path.open("rb") as file:
-        for sample in range(_SAMPLES):
-            file.seek(size * sample // _SAMPLES)
-            digest.update(file.read(_SAMPLE))
+        for sample in range(_NUM_SAMPLES):
+            file.seek(size * sample // _NUM_SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))

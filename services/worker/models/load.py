@@ -1,4 +1,4 @@
-"""`load_model`: a model folder becomes a decoder on a device."""
+"""`load_model`: loads a model folder onto a device."""
 
 import logging
 from dataclasses import dataclass
@@ -35,23 +35,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, and what tells it from others."""
+    """A model on its device, its types, and the digests that identify it."""
 
-    decoder: CausalLM
+    model: CausalLM
     precision: Precision
     fingerprint: str
     weights_digest: str
 
 
 class FamilyMatch(NamedTuple):
-    """A checkpoint as a family reads it."""
+    """A checkpoint that a family can compute."""
 
     spec: DecoderSpec
     tensors: TensorMap | None  # None if there are no weight files
 
 
 def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> LoadedModel:
-    """Read config and weights. Raise ModelError for whatever is missing, broken or not supported, naming `folder`."""
+    """Load the model in `folder`. Raise ModelError naming it if something is missing, broken or not supported."""
     with name_folder_in_errors(folder):
         return _load(folder, config, device, ops)
 
@@ -59,17 +59,18 @@ def load_model(folder: Path, config: WorkerConfig, device: torch.device, ops: Op
 def match_family(
     config: ConfigJson, implementation: Implementation, model_impl: ModelImpl, files: WeightFiles | None
 ) -> tuple[Implementation, FamilyMatch | None]:
-    """Return what serves a checkpoint after all, and how its family reads it, if that can.
+    """Let the family read a checkpoint. Return the final implementation, and the match unless transformers serves it.
 
-    The family looks at all of config.json and, if there are `files`, at the names of the tensors. Raise ModelError
-    naming what is wrong with the checkpoint, or what its family lacks where `model_impl` asks for the family.
+    The family reads config.json and, if there are `files`, the names of the tensors. If it lacks a feature,
+    transformers serves the model instead. Raise ModelError naming what is wrong with the checkpoint, or the feature if
+    `model_impl` does not allow transformers.
     """
     if not implementation.native:
         return implementation, None
-    ours = load_family(implementation.architecture)
+    family = load_family(implementation.architecture)
     try:
-        spec = ours.spec(config)
-        return implementation, FamilyMatch(spec, TensorMap(files, spec, ours.names) if files else None)
+        spec = family.read_spec(config)
+        return implementation, FamilyMatch(spec, TensorMap(files, spec, family.names) if files else None)
     except UnsupportedByFamily as error:
         return fall_back_to_transformers(implementation.architecture, model_impl, error), None
 
@@ -96,11 +97,11 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     source = ModelSource(dtype, files.quantization if files else None, implementation.native)
     precision = _choose_precision(config, device, source, ops)
     if match is None:
-        decoder, code = _load_through_transformers(path, implementation, files, precision, device, ops)
+        model, code = _load_through_transformers(path, implementation, files, precision, device, ops)
     else:
-        decoder, code = _load_native(match, files, precision, device, ops), ""
+        model, code = _load_native(match, files, precision, device, ops), ""
     weights = weights_digest(folder, files.paths if files else [])
-    return LoadedModel(decoder, precision, fingerprint(weights, precision, device, code=code), weights)
+    return LoadedModel(model, precision, fingerprint(weights, precision, device, code=code), weights)
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
@@ -133,8 +134,8 @@ def _load_through_transformers(
     device: torch.device,
     ops: Ops,
 ) -> tuple[CausalLM, str]:
-    """Return the model, and the name of the code that computes it."""
-    from transformers import __version__  # seconds to import, and only models without a family need it
+    """Return the model, and the name and version of the code that computes it."""
+    from transformers import __version__  # takes seconds to import
 
     from services.worker.models.fallback.model import load
 

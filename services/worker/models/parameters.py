@@ -1,9 +1,9 @@
-"""`load_weights`: the parameters of a checkpoint on the device, one at a time.
+"""`load_weights`: loads the parameters of a checkpoint onto the device, one at a time.
 
-A parameter's memory is taken once, in its final type and place, and the checkpoint's tensors are copied into their
-parts of it: fusing, converting and moving are one pass. It is made when the decoder asks for it, which packs it and
-lets it go, so that beside the model itself no more than one parameter is in memory. Every name and shape is checked:
-a model with a random or missing weight must not start.
+A parameter is allocated once, on the device and in its final type, and the checkpoint's tensors are copied into it: one
+pass concatenates, converts and moves them. The decoder packs each parameter before it loads the next one, so that no
+more than one unpacked parameter is in memory. Every name and shape is checked: a model with a random or missing weight
+must not start.
 """
 
 import logging
@@ -28,8 +28,8 @@ from shared.hub.progress import progress
 
 log = logging.getLogger(__name__)
 
-_LARGE = 2**16  # bytes
-_ROWS = 256  # that are compared at once
+_MIN_MAPPING = 2**16  # bytes
+_COMPARED_ROWS = 256  # at once
 
 
 class CheckpointWeights:
@@ -45,8 +45,8 @@ class CheckpointWeights:
     ) -> None:
         self._files, self._sources = files, sources
         self._precision, self.device = precision, device
-        self._report = report  # takes the bytes that were read, as floats
-        self.dequantized: list[str] = []  # tensors whose quants are of no use to matmuls
+        self._report = report  # called with the size of each loaded parameter, in bytes as if it were not quantised
+        self.dequantized: list[str] = []  # tensors whose format matmuls cannot use
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -67,7 +67,7 @@ class CheckpointWeights:
         return parameter
 
     def load_matrix(self, name: str) -> Tensor | QuantizedWeight:
-        """Return the matrix called `name`, quantised if the precision is: the checkpoint's own quants, or rounded."""
+        """Return the matrix called `name`: with the checkpoint's quants, rounded to quants, or as floats."""
         if self._precision.quantization in get_args(CheckpointQuantization):
             tensors = self._sources[name].tensors
             stored = [self._files.get_quantized(tensor.name) for tensor in tensors]
@@ -80,7 +80,7 @@ class CheckpointWeights:
 
 
 class RandomWeights:
-    """Parameters drawn from a fixed seed, for measuring a shape without its checkpoint."""
+    """Random parameters with a fixed seed, to measure an architecture without a checkpoint."""
 
     def __init__(self, spec: DecoderSpec, precision: Precision, device: torch.device) -> None:
         self._shapes = dict(parameter_shapes(spec))
@@ -107,9 +107,10 @@ class RandomWeights:
 def load_weights(
     files: WeightFiles, tensors: TensorMap, precision: Precision, device: torch.device
 ) -> Iterator[Weights]:
-    """Give the parameters of a model, to be loaded within the block; a head too, where it is not the table.
+    """Yield the parameters of a model, to be loaded within the block.
 
-    Raise ModelError naming a tensor that has the wrong shape or type, before memory is taken for any.
+    They include a head if it differs from the embedding, even if the config says that it is tied. Raise ModelError
+    naming a tensor of the wrong shape or type before any is loaded.
     """
     tensors = _untied_if_heads_differ(files, tensors)
     for source in tensors.sources.values():
@@ -127,7 +128,7 @@ def load_weights(
 
 
 def round_matrix(matrix: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
-    """Return `matrix` (out, in) in 8 or 4 bits, if `quantization` says so and its inputs make whole groups."""
+    """Return `matrix` (out, in), quantised to 8 or 4 bits if `quantization` says so and it has whole groups."""
     if quantization not in ("int8", "int4") or matrix.shape[1] % QUANT_GROUP_SIZE:
         return matrix
     return quantize(matrix, 8 if quantization == "int8" else 4)
@@ -142,18 +143,18 @@ def _check(files: WeightFiles, source: ParameterSource) -> None:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for one parameter. On a CPU a large one is a mapping of its own, which the system gets back whole.
+    """Return memory for one parameter. On a CPU, a large one is an anonymous mapping, which the system gets back whole.
 
-    From the heap, whatever outlives a parameter that was packed and let go would leave a hole of its size.
+    On the heap, allocations that outlive the parameter could leave a hole of its size.
     """
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < _LARGE:
+    if device.type != "cpu" or size < _MIN_MAPPING:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=dtype).view(shape)
 
 
 def _untied_if_heads_differ(files: WeightFiles, tensors: TensorMap) -> TensorMap:
-    """Return `tensors`, untied if the checkpoint has a head that is not the table, as transformers loads it."""
+    """Return `tensors`, untied if the checkpoint has a head that differs from the embedding, as in transformers."""
     separate = tensors.separate_head()
     if separate is None or _equal(*map(files.get, separate)):
         return tensors
@@ -162,9 +163,9 @@ def _untied_if_heads_differ(files: WeightFiles, tensors: TensorMap) -> TensorMap
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Tell if two matrices hold the same numbers, of whatever types. Compare a few rows at a time."""
+    """Return whether two matrices hold the same numbers, in any type. Compare a few rows at a time."""
     if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
         return False
     dtype = torch.promote_types(a.dtype, b.dtype)
-    pairs = zip(torch.split(a, _ROWS), torch.split(b, _ROWS), strict=True)
+    pairs = zip(torch.split(a, _COMPARED_ROWS), torch.split(b, _COMPARED_ROWS), strict=True)
     return all(torch.equal(left.to(dtype), right.to(dtype)) for left, right in pairs)

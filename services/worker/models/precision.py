@@ -1,7 +1,7 @@
-"""`choose_precision`: the types in which a model is computed, from the settings, the device and the checkpoint.
+"""`choose_precision`: chooses the types of weights and cache from the settings, the device and the checkpoint.
 
-A pure function of these. What is asked for by name and cannot be done is refused; quantised weights that `auto` cannot
-keep are dequantised, and `why_dequantized` says why.
+It is a pure function. A setting that cannot be fulfilled is an error. With `auto`, quantised weights that cannot be
+used are dequantised, and `why_dequantized` says why.
 """
 
 from typing import Literal, NamedTuple
@@ -35,7 +35,7 @@ class Precision(NamedTuple):
     """The types of weights and cache; on a CPU with compiled kernels, arithmetic is in float32 throughout."""
 
     dtype: torch.dtype  # of weights that are not quantised
-    quantization: Quantization | None  # of matrices: as the checkpoint has them, or rounded when they are loaded
+    quantization: Quantization | None  # of matrices: the checkpoint's format, or the one to round to
     kv_dtype: torch.dtype  # int8: quants with a scale for each token and head
 
     @property
@@ -47,17 +47,17 @@ class Precision(NamedTuple):
 class ModelSource(NamedTuple):
     """The types of a checkpoint, and whose code computes the model."""
 
-    dtype: torch.dtype  # that most of the checkpoint is stored in
-    quantization: CheckpointQuantization | Literal["other"] | None  # other: in quants that no matmul takes
+    dtype: torch.dtype  # of most tensors
+    quantization: CheckpointQuantization | Literal["other"] | None  # other: a format that matmuls cannot use
     native: bool  # a family of Quire's own computes it
 
 
 def choose_precision(
     config: WorkerConfig, device: torch.device, source: ModelSource, *, mixes_types: bool
 ) -> Precision:
-    """Return the precision of a model on a device. Raise ConfigError for what is asked for and cannot be done.
+    """Return the precision of a model on a device. Raise ConfigError if a setting cannot be fulfilled.
 
-    `mixes_types`: the device's kernels take quantised weights, and one type for weights and another for the cache.
+    `mixes_types` is that of the device's `Ops`.
     """
     quantization = _quantization(config, source, mixes_types)
     dtype = _dtype(config, device, source.dtype)
@@ -71,28 +71,29 @@ def choose_precision(
 
 
 def why_dequantized(config: WorkerConfig, source: ModelSource, *, mixes_types: bool) -> str | None:
-    """Return what the checkpoint's own quants would have needed, unless the settings ask for something else."""
+    """Return what is missing to use the checkpoint's quants; None if they are used, or if the settings decide."""
     if config.quantization != "auto" or config.dtype != "auto" or source.quantization is None:
         return None
-    return _obstacle(source, mixes_types) or (_DESCRIPTIONS["gguf"] if source.quantization == "other" else None)
+    missing = _missing_requirement(source, mixes_types)
+    return missing or (_DESCRIPTIONS["gguf"] if source.quantization == "other" else None)
 
 
 def _quantization(config: WorkerConfig, source: ModelSource, mixes_types: bool) -> Quantization | None:
-    requested, obstacle = config.quantization, _obstacle(source, mixes_types)
+    requested, missing = config.quantization, _missing_requirement(source, mixes_types)
     if requested == "none":
         return None
     if requested == "auto":
         own = None if source.quantization == "other" else source.quantization
-        return None if obstacle or config.dtype != "auto" else own
+        return None if missing or config.dtype != "auto" else own
     if requested in _DESCRIPTIONS and requested != source.quantization:
         raise ConfigError(f"--quantization {requested}: the model is not {_DESCRIPTIONS[requested]}")
-    if obstacle:
-        raise ConfigError(f"--quantization {requested} needs {obstacle}")
+    if missing:
+        raise ConfigError(f"--quantization {requested} needs {missing}")
     return requested
 
 
-def _obstacle(source: ModelSource, mixes_types: bool) -> str | None:
-    """Return what is needed to use quantised weights and is not there, or None."""
+def _missing_requirement(source: ModelSource, mixes_types: bool) -> str | None:
+    """Return what quantised weights need and the model or device lacks; None if nothing."""
     if not source.native:
         return "a family of Quire's own; `quire models` lists them"
     return None if mixes_types else "a CPU and the kernels compiled for it"

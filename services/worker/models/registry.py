@@ -1,8 +1,9 @@
-"""The architectures that are served, and whose code serves each. A family's module is loaded when a model needs it.
+"""The architectures that Quire serves, and the choice of the code that serves each.
 
-An architecture with a family runs through our decoder; another one through transformers' own modelling code, if that
-can be given our attention. So does a checkpoint that asks for something its family lacks (`match_family` in load.py).
-This module imports no torch, so that the command line can ask it before anything starts.
+Quire's decoder serves an architecture that has a family. transformers' modelling code serves others, if its attention
+can be replaced by ours, and checkpoints with a feature that their family lacks (`match_family` in load.py). A
+family's module is imported when a model needs it. This module imports no torch, since the command line uses it before
+anything starts.
 """
 
 import importlib
@@ -34,19 +35,19 @@ ARCHITECTURES = {
 }
 
 ModelImpl = Literal["auto", "quire", "transformers"]
-"""The values of --model-impl: whose code is to compute the model."""
+"""The values of --model-impl: the code that computes the model."""
 
 
 class Implementation(NamedTuple):
     """The code that serves a model."""
 
     architecture: str
-    native: bool  # a family of Quire's own does, and not transformers
-    reason: str = ""  # why the architecture's family does not
+    native: bool  # one of Quire's families, rather than transformers
+    reason: str = ""  # why the architecture's family does not serve it
 
 
 def read_supported(path: Path, model_impl: ModelImpl = "auto") -> tuple[ModelFolder, Implementation]:
-    """Return the model folder at `path`, and what serves it by its config.json alone.
+    """Return the model folder at `path`, and what serves it according to config.json.
 
     Raise ModelError, naming the folder, if it describes a kind of model that is not supported.
     """
@@ -58,29 +59,29 @@ def read_supported(path: Path, model_impl: ModelImpl = "auto") -> tuple[ModelFol
 
 
 def choose_implementation(config: ConfigJson, model_impl: ModelImpl = "auto") -> Implementation:
-    """Return what serves the model that a config.json describes, by its architecture's name alone.
+    """Return what serves the model of a config.json, according to the name of its architecture.
 
     Raise ModelError naming the architecture if nothing does.
     """
     names = _architectures(config)
-    ours = next((name for name in names if name in ARCHITECTURES), None)
-    if ours and model_impl != "transformers":
-        return Implementation(ours, native=True)
+    native_name = next((name for name in names if name in ARCHITECTURES), None)
+    if native_name and model_impl != "transformers":
+        return Implementation(native_name, native=True)
     if model_impl == "quire":
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"--model-impl quire: no family of architecture {', '.join(names)} (there are: {supported})")
-    theirs = next((name for name in names if name in with_replaceable_attention()), None)
-    if theirs:
-        return Implementation(theirs, native=False)
+    fallback_name = next((name for name in names if name in with_replaceable_attention()), None)
+    if fallback_name:
+        return Implementation(fallback_name, native=False)
     raise ModelError(
         f"architecture {', '.join(names)} {_why_unsupported(names, config)}; `quire models` lists what is served"
     )
 
 
 def fall_back_to_transformers(architecture: str, model_impl: ModelImpl, error: UnsupportedByFamily) -> Implementation:
-    """Return transformers as what serves an architecture whose family cannot, because of `error`.
+    """Return the fallback for an architecture whose family raised `error`.
 
-    Raise `error` if transformers cannot either, or if the family was asked for.
+    Raise `error` if transformers cannot serve it either, or if `model_impl` does not allow it.
     """
     if model_impl != "auto" or architecture not in with_replaceable_attention():
         raise error
@@ -88,14 +89,14 @@ def fall_back_to_transformers(architecture: str, model_impl: ModelImpl, error: U
 
 
 def load_family(architecture: str) -> "Family":
-    """Import and return the family of an architecture that is in the table."""
+    """Import and return the family of an architecture in `ARCHITECTURES`."""
     module = importlib.import_module(f"services.worker.models.families.{ARCHITECTURES[architecture]}")
     family: Family = module.FAMILY
     return family
 
 
 def _architectures(config: ConfigJson) -> list[str]:
-    """Return the names of the model's class. Where no name tells it, transformers goes by `model_type`."""
+    """Return the names of the model's class. If they do not tell it, `model_type` does, as in transformers."""
     value = config.get("architectures") or []
     names = [value] if isinstance(value, str) else convert(value, "architectures", list[str])
     if names and (config.get("auto_map") or not all(map(_is_body_or_unknown, names))):
@@ -111,7 +112,7 @@ def _architectures(config: ConfigJson) -> list[str]:
 
 
 def _is_body_or_unknown(name: str) -> bool:
-    """Tell if `name` is of a causal model's body, or another spelling of a causal model's class."""
+    """Return whether `name` may be the body of a causal model (LlamaModel), or an unknown name of its class."""
     return name not in ARCHITECTURES and name not in causal_models() and name.endswith(("Model", "ForCausalLM"))
 
 

@@ -1,9 +1,9 @@
-"""The sanity check of a model before it is served: it computes a few tokens.
+"""The sanity check of a model before it is served: it computes the logits of a few tokens.
 
-Their logits must be finite: broken weights, or a type too narrow for them, would give text without sense. Where
-transformers' code is served, it computes the logits alone too, and we compute them in several ways: a model whose
-tokens meet anywhere but in attention gives other logits when a prompt comes in pieces, or beside a neighbour; one that
-changes attention by its mask gives others at once. Such a model must be refused, not served with wrong text.
+They must be finite: broken weights, or a type too narrow for them, would give nonsense. For a model of transformers,
+they must equal those of transformers' own attention, also if the prompt comes in pieces and beside another sequence.
+They differ if the model mixes tokens anywhere but in attention, or changes attention by its mask. Such a model is
+refused.
 """
 
 import itertools
@@ -16,12 +16,12 @@ from kernels.ops import Ops
 from services.worker.models.causal_lm import CausalLM, Inputs
 from shared.errors import ModelError
 
-_BLOCK = 4
+_BLOCK_SIZE = 4
 _LENGTH = 12
-_PIECES = (5, 1, 6)
+_PIECE_LENGTHS = (5, 1, 6)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""The norm of the difference, relative to that of the logits. In half precision the roundings of deep models add up to
-some hundredths."""
+"""The largest norm of the difference, relative to that of the logits. In half precision, the rounding errors of deep
+models add up to some hundredths."""
 
 
 def sanity_check_tokens(vocab_size: int) -> list[int]:
@@ -39,7 +39,7 @@ def refuse_if_not_finite(model: CausalLM, dtype: torch.dtype, device: torch.devi
 
 
 def check_finite(logits: Tensor, dtype: torch.dtype) -> None:
-    """Raise ModelError if one of the `logits`, computed in `dtype`, is no number or not finite."""
+    """Raise ModelError if one of the `logits`, computed in `dtype`, is not finite."""
     if not logits.isfinite().all():
         computed = str(dtype).removeprefix("torch.")
         raise ModelError(f"the model's logits are not finite: weights are broken, or too large for {computed}")
@@ -49,9 +49,9 @@ def refuse_if_different(model: CausalLM, tokens: Sequence[int], expected: Tensor
     """Raise ModelError unless `model` gives the logits `expected` (T, V) of `tokens`, whole and in pieces."""
     sequence = _CheckedSequence(model, tokens, dtype, expected.device, ops)
     whole = sequence.logits([_LENGTH])
-    if not _near(whole, expected, dtype):
+    if not _is_close(whole, expected, dtype):
         raise ModelError("paged attention gives other logits: it keeps other state, or masks attention by itself")
-    if not _near(sequence.logits(_PIECES), whole, dtype):
+    if not _is_close(sequence.logits(_PIECE_LENGTHS), whole, dtype):
         raise ModelError("a prompt in pieces gives other logits: it keeps state outside of attention")
 
 
@@ -63,8 +63,8 @@ class _CheckedSequence:
     ) -> None:
         self._model, self._ops = model, ops
         shape = model.shape
-        blocks = -(-len(tokens) // _BLOCK)
-        layout = ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK, dtype)
+        blocks = -(-len(tokens) // _BLOCK_SIZE)
+        layout = ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, _BLOCK_SIZE, dtype)
         self._storage = layout.allocate(2 * blocks, device)
         self._caches = layout.views(self._storage)
         self._tokens = torch.tensor(tokens, device=device)
@@ -84,23 +84,23 @@ class _CheckedSequence:
         count, device = end - start, self._tokens.device
         positions = torch.arange(start, end, device=device).repeat(2)
         rows = torch.arange(2, device=device).repeat_interleave(count)
-        blocks = self._tables[rows, positions // _BLOCK]
+        blocks = self._tables[rows, positions // _BLOCK_SIZE]
         return Inputs(
             tokens=torch.cat((self._tokens.flip(0)[start:end], self._tokens[start:end])),
             positions=positions,
-            slot_mapping=blocks * _BLOCK + positions % _BLOCK,
+            slot_mapping=blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE,
             attention=self._ops.plan_attention(
                 torch.tensor([0, count, 2 * count]),
                 torch.tensor([start, start]),
                 self._tables,
-                block_size=_BLOCK,
+                block_size=_BLOCK_SIZE,
                 num_kv_heads=self._model.shape.num_kv_heads,
             ),
         )
 
 
-def _near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Tell if all rows agree; in half precision most of them, since a near tie of experts may tip a row over."""
+def _is_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether all rows agree, or in half precision most rows: a near tie of experts may change a row."""
     error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     worst = error.max() if dtype == torch.float32 else error.median()
-    return bool(worst < _TOLERANCE[dtype])  # a NaN is not
+    return bool(worst < _TOLERANCE[dtype])  # false for NaN

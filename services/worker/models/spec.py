@@ -5,36 +5,35 @@ The names of parameters are Quire's own; a family's `WeightNames` says which ten
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.causal_lm import ModelShape
 from shared.errors import ModelError
 
 Activation = Literal["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "relu"]
-"""An activation; those with `and_mul` apply to one half of the up projection and multiply by the other."""
+"""An activation. `..._and_mul` applies it to the first half of the up projection, and multiplies by the second."""
 
 _GELU_BY_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-"""transformers' names of gelu's approximation by tanh: written differently, the same up to rounding."""
+"""transformers' names of the tanh approximation of gelu. They differ in rounding only."""
 
 PLAIN_ACTIVATIONS: Mapping[str, Activation] = {**dict.fromkeys(_GELU_BY_TANH, "gelu_tanh"), "relu": "relu"}
 GATED_ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("silu", "swish"), "silu_and_mul"),
     **dict.fromkeys(_GELU_BY_TANH, "gelu_tanh_and_mul"),
 }
-"""Activations of feed-forward blocks without and with a gate, by the names that config.json has for them."""
+"""Activations of feed-forward blocks without and with a gate, by their names in config.json."""
 
 
 class Rope(Struct, frozen=True):
     """Rotary positions. The angle of pair i at position p is `p * inverse_frequencies[i]`."""
 
     inverse_frequencies: tuple[float, ...]  # half as many as rotated dimensions
-    attention_factor: float = 1.0  # by which cosine and sine are multiplied
-    original_max_positions: int = 0  # if longer contexts are served, `long_inverse_frequencies` replaces the above
-    long_inverse_frequencies: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # multiplies cosines and sines
+    original_max_positions: int = 0  # if longer contexts are served, `long_inverse_frequencies` are used
+    long_inverse_frequencies: tuple[float, ...] = ()  # empty: there are none
 
 
 class Experts(Struct, frozen=True):
@@ -43,11 +42,11 @@ class Experts(Struct, frozen=True):
     count: int
     top_k: int  # how many a token uses
     intermediate_size: int  # of one expert
-    normalised: bool  # a token's weights of its experts are scaled to sum to 1
+    renormalize: bool  # scale the weights of a token's experts to sum to 1
 
 
 class LayerSpec(Struct, frozen=True, kw_only=True):
-    """The part of a spec that may differ from layer to layer."""
+    """The fields of a spec that may differ between layers."""
 
     window: int = 0  # positions that a query sees, its own included; 0: all
     rope: Rope | None = None
@@ -68,7 +67,7 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
     max_positions: int  # the longest context that the model was made for
     layers: tuple[LayerSpec, ...]
     tied: bool  # the output layer is the token table
-    norm: Literal["rms", "rms_plus_one", "layer"]  # of "rms_plus_one", checkpoints hold the weight minus 1
+    norm: Literal["rms", "rms_plus_one", "layer"]  # "rms_plus_one": checkpoints store the weight minus 1
     norm_eps: float
     activation: Activation
     norm_first: bool = True  # norms precede attention and feed-forward; otherwise they follow the sum
@@ -110,42 +109,40 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
         return float(self.head_dim**-0.5) if self.attention_scale is None else self.attention_scale
 
 
-@dataclass(frozen=True)
-class WeightNames:
+class WeightNames(Struct, frozen=True, kw_only=True):
     """The modules of a family's checkpoints that hold each parameter, without `.weight` and `.bias`."""
 
-    prefixes: tuple[str, ...]  # that a tensor may have before its name; an error about a missing one names the first
-    layer: str  # prefix of a layer's names, with a place for its number
-    modules: Mapping[str, str]  # of the model outside its layers
+    prefixes: tuple[str, ...]  # that tensor names may begin with; errors about missing tensors use the first
+    layer: str  # prefix of a layer's names; {} stands for its index
+    modules: Mapping[str, str]  # modules outside the layers
     layer_modules: Mapping[str, tuple[str, ...]]
-    """Modules of a layer. Several are stacked along the output dimension; a single one holds them stacked. An expert's
-    name has a place for its number."""
+    """Modules of a layer. If a parameter has several, their weights are concatenated along the output dimension. {} in
+    the name of an expert's module stands for the expert's index."""
     head: str = "lm_head"
     stacked_experts: Mapping[str, str] = field(default_factory=dict)
-    """Tensors, not modules, that hold a part of all experts of a layer (experts, outputs, inputs), by that part."""
+    """Names of tensors (experts, outputs, inputs) that hold the weights of all experts of a layer, by parameter."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Pieces of names that some checkpoints have, and the pieces of the names above that they stand for."""
-    transposed: tuple[str, ...] = ()  # those of `layer_modules` whose weights are stored as (in, out)
-    ignored: tuple[str, ...] = ()  # endings of tensors that checkpoints may hold and Quire does not need
-    unserved: tuple[str, ...] = ()  # beginnings of tensors of parts that Quire does not serve, as those for images
+    """Substrings of tensor names in some checkpoints, and the substrings of the names above that they replace."""
+    transposed: tuple[str, ...] = ()  # keys of `layer_modules` whose weights are stored as (in, out)
+    ignored_suffixes: tuple[str, ...] = ()  # of tensors that a checkpoint may have and the model does not need
+    unsupported_prefixes: tuple[str, ...] = ()  # of tensors of parts that Quire does not serve, such as a vision tower
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(Struct, frozen=True):
     """An entry of the registry: a family's reader of config.json, and the names of its tensors."""
 
-    spec: Callable[[ConfigJson], DecoderSpec]  # takes config.json; raises ModelError if it is not supported
+    read_spec: Callable[[ConfigJson], DecoderSpec]  # raises ModelError if the config is not supported
     names: WeightNames
 
 
 PartShapes = list[tuple[int, ...]]
-"""The shapes of the parts that are stacked along the first dimension to make a parameter, in order."""
+"""The shapes of the parts that are concatenated along the first dimension to make a parameter, in order."""
 
 
 def parameter_shapes(spec: DecoderSpec) -> Iterator[tuple[str, PartShapes]]:
-    """Yield each parameter of the model, by name.
+    """Yield (name, shapes of its parts) for each parameter of the model.
 
-    It is an iterator, since a wrong config.json may ask for any number of them.
+    This is an iterator since a wrong config.json may ask for any number of them.
     """
     yield from _ends(spec).items()
     for index, layer in enumerate(spec.layers):
@@ -177,11 +174,11 @@ def _layer(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, PartShape
 
 def _attention(spec: DecoderSpec) -> dict[str, PartShapes]:
     hidden, dim = spec.hidden_size, spec.head_dim
-    queries, keys = spec.num_heads * dim, spec.num_kv_heads * dim
+    q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
     shapes = {
         **_norm("attention_norm", hidden, spec),
-        **_linear("qkv", hidden, [queries, keys, keys], spec.qkv_bias),
-        **_linear("out", queries, [hidden], spec.out_bias),
+        **_linear("qkv", hidden, [q_size, kv_size, kv_size], spec.qkv_bias),
+        **_linear("out", q_size, [hidden], spec.out_bias),
         **_norm("mlp_norm", hidden, spec),
     }
     if spec.qk_norm:

@@ -1,8 +1,8 @@
-"""`TensorMap`: the tensors of a checkpoint that make each parameter of a model, found by their names.
+"""`TensorMap`: finds the tensors of a checkpoint for each parameter of a model, by name.
 
-There are several conventions for these names, and all that transformers takes is taken: tensors with or without the
-prefix of the whole model, one by one; a tied table under the name of the head alone; all experts of a layer in one
-tensor; the newer and the older name of a module.
+There are several conventions, and it accepts those that transformers accepts: names with or without the prefix of the
+whole model; a tied embedding that is stored only as the head; all experts of a layer in one tensor; older and newer
+names of a module.
 """
 
 import math
@@ -17,24 +17,24 @@ from services.worker.checkpoint.weight_files import WeightFiles
 from services.worker.models.spec import DecoderSpec, WeightNames, parameter_shapes
 from shared.errors import ModelError
 
-_MAX_MISSING = 1000  # that are counted; a wrong number of layers or experts may make it millions
+_MAX_MISSING = 1000  # stop here: with a wrong number of layers or experts, millions may be missing
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of the checkpoint, or one expert's share of it, and its shape as our parameters have it."""
+    """A tensor of the checkpoint, or one expert's part of it, and its shape in the layout of our parameters."""
 
     name: str
     shape: tuple[int, ...]
-    expert: int | None = None  # which, of a tensor that holds all experts of a layer
-    experts: int = 0  # how many that tensor must hold
+    expert: int | None = None  # its index, if the tensor holds all experts of a layer
+    experts: int = 0  # the number of experts in that tensor
 
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """The origin of a parameter: tensors that are stacked along the first dimension."""
+    """The tensors that are concatenated along the first dimension to make a parameter."""
 
     tensors: list[SourceTensor]
-    transposed: bool = False  # the checkpoint has them the other way round
+    transposed: bool = False  # the checkpoint has their transposes
 
     def stored_shape(self, tensor: SourceTensor) -> tuple[int, ...]:
         """Return the shape that the checkpoint must have for `tensor`."""
@@ -43,11 +43,10 @@ class ParameterSource:
 
 
 class TensorMap:
-    """The source of each parameter of `spec`, in `sources`. No tensor is read, and no shape looked at.
+    """The source of each parameter of `spec`, in `sources`. It reads no tensors and checks no shapes.
 
-    The constructor raises ModelError naming the first tensor that is missing. It is an UnsupportedByFamily if the
-    checkpoint has as many numbers for which the family knows no place: they may be the same weights under names that it
-    does not know.
+    The constructor raises ModelError naming the first tensor that is missing. It is an UnsupportedByFamily if unknown
+    tensors have as many elements as the missing ones: they may be the same weights under other names.
     """
 
     def __init__(self, files: WeightFiles, spec: DecoderSpec, names: WeightNames) -> None:
@@ -56,16 +55,16 @@ class TensorMap:
         self.sources: Mapping[str, ParameterSource] = self._find_sources()
 
     def separate_head(self) -> tuple[str, str] | None:
-        """Return the names (head, table) where a model is tied, but has a tensor for each; else None."""
-        head, table = self._names.find(self._names.head), self._names.find(self._names.embedding)
-        return (head, table) if self._spec.tied and self._names.head in self._names and head != table else None
+        """Return the names (head, embedding) if the model is tied but the checkpoint has both tensors; else None."""
+        head, embedding = self._names.find(self._names.head), self._names.find(self._names.embedding)
+        return (head, embedding) if self._spec.tied and self._names.head in self._names and head != embedding else None
 
     def untied(self) -> "TensorMap":
-        """Return the map of the same model with a head of its own."""
+        """Return the map of the same model, not tied."""
         return TensorMap(self._files, replace(self._spec, tied=False), self._family)
 
     def unused(self) -> list[str]:
-        """Return the tensors that the model has no place for, but for a head that is a copy of the table."""
+        """Return the tensors that the model does not use, except a head that is a copy of the embedding."""
         used = {tensor.name for source in self.sources.values() for tensor in source.tensors}
         head = self._names.find(self._names.head)
         return [name for name in self._names.others(used) if name != head]
@@ -79,14 +78,14 @@ class TensorMap:
             if len(missing) > _MAX_MISSING:
                 break
         if missing:
-            names = list(dict.fromkeys(missing))  # one may hold all experts
+            names = list(dict.fromkeys(missing))  # without duplicates: one tensor may hold all experts
             others = "many" if len(missing) > _MAX_MISSING else len(names) - 1
             error = UnsupportedByFamily if self._may_be_renamed() else ModelError
             raise error(f"tensor {names[0]} is missing" + (f" (and {others} more)" if others else ""))
         return sources
 
     def _may_be_renamed(self) -> bool:
-        """Tell if the tensors without a place in the model have as many elements as the missing ones."""
+        """Return whether the tensors that the model does not use have as many elements as the missing ones."""
         total = sum(math.prod(self._files.shape(name)) for name in self._files.names)
         used: set[str] = set()
         needed = 0
@@ -95,17 +94,17 @@ class TensorMap:
                 used.add(tensor.name)
             else:
                 needed += math.prod(tensor.shape)
-            if needed > total:  # a wrong number of layers would have us count for long
+            if needed > total:  # with a wrong number of layers, counting to the end may take long
                 return False
         return needed <= sum(math.prod(self._files.shape(name)) for name in self._names.others(used))
 
     def _list_sources(self) -> Iterator[tuple[str, ParameterSource]]:
-        """Yield each parameter and its source; missing tensors have the names that they would have."""
+        """Yield each parameter and its source. Sources of missing tensors have the names that those would have."""
         for parameter, shapes in parameter_shapes(self._spec):
             module, kind = parameter.rsplit(".", 1)
             modules, transposed = _modules(module, self._family)
-            if len(modules) == 1:  # on disk they are stacked already
-                shapes = [_stack_shape(shapes)]
+            if len(modules) == 1:  # the checkpoint stores them concatenated
+                shapes = [_concatenated_shape(shapes)]
             names = [f"{name}.{kind}" for name in modules]
             if stack := self._stack_of_experts(module, names, shapes):
                 yield parameter, ParameterSource([stack])
@@ -115,7 +114,7 @@ class TensorMap:
             yield parameter, ParameterSource(tensors, transposed)
 
     def _stack_of_experts(self, module: str, names: list[str], shapes: list[tuple[int, ...]]) -> SourceTensor | None:
-        """Return an expert's share of the tensor that holds all experts of its layer, if the checkpoint has it so."""
+        """Return an expert's part of the tensor with all experts of its layer; None if there is no such tensor."""
         stacks = self._family.stacked_experts
         match module.split("."):
             case ["layers", layer, "experts", number, part] if f"experts.{part}" in stacks:
@@ -123,31 +122,31 @@ class TensorMap:
                 experts = self._spec.layers[int(layer)].experts
                 if experts is None or not self._names.is_stacked(stack, names):
                     return None
-                return SourceTensor(self._names.find(stack), _stack_shape(shapes), int(number), experts.count)
+                return SourceTensor(self._names.find(stack), _concatenated_shape(shapes), int(number), experts.count)
             case _:
                 return None
 
 
-def _stack_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+def _concatenated_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _modules(module: str, names: WeightNames) -> tuple[tuple[str, ...], bool]:
-    """Return the family's modules of one of ours, without a prefix, and whether their weights are transposed."""
+    """Return the family's names, without prefix, for a module of ours, and whether their weights are transposed."""
     match module.split("."):
         case ["head"]:
             return (names.head,), False
         case ["layers", layer, *path]:
-            number = path[1] if len(path) == 3 else ""  # experts, which one, what of it
-            part = ".".join(step for step in path if not step.isdecimal())
-            start = names.layer.format(layer)
-            return tuple(start + name.format(number) for name in names.layer_modules[part]), part in names.transposed
+            expert = path[1] if len(path) == 3 else ""  # path: experts, index, up or down
+            part = ".".join(name for name in path if not name.isdecimal())
+            prefix = names.layer.format(layer)
+            return tuple(prefix + name.format(expert) for name in names.layer_modules[part]), part in names.transposed
         case _:
             return (names.modules[module],), False
 
 
 class _TensorNames:
-    """The tensors of a checkpoint, by the names that a family has for them."""
+    """Maps a family's names of tensors to the names in a checkpoint."""
 
     def __init__(self, stored: Iterable[str], names: WeightNames, *, tied: bool) -> None:
         self._family = names
@@ -169,7 +168,7 @@ class _TensorNames:
         return name in self._stored
 
     def find(self, name: str) -> str:
-        """Return the checkpoint's spelling of `name`; for a tensor that is not there, the one that it would have."""
+        """Return the name of `name` in the checkpoint. If it is missing, return the name that it would have."""
         if name in self._stored:
             return self._stored[name]
         for theirs, ours in self._family.renamed.items():
@@ -178,16 +177,16 @@ class _TensorNames:
         return name if name == self.head else self._prefix + name
 
     def is_stacked(self, stack: str, parts: Iterable[str]) -> bool:
-        """Tell if one tensor `stack` holds the experts of a layer, and not tensors of their own, `parts`."""
+        """Return whether the tensor `stack` holds all experts of a layer, rather than one tensor each, `parts`."""
         if stack in self._stored:
             return True
         return self._has_stacks and not any(part in self._stored for part in parts)
 
     def others(self, used: set[str]) -> Iterator[str]:
-        """Yield the tensors that are not `used`, without those that are known to be no part of the decoder."""
-        names = self._family
+        """Yield the tensors that are not `used`, except those that the family ignores."""
+        ignored_suffixes, unsupported_prefixes = self._family.ignored_suffixes, self._family.unsupported_prefixes
         for name in self._all:
-            if name not in used and not name.endswith(names.ignored) and not name.startswith(names.unserved):
+            if not (name in used or name.endswith(ignored_suffixes) or name.startswith(unsupported_prefixes)):
                 yield name
 
     def _family_name(self, name: str) -> str:

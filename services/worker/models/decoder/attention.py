@@ -13,9 +13,9 @@ from services.worker.models.spec import DecoderSpec, LayerSpec, Rope
 
 
 class Attention:
-    """Computes queries, keys and values of all tokens, writes keys and values to the cache, and attends from there.
+    """Computes queries, keys and values, writes keys and values to the cache, and computes attention from the cache.
 
-    An int8 cache holds keys and values without their biases; `qkv` then has no such bias, and `kv_bias` has it.
+    An int8 cache holds keys and values without their biases, which are then in `kv_bias` instead of `qkv`.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Attention:
 
 
 def _split_bias(bias: Tensor, layer: LayerSpec, spec: DecoderSpec) -> tuple[Tensor, KVBias]:
-    """Split the bias of queries, keys and values into the bias of `qkv`, and that which attention adds.
+    """Split the bias of queries, keys and values into the bias of `qkv`, and the one that attention adds.
 
-    The bias of keys stays in `qkv` if a norm follows, which is not linear. It stays with a softcap, too, unless all
-    dimensions are rotated: `paged_attention` leaves out a part of each score that softmax ignores but softcap does not.
+    The bias of keys stays in `qkv` if a norm follows, which is not linear. It also stays if there is a softcap and some
+    dimensions are not rotated: `paged_attention` ignores the bias in those, which softmax allows but softcap does not.
     """
     sizes = [spec.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
     queries, keys, values = torch.split(bias, sizes)
     shape = (spec.num_kv_heads, spec.head_dim)
     rotated = 2 * len(layer.rope.inverse_frequencies) if layer.rope else 0
-    keys_stay = spec.qk_norm or (spec.attention_softcap and rotated < spec.head_dim)
-    qkv_bias = torch.cat((queries, keys if keys_stay else torch.zeros_like(keys), torch.zeros_like(values)))
-    key_bias = None if keys_stay else keys.float().reshape(shape).clone()
+    keep_key_bias = spec.qk_norm or (spec.attention_softcap and rotated < spec.head_dim)
+    qkv_bias = torch.cat((queries, keys if keep_key_bias else torch.zeros_like(keys), torch.zeros_like(values)))
+    key_bias = None if keep_key_bias else keys.float().reshape(shape).clone()
     return qkv_bias, KVBias(key_bias, values.float().reshape(shape).clone())
 
 
@@ -72,7 +72,7 @@ class RotaryTables:
     """Cosines and sines of each of a model's ropes, for the positions below a length."""
 
     def __init__(self, layers: Iterable[LayerSpec], ops: Ops, *, packed: bool) -> None:
-        """`packed`: attention needs the angles of all positions too, since keys lack their bias."""
+        """`packed`: attention also needs the angles of all positions, to add the bias of keys."""
         self._ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._ops, self._packed = ops, packed
@@ -101,7 +101,8 @@ class RotaryTables:
 def rope_table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (length, R) float32. Both halves of the R dimensions are equal.
 
-    Contexts have up to `length - 1` tokens; the last position is for a token sampled after the longest, and dropped.
+    Contexts have up to `length - 1` tokens. The last position is for the token after the longest context, which is
+    dropped.
     """
     is_long = rope.long_inverse_frequencies and length - 1 > rope.original_max_positions
     inverse_frequencies = rope.long_inverse_frequencies if is_long else rope.inverse_frequencies

@@ -1,7 +1,7 @@
 """The decoder: one forward pass over a ragged batch, for any spec.
 
-It knows tensors only. A row of the batch is any number of tokens at consecutive positions, whose keys and values go to
-given places of the cache: nothing here tells prefill from decode.
+It knows only tensors. A row of the batch is any number of tokens at consecutive positions, and `slot_mapping` says
+where in the cache their keys and values go. Nothing here tells prefill from decode.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,8 @@ Caches = list[tuple[Tensor, Tensor]]
 
 
 class Layer(NamedTuple):
+    """The modules of one layer."""
+
     attention_norm: Norm
     attention: Attention
     attention_post_norm: Norm | None
@@ -39,8 +41,8 @@ class Decoder:
         self._ops = ops
         self._device = weights.device
         self._embedding = ops.pack_linear(weights.load_matrix("embedding.weight"))
-        own_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
-        self._head = ops.pack_linear(weights.load_matrix("head.weight")) if own_head else self._embedding
+        has_head = "head.weight" in weights  # a checkpoint may have one although its config says that it is tied
+        self._head = ops.pack_linear(weights.load_matrix("head.weight")) if has_head else self._embedding
         self._positions = weights.load("positions.weight") if spec.position_offset is not None else None
         projected = spec.embedding_size != spec.hidden_size
         self._project_in = Linear(weights, "project_in", ops) if projected else None
@@ -49,7 +51,7 @@ class Decoder:
         self._layers = [_layer(weights, index, spec, ops, kv_dtype) for index in range(spec.num_layers)]
         packed = any(layer.attention.kv_bias.keys is not None for layer in self._layers)
         self._rotary = RotaryTables(spec.layers, ops, packed=packed)
-        self.joined_layers = self._join_layers()
+        self.fused_layers = self._fuse_layers()
 
     @property
     def shape(self) -> ModelShape:
@@ -62,9 +64,9 @@ class Decoder:
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Return the hidden states (T, H) of all tokens, before the last norm. Keys and values go to `caches`."""
         context = ForwardContext(inputs, self._rotary.at(inputs.positions), self._rotary.angles)
-        if self.joined_layers:
+        if self.fused_layers:
             tables = list(context.cos_sin.values()), list(context.angles.values())
-            return self.joined_layers(self._embed(inputs), caches, inputs.slot_mapping, inputs.attention, *tables)
+            return self.fused_layers(self._embed(inputs), caches, inputs.slot_mapping, inputs.attention, *tables)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
         return layers(self._embed(inputs), context, caches)
 
@@ -81,7 +83,7 @@ class Decoder:
     def _embed(self, inputs: Inputs) -> Tensor:
         x = self._ops.embedding(inputs.tokens, self._embedding)
         if self.spec.embedding_scale != 1:
-            # Rounded as the product with a tensor of one element would round it.
+            # The scale is rounded to x's type first, as transformers does by multiplying with a tensor.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype).item()
         if self._project_in:
             x = self._project_in(x)
@@ -92,7 +94,7 @@ class Decoder:
     def _norm_first(self, residual: Tensor, context: ForwardContext, caches: Caches) -> Tensor:
         """Compute x + f(norm(x)), twice a layer.
 
-        The sum and the norm that follows it are one operation, so the last f(norm(x)) is kept apart from the residual.
+        The sum and the norm that follows it are one operation, so the last f(norm(x)) is not yet added to the residual.
         """
         x: Tensor | None = None
         for layer, cache in zip(self._layers, caches, strict=True):
@@ -113,7 +115,7 @@ class Decoder:
             x, _ = layer.mlp_norm.add(layer.mlp(x), x)
         return x
 
-    def _join_layers(self) -> Callable[..., Tensor] | None:
+    def _fuse_layers(self) -> Callable[..., Tensor] | None:
         """Return one operation that computes all layers, or None if the kernels have none for such layers."""
         spec, ropes = self.spec, self._rotary.ropes
         if not spec.norm_first or spec.norm == "layer" or spec.num_layers == 0:

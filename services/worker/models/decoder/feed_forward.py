@@ -1,4 +1,4 @@
-"""The feed-forward block of a layer: one for all tokens, or experts of which each token uses a few."""
+"""The feed-forward block of a layer, dense or a mixture of experts."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from services.worker.models.spec import Activation, DecoderSpec, Experts
 
 
 class FeedForward:
-    """down(activation(up(x))); where there is a gate, `up` computes both in one matmul."""
+    """A feed-forward block, down(activation(up(x))). If it is gated, one matmul computes gate and up."""
 
     def __init__(self, weights: Weights, prefix: str, spec: DecoderSpec, ops: Ops) -> None:
         self.up = Linear(weights, f"{prefix}up", ops)
@@ -29,10 +29,10 @@ class MixtureOfExperts:
         self._experts = [
             FeedForward(weights, f"{prefix}experts.{expert}.", spec, ops) for expert in range(experts.count)
         ]
-        self._top_k, self._normalised, self._ops = experts.top_k, experts.normalised, ops
+        self._top_k, self._renormalize, self._ops = experts.top_k, experts.renormalize, ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        topk_weights, topk_ids = self._ops.route(self._router(x), self._top_k, self._normalised)
+        topk_weights, topk_ids = self._ops.route(self._router(x), self._top_k, self._renormalize)
         return self._ops.mix_experts(x, topk_weights, topk_ids, self._experts)
 
 

@@ -1,4 +1,4 @@
-"""The small parts of a decoder: its source of parameters, linear layers and norms."""
+"""Parts of a decoder: its source of parameters, linear layers and norms."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -13,18 +13,18 @@ from services.worker.models.spec import DecoderSpec, Rope
 
 
 class Weights(Protocol):
-    """The parameters of a spec. Each is made when it is taken, so that only one is in memory before it is packed."""
+    """The parameters of a spec. Each is loaded when it is needed, so that no more than one unpacked is in memory."""
 
     device: torch.device
 
     def __contains__(self, name: str) -> bool: ...
 
     def load(self, name: str) -> Tensor:
-        """Return the parameter called `name`, for the caller to keep. Each can be loaded once."""
+        """Return the parameter called `name`, for the caller to keep. Load each parameter once."""
         ...
 
     def load_matrix(self, name: str) -> Tensor | QuantizedWeight:
-        """Return a parameter that is only multiplied or looked up by rows, and so may be quantised; see `take`."""
+        """Return a matrix, as `load` does. It may be quantised, so use it only in `pack_linear`."""
         ...
 
 
@@ -33,11 +33,11 @@ class ForwardContext(NamedTuple):
 
     inputs: Inputs
     cos_sin: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (T, R) at the tokens' positions
-    angles: dict[Rope, Any]  # packed for `paged_attention`, of all positions; empty unless keys lack their bias
+    angles: dict[Rope, Any]  # of all positions, for `paged_attention`; empty unless a `kv_bias` has keys
 
 
 class Linear:
-    """y = x Wᵀ + b."""
+    """A linear layer, y = x Wᵀ + b."""
 
     def __init__(self, weights: Weights, name: str, ops: Ops) -> None:
         self.weight = ops.pack_linear(weights.load_matrix(f"{name}.weight"))

@@ -1,8 +1,8 @@
-"""Rotary frequencies from config.json, in all the spellings that checkpoints have.
+"""Reads rotary frequencies from config.json, in all spellings that checkpoints use.
 
-`rope_theta` stands on top or inside; the scaling is called `rope_scaling` or `rope_parameters`, its type `rope_type`
-or `type`. The default type, and the one that gives a factor for each frequency, are computed here. The others are
-computed by transformers' own functions, since these are what checkpoints mean by the names.
+`rope_theta` is a field of the config or of the scaling; the scaling is `rope_scaling` or `rope_parameters`, and its
+type is `rope_type` or `type`. This module computes the types `default` and `factors` (a factor for each frequency), and
+calls transformers' functions for the others, since those define what the names mean.
 
 Types whose frequencies change with the length of a sequence are refused: keys that were cached under one length would
 be wrong under another. "longrope" has two sets of frequencies, for short and for long sequences. The longest context
@@ -31,7 +31,7 @@ LARGEST_HEAD = 2**16
 def read_rope(config: ConfigJson, head_dim: int, theta: float = _THETA, *, partial: bool = False) -> Rope:
     """Return the rotary positions of a model. Raise ModelError for a type that is not supported.
 
-    `theta` is the family's, for configs that have none. `partial`: the family may rotate a part of each head only.
+    `theta` is the family's default. `partial`: the family has `partial_rotary_factor`.
     """
     scaling = read_scaling(config)
     theta = scaling.number("rope_theta", config.number("rope_theta", theta))
@@ -57,8 +57,8 @@ def read_rope(config: ConfigJson, head_dim: int, theta: float = _THETA, *, parti
 def _rotated_dims(head_dim: int, rotary_factor: float, partial: bool) -> int:
     """Return the number of dimensions of each head that are rotated. It is even, since pairs are rotated.
 
-    A factor is refused where the family has none (`partial`): transformers ignores it there and other engines honour
-    it, so nobody knows which of both such a checkpoint was trained with.
+    A factor is refused unless the family has it (`partial`): transformers ignores it and other engines apply it, so it
+    is not known how such a checkpoint was trained.
     """
     if rotary_factor != 1 and not partial:
         raise ModelError(f"config.json: partial_rotary_factor {rotary_factor} is not supported for this architecture")
@@ -85,7 +85,7 @@ def read_max_positions(config: ConfigJson, default: int) -> int:
 
 
 def read_scaling(config: ConfigJson) -> ConfigJson:
-    """Return the scaling under either of its names; if both are there, the older one, as transformers does."""
+    """Return the scaling under either of its names; if there are both, `rope_scaling`, as in transformers."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise ModelError("config.json: rope_scaling must be an object")
@@ -138,7 +138,7 @@ def _by_transformers(
     config: Mapping[str, Any], scaling: dict[str, Any], head_dim: int, length: int | None = None
 ) -> tuple[tuple[float, ...], float]:
     """Return inverse frequencies and attention factor as transformers computes them, for sequences of `length`."""
-    from transformers import LlamaConfig  # seconds to import, and few models need it
+    from transformers import LlamaConfig  # takes seconds to import
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for name in ("factor", "attention_factor"):
@@ -150,7 +150,7 @@ def _by_transformers(
         )
         compute = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
         frequencies, attention_factor = compute(llama_config, device=torch.device("cpu"), seq_len=length)
-    except Exception as error:  # it checks configs in its own ways, and computes with whatever passes
+    except Exception as error:  # transformers may raise anything for a bad config
         reason = " ".join(str(error).split())
         raise ModelError(f"config.json: rope_scaling: {type(error).__name__}: {reason}") from error
     if not frequencies.isfinite().all() or not math.isfinite(attention_factor):

@@ -13,22 +13,22 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def with_window(spec: DecoderSpec, window: int | None) -> DecoderSpec:
-    """Return `spec` with a window of `window` positions in all layers; None is no window."""
+    """Return `spec` with a window of `window` positions in all layers, or without windows if it is None."""
     return replace(spec, layers=tuple(replace(layer, window=_window_size(window)) for layer in spec.layers))
 
 
-def with_windows(spec: DecoderSpec, window: int | None, slides: Sequence[bool]) -> DecoderSpec:
-    """Return `spec` with a window of `window` positions in the layers that slide."""
-    if any(slides) and window is None:
+def with_windows(spec: DecoderSpec, window: int | None, sliding: Sequence[bool]) -> DecoderSpec:
+    """Return `spec` with a window of `window` positions in the layers for which `sliding` is true."""
+    if any(sliding) and window is None:
         raise ModelError(f"config.json: layer_types has {_SLIDING}, but there is no sliding_window")
-    pairs = zip(spec.layers, slides, strict=True)
+    pairs = zip(spec.layers, sliding, strict=True)
     return replace(
         spec, layers=tuple(replace(layer, window=_window_size(window)) if slide else layer for layer, slide in pairs)
     )
 
 
-def sliding(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool]:
-    """Return for each layer if it slides, by `layer_types` or else `default`. Raise ModelError if they are invalid."""
+def sliding_layers(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool]:
+    """Return whether each layer has a window, by `layer_types` or else `default`. Raise ModelError if it is invalid."""
     if config.get("layer_types") is None:
         return list(default)
     layer_types = convert(config["layer_types"], "layer_types", list[str])

@@ -1,7 +1,7 @@
-"""Models that have no family here: transformers' own modelling code, with its attention replaced by ours.
+"""Models without a family: transformers' modelling code, with its attention replaced by Quire's.
 
-transformers builds the model and computes all of it but attention, whose keys and values live in the paged cache like
-those of any other model. The tokens of a step go in as one sequence with their positions. That is right only for a
-model whose tokens see each other in attention alone. So each model is checked on a few tokens before it is served
-(`sanity_check.py`), and refused if it keeps state elsewhere. No code of a checkpoint is ever run.
+transformers builds the model and computes all of it but attention, which uses the paged cache. All tokens of a step are
+one sequence to transformers, with their positions. That is right only if attention is the only place where tokens of a
+model see each other. So each model is checked on a few tokens before it is served (`sanity_check.py`), and refused if
+it keeps state elsewhere. Code that comes with a checkpoint is never run.
 """

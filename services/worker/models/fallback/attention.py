@@ -1,10 +1,9 @@
-"""The bridge from transformers' attention interface to a paged cache.
+"""Connects transformers' attention interface to a paged cache.
 
 transformers' modelling code calls an attention function by the name in its config. `Recorder` is that function for one
-forward pass, and records each call; `PagedAttention` then serves these calls, in the same order, from the cache of the
-step that is running. The order of the calls tells layers apart, so a module that a model uses twice has two caches, as
-it must. What the mask of a layer means is read from transformers' own mask functions, so a window is honoured whether
-or not the layer passes it on.
+forward pass, and records the calls. Afterwards, `PagedAttention` serves the same calls, in the same order, from the
+cache of the running step. The order of the calls identifies the layer, so a module that is called twice has two caches,
+as it must. Windows are read from transformers' mask functions, since not every layer passes its window to attention.
 """
 
 import itertools
@@ -20,17 +19,17 @@ from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs
 from shared.errors import ModelError
 
-_HARMLESS = {
+_IGNORED_OPTIONS = {
     "dropout", "hidden_states", "output_attentions", "output_hidden_states", "output_router_logits",
     "position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache",
 }  # fmt: skip
-"""Arguments of a call that may be ignored. The window is read from the mask; dropout is off."""
+"""Arguments of a call that are ignored. The window is read from the mask, and dropout is off."""
 
 _numbers = itertools.count()
 
 
 class AttentionCall(NamedTuple):
-    """A call of the attention function in each forward pass: the sizes of its keys and values, and its window."""
+    """A call of the attention function: the sizes of its keys and values, and its window."""
 
     num_kv_heads: int
     key_dim: int
@@ -87,7 +86,7 @@ class Recorder:
 
 
 class PagedAttention:
-    """An attention function that writes keys and values to the cache of the running step, and attends from there."""
+    """An attention function that writes keys and values to the cache of the running step, and attends to the cache."""
 
     def __init__(self, calls: list[AttentionCall], ops: Ops) -> None:
         self._calls = calls
@@ -140,7 +139,7 @@ class PagedAttention:
 
 @contextmanager
 def registered(recorder: Recorder) -> Iterator[str]:
-    """Register `recorder` in transformers' interfaces for the time of the block, and yield its name there."""
+    """Register `recorder` in transformers' interfaces within the block, and yield its name there."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -176,15 +175,15 @@ def _check_options(module: torch.nn.Module, options: dict[str, Any]) -> None:
     if options.get("is_causal") is False:
         raise ModelError("some attention of it is not causal")
     requested = {name for name, value in options.items() if value is not None and value is not False}
-    if others := sorted(requested - _HARMLESS - {"is_causal", "scaling", "softcap"}):
+    if others := sorted(requested - _IGNORED_OPTIONS - {"is_causal", "scaling", "softcap"}):
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(others)}, which ours lacks")
 
 
 def _read_window(arguments: dict[str, Any], max_positions: int) -> int | None:
     """Return the window of a mask by the arguments of its mask function; 0 if it is causal, None if it is neither.
 
-    The rule is evaluated where it could differ: around multiples of the window, and far out. Some models ask for masks
-    that no layer uses, so nothing is refused here.
+    The mask function is evaluated where it could differ: around multiples of the window, and at the last positions. It
+    refuses nothing, since some models make masks that no layer uses.
     """
     local = arguments.get("local_size") or 0
     positions = {0, 1, 2, 3, 5, max_positions // 3, max_positions // 2, max_positions - 2, max_positions - 1}
@@ -195,7 +194,7 @@ def _read_window(arguments: dict[str, Any], max_positions: int) -> int | None:
     zero = torch.zeros((), dtype=torch.int64, device=index.device)
     try:
         seen = torch.as_tensor(arguments["mask_function"](zero, zero, queries, keys)).expand(len(index), len(index))
-    except (IndexError, RuntimeError, TypeError):  # the rule is for the tokens at hand only
+    except (IndexError, RuntimeError, TypeError):  # the function works only for the tokens of this call
         return None
     for window in dict.fromkeys((local, 0)):
         expected = (keys <= queries) & (keys > queries - window) if window else keys <= queries

@@ -1,7 +1,7 @@
 """Builds a model of transformers from a model folder, on its device and with its own eager attention.
 
-Tensors come from `WeightFiles`, so every model is read from the same formats and has the same errors for broken files.
-As in the loader of native families, a model with a random or missing weight must not start.
+`WeightFiles` reads the tensors, so the formats and errors are those of native families. As with those, a model with a
+random or missing weight must not start.
 """
 
 import copy
@@ -32,7 +32,7 @@ def build_model(
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             for part in (config, config.get_text_config()):
-                if hasattr(part, "quantization_config"):  # our weights come dequantised
+                if hasattr(part, "quantization_config"):  # `WeightFiles` dequantises
                     del part.quantization_config
             model_class = getattr(transformers, architecture)
             if not isinstance(config, model_class.config_class):
@@ -40,7 +40,7 @@ def build_model(
                     f"{folder}/config.json: model_type {config.model_type!r} is not that of {architecture}"
                 )
             check_sizes(config.get_text_config())
-            if getattr(config, "output_router_logits", False):  # they serve a training loss only
+            if getattr(config, "output_router_logits", False):  # only a training loss needs them
                 config.output_router_logits = False
             model = _random(model_class, config, dtype) if files is None else _load(model_class, config, files, dtype)
         except ModelError:
@@ -140,7 +140,7 @@ def _copy_mapped(model: torch.nn.Module, mapped: set[int]) -> None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Silence transformers' progress bars and reports within the block: Quire has its own, or users need none."""
+    """Silence transformers' progress bars and warnings within the block. Quire reports what users need."""
     from transformers.utils import logging as transformers_logging
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

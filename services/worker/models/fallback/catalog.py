@@ -1,7 +1,7 @@
 """The causal language models that transformers has, read from the text of its files.
 
-Importing transformers' modelling code takes seconds and imports torch, which the command line and the first checks
-avoid. The files say what transformers declares; loading a model shows if it really runs.
+Importing transformers' modelling code takes seconds and imports torch, which the command line must avoid. The text
+tells what transformers declares; only loading a model tells if it works.
 """
 
 import ast

@@ -1,8 +1,8 @@
-"""transformers' linear modules, computed by our matmul.
+"""Replaces transformers' linear modules by ones that call Quire's matmul.
 
-It is faster on a CPU, and batch-invariant: the bits of a row do not depend on the others (kernels/cpu/csrc/linear.cpp).
-Modules are swapped one by one and their weights dropped, so that there is never a second copy of a model. Code that
-multiplies without such a module, as experts whose weights are one tensor do, stays as it is.
+It is faster on a CPU, and batch-invariant: the bits of a row do not depend on other rows (kernels/cpu/csrc/linear.cpp).
+Modules are replaced one by one and their weights dropped, so that there is never a second copy of a model. Matmuls
+outside such modules, for example with experts whose weights are one tensor, are not replaced.
 """
 
 from typing import Any
@@ -35,16 +35,16 @@ class PackedLinear(nn.Module):
 
 
 def pack_modules(model: nn.Module, ops: Ops) -> None:
-    """Swap every linear module of `model` whose weight the kernels pack."""
+    """Replace every linear module of `model` whose weight the kernels pack."""
     from transformers.pytorch_utils import Conv1D
 
-    swapped: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if child not in swapped and type(child) in (nn.Linear, Conv1D):
-                swapped[child] = _pack(child, ops)
-            if child in swapped:
-                setattr(parent, name, swapped[child])
+            if child not in replacements and type(child) in (nn.Linear, Conv1D):
+                replacements[child] = _pack(child, ops)
+            if child in replacements:
+                setattr(parent, name, replacements[child])
 
 
 def _pack(module: nn.Module, ops: Ops) -> nn.Module:
@@ -55,5 +55,5 @@ def _pack(module: nn.Module, ops: Ops) -> nn.Module:
     packed = ops.pack_linear(plain)
     if packed is plain:
         return module
-    module.register_parameter("weight", None)  # `swapped` keeps the module alive for a while
+    module.register_parameter("weight", None)  # `replacements` keeps the module alive for a while
     return PackedLinear(packed, bias.detach() if isinstance(bias, Tensor) else None, len(plain), plain.dtype, ops)

@@ -82,7 +82,7 @@ class TransformersModel:
         self._body = getattr(model, body)
         self._attention = attention
         self._shape = shape
-        self._output_type = output_type  # of the body
+        self._output_type = output_type  # that the body returns
         self._stub = _Stub()
         self._head = copy.copy(model)  # shares everything but the body
         self._head._modules = {**model._modules, body: self._stub}
@@ -92,7 +92,7 @@ class TransformersModel:
         return self._shape
 
     def prepare_positions(self, length: int) -> None:
-        """Do nothing: the model computes angles in each step, and a learned table has its length."""
+        """Do nothing: the model computes angles in each step, and the length of a learned table is fixed."""
 
     def forward(self, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the hidden states (T, H) of all tokens. Keys and values go to `caches`, a pair for each call."""
@@ -104,7 +104,7 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (N, V) float32 of hidden states (N, H), by the model's own code around its body."""
+        """Return the logits (N, V) float32 of hidden states (N, H), by the model's code with a stub as its body."""
         self._stub.outputs = self._output_type(last_hidden_state=hidden[None])
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)

@@ -1,7 +1,6 @@
 """Checks the sizes in a config that transformers has read, before its code uses them.
 
-They have many names, and a model has some of them. If one is wrong, transformers' code raises errors that name no
-field, or begins to build a million layers.
+If one is wrong, transformers' code raises errors that name no field, or begins to build a million layers.
 """
 
 from typing import Any

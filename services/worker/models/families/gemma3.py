@@ -1,25 +1,24 @@
-"""Gemma 3: queries and keys are normalised, and layers with a window have a rope of their own.
+"""Gemma 3: norms of queries and keys, and other rotary frequencies in layers with a sliding window.
 
-Models that take images too are served without that part.
+Quire serves the text model of multimodal checkpoints, and ignores their vision tower.
 """
 
-from dataclasses import replace as with_fields
 from typing import Any
 
 from msgspec.structs import replace
 
 from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily, convert
 from services.worker.models.decoder.rope import read_rope
-from services.worker.models.decoder.windows import sliding, with_windows
+from services.worker.models.decoder.windows import sliding_layers, with_windows
 from services.worker.models.families import gemma, gemma2
 from services.worker.models.spec import DecoderSpec, Family
 
-_DEFAULTS = {  # the configs of models with images leave out what equals these
+_DEFAULTS = {  # configs of multimodal models leave out fields with these values
     "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
 }  # fmt: skip
 
-NAMES = with_fields(
+NAMES = replace(
     gemma2.NAMES,
     prefixes=(
         "model.",
@@ -31,42 +30,48 @@ NAMES = with_fields(
         "language_model.model.model.",
     ),
     layer_modules={**gemma2.NAMES.layer_modules, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)},
-    unserved=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    unsupported_prefixes=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
 )
 
 
-def read(config: ConfigJson) -> DecoderSpec:
+def read_spec(config: ConfigJson) -> DecoderSpec:
     """Return the spec of a Gemma3ForCausalLM, or of the text model in a Gemma3ForConditionalGeneration."""
     if config.get("text_config") is None:
-        architecture, text = "Gemma3ForCausalLM", config
+        architecture, text_config = "Gemma3ForCausalLM", config
     else:
         architecture = "Gemma3ForConditionalGeneration"
-        text = ConfigJson(convert(config["text_config"], "text_config", dict[str, Any]))
-        # The head belongs to the whole model, whose field says if it is tied.
-        text = text.replace(tie_word_embeddings=config.get("tie_word_embeddings", True))
-    text = text.with_defaults(**_DEFAULTS)
-    if text.get("attn_logit_softcapping") is not None:
+        text_config = ConfigJson(convert(config["text_config"], "text_config", dict[str, Any]))
+        # The outer config says if the output layer is tied to the embedding.
+        text_config = text_config.replace(tie_word_embeddings=config.get("tie_word_embeddings", True))
+    text_config = text_config.with_defaults(**_DEFAULTS)
+    if text_config.get("attn_logit_softcapping") is not None:
         raise UnsupportedByFamily("config.json: attn_logit_softcapping is not supported in Gemma 3")
-    full, windowed = _rope_configs(text)
+    full_config, sliding_config = _rope_configs(text_config)
     spec = replace(
-        gemma.read_as(architecture, full),
-        max_positions=text.size("max_position_embeddings"),  # to which the rope is stretched already
+        gemma.base_spec(architecture, full_config),
+        max_positions=text_config.size("max_position_embeddings"),  # includes the rope's factor
         post_norms=True,
         qk_norm=True,
-        attention_scale=text.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        logit_softcap=gemma2.softcap(text, "final_logit_softcapping", 0.0),
+        attention_scale=text_config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        logit_softcap=gemma2.softcap(text_config, "final_logit_softcapping", 0.0),
     )
-    pattern = text.size("sliding_window_pattern", text.size("_sliding_window_pattern", 6))
-    slides = sliding(text, [(index + 1) % pattern != 0 for index in range(spec.num_layers)])
-    rope = read_rope(windowed, spec.head_dim)
-    layers = [replace(layer, rope=rope) if slide else layer for layer, slide in zip(spec.layers, slides, strict=True)]
-    return with_windows(replace(spec, layers=tuple(layers)), text.nullable("sliding_window", int, 4096), slides)
+    pattern = text_config.size("sliding_window_pattern", text_config.size("_sliding_window_pattern", 6))
+    sliding = sliding_layers(text_config, [(index + 1) % pattern != 0 for index in range(spec.num_layers)])
+    rope = read_rope(sliding_config, spec.head_dim)
+    layers = [replace(layer, rope=rope) if slide else layer for layer, slide in zip(spec.layers, sliding, strict=True)]
+    return with_windows(replace(spec, layers=tuple(layers)), text_config.nullable("sliding_window", int, 4096), sliding)
 
 
 def _rope_configs(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
-    """Return the config as it is for the rope of layers that see all, and for that of layers with a window.
+    """Return the config for the rope of layers with full attention, and the config for layers with a sliding window.
 
-    A `rope_scaling` beside `rope_parameters` is laid over the part for layers that see all, as in transformers.
+    If there are `rope_scaling` and `rope_parameters`, `rope_scaling` overrides fields of full attention only, as in
+    transformers.
     """
     by_layer, scaling = config.section("rope_parameters"), config.section("rope_scaling")
     theta = config.field("rope_theta", float, 1_000_000.0)
@@ -79,4 +84,4 @@ def _rope_configs(config: ConfigJson) -> tuple[ConfigJson, ConfigJson]:
     )
 
 
-FAMILY = Family(read, NAMES)
+FAMILY = Family(read_spec, NAMES)

@@ -1,10 +1,10 @@
-"""GPT-2: learned positions, layer norms with biases, and weights that are stored the other way round."""
+"""GPT-2: learned positions, layer norms with biases, and transposed weights."""
 
 from services.worker.checkpoint.config_json import MAX_MODULES, ConfigJson
 from services.worker.models.spec import PLAIN_ACTIVATIONS, DecoderSpec, Family, LayerSpec, WeightNames
 
 
-def read(config: ConfigJson) -> DecoderSpec:
+def read_spec(config: ConfigJson) -> DecoderSpec:
     """Return the spec of a GPT2LMHeadModel."""
     config.refuse(scale_attn_by_inverse_layer_idx=True, add_cross_attention=True)
     hidden, heads = config.size("n_embd", 768), config.size("n_head", 12)
@@ -32,7 +32,7 @@ def read(config: ConfigJson) -> DecoderSpec:
 
 
 FAMILY = Family(
-    read,
+    read_spec,
     WeightNames(
         prefixes=("transformer.", ""),
         layer="h.{}.",
@@ -46,6 +46,6 @@ FAMILY = Family(
             "down": ("mlp.c_proj",),
         },
         transposed=("qkv", "out", "up", "down"),
-        ignored=(".attn.bias", ".attn.masked_bias"),
+        ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
     ),
 )

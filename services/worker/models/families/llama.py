@@ -1,6 +1,6 @@
-"""Llama 2 and 3, and what has their shape: SmolLM2, TinyLlama and many others.
+"""Llama 2 and 3, and models of the same architecture: SmolLM2, TinyLlama and many others.
 
-Families that are a Llama but for a few things read their config by `read_as` and change the spec.
+Families that differ from Llama in a few fields call `base_spec` and replace those fields.
 """
 
 from msgspec.structs import replace
@@ -21,16 +21,16 @@ NAMES = WeightNames(
         "up": ("mlp.gate_proj", "mlp.up_proj"),
         "down": ("mlp.down_proj",),
     },
-    ignored=("rotary_emb.inv_freq",),
+    ignored_suffixes=("rotary_emb.inv_freq",),
 )
 
 
-def read(config: ConfigJson) -> DecoderSpec:
-    """Return the spec of a LlamaForCausalLM, whose feed-forward blocks may have biases too."""
-    return replace(read_as("LlamaForCausalLM", config), mlp_bias=config.field("mlp_bias", bool, False))
+def read_spec(config: ConfigJson) -> DecoderSpec:
+    """Return the spec of a LlamaForCausalLM, the only family here with `mlp_bias`."""
+    return replace(base_spec("LlamaForCausalLM", config), mlp_bias=config.field("mlp_bias", bool, False))
 
 
-def read_as(
+def base_spec(
     architecture: str,
     config: ConfigJson,
     *,
@@ -41,10 +41,10 @@ def read_as(
     partial: bool = False,
     biased: bool = True,
 ) -> DecoderSpec:
-    """Return the spec of a decoder of Llama's shape, with the defaults of its family.
+    """Return the spec of a model like Llama. The parameters are the family's defaults for absent fields.
 
-    `activation` is given where the family has read it. `partial`: the family may rotate a part of each head only.
-    `biased`: its attention has biases if `attention_bias` says so; others pass over that field.
+    `activation` overrides the field `hidden_act`. `partial`: the family has `partial_rotary_factor`. `biased`: the
+    family has `attention_bias`; other families ignore that field.
     """
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", hidden // heads, LARGEST_HEAD)
@@ -72,4 +72,4 @@ def read_as(
     )
 
 
-FAMILY = Family(read, NAMES)
+FAMILY = Family(read_spec, NAMES)

@@ -1,10 +1,10 @@
-"""OPT: learned positions, layer norms with biases, a block without a gate; its 350m normalises after the sum."""
+"""OPT: learned positions, layer norms with biases, no gate; OPT-350m has post-norm layers."""
 
 from services.worker.checkpoint.config_json import MAX_MODULES, ConfigJson
 from services.worker.models.spec import PLAIN_ACTIVATIONS, DecoderSpec, Family, LayerSpec, WeightNames
 
 
-def read(config: ConfigJson) -> DecoderSpec:
+def read_spec(config: ConfigJson) -> DecoderSpec:
     """Return the spec of an OPTForCausalLM."""
     config.refuse(layer_norm_elementwise_affine=False)
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
@@ -35,7 +35,7 @@ def read(config: ConfigJson) -> DecoderSpec:
 
 
 FAMILY = Family(
-    read,
+    read_spec,
     WeightNames(
         prefixes=("model.decoder.", "decoder.", "model.", ""),
         layer="layers.{}.",
