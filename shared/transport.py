@@ -33,7 +33,7 @@ from shared.errors import ConfigError
 from shared.protocol import MAX_FRAME
 from shared.unread import UnreadBytes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HIGH_WATER = 1_000
 """Messages that may wait on either side of a connection before a ROUTER's send raises `PeerSlow`. For a busy gateway
@@ -160,7 +160,7 @@ class Listener:
         """End the connections of peers that have too much unread. Must be called often; it is cheap."""
         if self._unread is not None:
             for fd in self._unread.disconnect_floods(self.monitor.connected):
-                log.warning("a peer sends faster than Quire reads: its connection (%d) is ended", fd)
+                logger.warning("a peer sends faster than Quire reads: its connection (%d) is ended", fd)
 
     def send(self, peer: bytes, body: bytes) -> None:
         """Queue a message, or raise PeerGone or PeerSlow and queue nothing."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARIES = Path(__file__).parent / "lib"
@@ -34,13 +34,13 @@ def load() -> str | None:
     """
     best = instruction_set()
     if best is None:
-        log.warning(
+        logger.warning(
             "this processor has neither AVX-512 (with VNNI) nor AVX2: the plain kernels serve, which are slower"
         )
         return None
     path = library(best)
     if not path.exists():
-        log.warning(
+        logger.warning(
             "the kernels for %s are not built (python -m kernels.cpu.build): the plain ones serve, slower", best
         )
         return None

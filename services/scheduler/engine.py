@@ -32,7 +32,7 @@ from shared.protocol import (
     Welcome,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -74,7 +74,7 @@ class Engine:
     def mismatch(self, worker: WorkerCapacity) -> str:
         """Return why a worker cannot take over; empty if it can."""
         if worker.model.fingerprint != self.model.fingerprint:
-            log.warning("a new worker computes differently from the former: continued outputs may differ")
+            logger.warning("a new worker computes differently from the former: continued outputs may differ")
         if replace(worker.model, fingerprint=self.model.fingerprint) != self.model:
             return "it has loaded another model than this engine serves"
         capacity, promised = pool_tokens(self._config, worker), self.limits.max_model_len
@@ -120,4 +120,4 @@ class Engine:
             reason = (
                 "the KV memory holds no more" if max_model_len < max_positions else "the model was made for no more"
             )
-            log.warning("max_model_len is reduced from %d to %d: %s", requested, max_model_len, reason)
+            logger.warning("max_model_len is reduced from %d to %d: %s", requested, max_model_len, reason)

@@ -41,7 +41,7 @@ from shared.protocol import (
 )
 from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW = 10.0
 """Maximum seconds between the arrival that a gateway claims for a request and its arrival here. A gateway with a wrong
@@ -197,7 +197,7 @@ class Gateways:
         try:
             content = decode_from_gateway(message.body)
         except ProtocolError as error:
-            log.warning("gateway %s: %s", printable_identity(message.peer), error)
+            logger.warning("gateway %s: %s", printable_identity(message.peer), error)
             if gateway is not None:
                 self._refuse_undecodable(gateway, message.body, error)
             return None
@@ -239,7 +239,7 @@ class Gateways:
             return  # the connection has ended meanwhile
         if hello.version != VERSION:
             reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
-            log.error(reason, printable_identity(message.peer), hello.version, VERSION)
+            logger.error(reason, printable_identity(message.peer), hello.version, VERSION)
             return
         for former in list(self._gateways.values()):
             if former.fd == message.fd or former.identity == message.peer:
@@ -247,11 +247,11 @@ class Gateways:
         gateway = self._gateways[message.peer] = Gateway(message.peer, message.fd, now)
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
-        log.info("gateway %s connected", printable_identity(message.peer))
+        logger.info("gateway %s connected", printable_identity(message.peer))
 
     def _reject_unknown(self, peer: bytes) -> None:
         """Tell a gateway that it was given up or never said `Hello`, so that it does not wait for progress."""
-        log.debug("a message of %s, which is not connected or was given up", printable_identity(peer))
+        logger.debug("a message of %s, which is not connected or was given up", printable_identity(peer))
         with suppress(PeerGone, PeerSlow):
             self._listener.send(peer, encode(UnknownGateway()))
 
@@ -288,7 +288,7 @@ class Gateways:
             self._give_up(gateway, "its connection ended")
 
     def _give_up(self, gateway: Gateway, reason: str) -> None:
-        log.log(logging.WARNING if gateway.ids else logging.INFO, "gateway %r has left: %s", gateway, reason)
+        logger.log(logging.WARNING if gateway.ids else logging.INFO, "gateway %r has left: %s", gateway, reason)
         del self._gateways[gateway.identity]
         for id in gateway.ids.values():
             del self._origins[id]

@@ -30,7 +30,7 @@ from shared.liveness import STALL
 from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, StepResult, Submit
 from shared.transport import Listener
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TICK = 0.25
 """Seconds between two `Status` messages, and the longest sleep. One more `Status` is sent before the last row of the
@@ -138,7 +138,7 @@ class Service:
 
     def _welcome(self, engine: Engine, now: float) -> None:
         name, num_blocks, max_model_len = self._config.engine, engine.snapshot.blocks, engine.limits.max_model_len
-        log.info("engine %s is ready: %d blocks, max_model_len %d", name, num_blocks, max_model_len)
+        logger.info("engine %s is ready: %d blocks, max_model_len %d", name, num_blocks, max_model_len)
         self._gateways.welcome(engine.welcome)
         self._tick(now)
 
@@ -186,7 +186,7 @@ class Service:
     def _make_up_for_standstill(self, seconds: float) -> None:
         """Give peers more time if this loop stood still, since it could not read their messages."""
         if seconds > TICK + STALL:
-            log.warning("the scheduler stood still for %.1f s", seconds)
+            logger.warning("the scheduler stood still for %.1f s", seconds)
             self._workers.postpone(seconds)
             self._gateways.postpone(seconds)
 
@@ -201,14 +201,14 @@ class Service:
         return drained or self._stop_calls > 1 or now >= self._drain_deadline
 
     def _begin_drain(self, now: float) -> None:
-        log.info("draining: %d requests are unfinished", len(self._unfinished))
+        logger.info("draining: %d requests are unfinished", len(self._unfinished))
         if self.engine is not None:
             self.engine.drain()
         self._tick(now)
 
     def _shut_down(self, now: float) -> None:
         if self.engine is not None and self.engine.unfinished:
-            log.warning("aborting %d unfinished requests", len(self.engine.unfinished))
+            logger.warning("aborting %d unfinished requests", len(self.engine.unfinished))
             for id in list(self.engine.unfinished):
                 self._gateways.deliver(self.engine.abort(id), self.engine.unfinished)
         self._gateways.flush(now)

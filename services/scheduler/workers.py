@@ -32,7 +32,7 @@ from shared.protocol import (
 )
 from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 0.1
 """Minimum seconds between two checks of whether the active worker is overdue."""
@@ -163,7 +163,7 @@ class Workers:
         try:
             content = decode_from_worker(message.body)
         except ProtocolError as error:
-            log.error("worker %s: %s", printable_identity(message.peer), error)
+            logger.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._terminate(worker, "it sent something that is not a message")
             else:  # it may be a `Register` with a number out of range, whose sender waits for an answer
@@ -175,9 +175,9 @@ class Workers:
             if (sender := self._registered.get(content.identity.encode())) is not None:
                 sender.liveness.note_heartbeat(content.process, now)
         elif self._active is None or worker is not self._active.worker:
-            log.debug("a message of %s came too late", printable_identity(message.peer))
+            logger.debug("a message of %s came too late", printable_identity(message.peer))
         elif isinstance(content, Fault):
-            log.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
+            logger.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
             self._remove(worker, "it failed")  # its process ends by itself
         else:
             self._handle_answer(self._active, content, now)
@@ -193,7 +193,7 @@ class Workers:
                 deadlines.note_result(answer.seconds, now)
                 self._events.append(answer)
             case _:
-                log.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
+                logger.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
 
     def _register(self, message: Message, register: Register, now: float) -> None:
         self._remove_disconnected(self._take_disconnected())  # first, since the newcomer may have the descriptor of one
@@ -207,7 +207,7 @@ class Workers:
             self._send(newcomer.identity, Stop())
             self._remove(newcomer, reason)
         else:
-            log.info("worker %r registered", newcomer)
+            logger.info("worker %r registered", newcomer)
 
     def _take_disconnected(self) -> list[Registration]:
         """Return the workers whose connections ended since the last call."""
@@ -226,7 +226,7 @@ class Workers:
         self._remove(worker, reason)
 
     def _remove(self, worker: Registration, reason: str) -> None:
-        log.warning("worker %r is given up: %s", worker, reason)
+        logger.warning("worker %r is given up: %s", worker, reason)
         del self._registered[worker.identity]
         worker.close()
         if self._active is not None and worker is self._active.worker:
@@ -237,4 +237,4 @@ class Workers:
         try:
             self._listener.send(identity, encode(content))
         except (PeerGone, PeerSlow):  # the monitor will report the former, and a deadline the latter
-            log.debug("worker %s cannot be reached", printable_identity(identity))
+            logger.debug("worker %s cannot be reached", printable_identity(identity))

@@ -45,7 +45,7 @@ from shared.protocol import (
 )
 from shared.transport import Monitor, connect, new_identity, printable_identity
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.25
 """Seconds that the loop waits for a message before it checks signals and deadlines."""
@@ -151,7 +151,7 @@ class _Connection:
             if socket in events:  # before the monitor: the scheduler's last messages still count
                 reason = self._handle_message(socket)
             elif monitor.drain():
-                log.warning("the scheduler is gone; waiting for it with the model loaded")
+                logger.warning("the scheduler is gone; waiting for it with the model loaded")
                 reason = CloseReason.STOPPED if self._service.stopping else CloseReason.SCHEDULER_LOST
             else:
                 reason = self._check_idle(bool(monitor.connected), deadline)
@@ -162,7 +162,7 @@ class _Connection:
         if self._service.stopping:
             return CloseReason.STOPPED
         if not connected and time.monotonic() > deadline:
-            log.error("no scheduler for %.0f s", self._config.scheduler_timeout)
+            logger.error("no scheduler for %.0f s", self._config.scheduler_timeout)
             return CloseReason.FAILED
         return None
 
@@ -171,11 +171,11 @@ class _Connection:
         try:
             message = decode_to_worker(b"".join(frames))
         except ProtocolError as error:
-            log.error("the scheduler sent an invalid message: %s", error)
+            logger.error("the scheduler sent an invalid message: %s", error)
             return CloseReason.FAILED
         match message:
             case Stop():
-                log.info("the scheduler says to stop")
+                logger.info("the scheduler says to stop")
                 return CloseReason.STOPPED
             case Configure():
                 return self._configure(socket, message)
@@ -188,13 +188,13 @@ class _Connection:
         except Exception:
             return self._send_fault(socket, message.epoch, 0)
         self._epoch = message.epoch
-        log.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
+        logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
         socket.send(encode(Configured(message.epoch)))
         return None
 
     def _execute(self, socket: "zmq.Socket[bytes]", plan: StepPlan) -> CloseReason | None:
         if plan.epoch != self._epoch:
-            log.warning("ignored a plan of epoch %s", plan.epoch)
+            logger.warning("ignored a plan of epoch %s", plan.epoch)
             return None
         try:
             result = self._service.runner.execute(plan)
@@ -205,7 +205,7 @@ class _Connection:
 
     def _send_fault(self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int) -> CloseReason:
         detail = traceback.format_exc()
-        log.error("step %d failed:\n%s", step, detail.rstrip())
+        logger.error("step %d failed:\n%s", step, detail.rstrip())
         socket.send(encode(Fault(epoch, step, detail)))
         return CloseReason.FAILED
 

@@ -22,7 +22,7 @@ from services.worker.checkpoint.model_folder import ModelFolder, WeightFormat, f
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from shared.errors import ModelError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types of weights. Tensors of other types hold quants, which mean nothing without their scales."""
@@ -36,7 +36,7 @@ class WeightFiles:
         self._format, self.paths = find_weights(folder.path, requested)
         if index := ignored_index(self.paths):
             line = "%s: %s is served and %s, which lists other files, is not: one of the two is a leftover"
-            log.warning(line, folder.path, self.paths[0].name, index.name)
+            logger.warning(line, folder.path, self.paths[0].name, index.name)
         self._shards: dict[str, Shard] = {}  # by tensor
         for shard in self._open():
             self._shards |= dict.fromkeys(shard.keys(), shard)

@@ -30,7 +30,7 @@ from services.worker.models.spec import DecoderSpec
 from services.worker.models.tensor_map import TensorMap
 from shared.errors import ModelError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     folder, by_name = read_supported(path, config.model_impl)
     files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
     if conflict := find_conflict(folder.config, folder.settings):
-        log.warning(conflict)
+        logger.warning(conflict)
     dtype = files.main_dtype if files else torch.bfloat16
     implementation, match = match_family(folder.config, by_name, config.model_impl, files)
     if implementation.reason:
         line = "%s: %s is loaded by transformers' code instead of Quire's own"
-        log.warning(line, implementation.reason, implementation.architecture)
+        logger.warning(line, implementation.reason, implementation.architecture)
     source = ModelSource(dtype, files.quantization if files else None, implementation.native)
     precision = _choose_precision(config, device, source, ops)
     if match is None:
@@ -107,11 +107,11 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
     precision = choose_precision(config, device, source, mixes_types=ops.mixes_types)
     if reason := why_dequantized(config, source, mixes_types=ops.mixes_types):
-        log.warning(
+        logger.warning(
             "the checkpoint's quantised weights are dequantised: to compute with them as they are needs %s", reason
         )
     kv = str(precision.kv_dtype).removeprefix("torch.")
-    log.info("weights: %s; keys and values: %s", precision.name, kv)
+    logger.info("weights: %s; keys and values: %s", precision.name, kv)
     return precision
 
 

@@ -26,7 +26,7 @@ from services.worker.models.tensor_map import ParameterSource, TensorMap
 from shared.errors import ModelError
 from shared.hub.progress import progress
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MIN_MAPPING = 2**16  # bytes
 _COMPARED_ROWS = 256  # at once
@@ -117,14 +117,14 @@ def load_weights(
         _check(files, source)
     if others := tensors.unused():
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
+        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
     elements = sum(math.prod(tensor.shape) for source in tensors.sources.values() for tensor in source.tensors)
     with progress("loading weights", elements * precision.dtype.itemsize) as report:
         weights = CheckpointWeights(files, tensors.sources, precision, device, report)
         yield weights
     if names := weights.dequantized:
         reason = "matmuls take Q4_0, Q4_1, Q8_0, and groups of 32 inputs, the same in all parts of one matrix"
-        log.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
+        logger.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
 
 
 def round_matrix(matrix: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
@@ -158,7 +158,7 @@ def _untied_if_heads_differ(files: WeightFiles, tensors: TensorMap) -> TensorMap
     separate = tensors.separate_head()
     if separate is None or _equal(*map(files.get, separate)):
         return tensors
-    log.warning("config.json says that the embeddings are tied, but %s is not %s: both are used", *separate)
+    logger.warning("config.json says that the embeddings are tied, but %s is not %s: both are used", *separate)
     return tensors.untied()
 
 

@@ -19,7 +19,7 @@ from services.worker.models.fallback.sizes import check_sizes
 from shared.errors import ModelError
 from shared.hub.progress import progress
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def build_model(
@@ -99,7 +99,7 @@ def _load(model_class: Any, config: Any, files: WeightFiles, dtype: torch.dtype)
         raise ModelError(f"{folder}: tensor {missing[0]} is missing{more}")
     if others := sorted(loading_info["unexpected_keys"]):
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        log.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
+        logger.warning("tensors that the model has no place for are left out: %s%s", ", ".join(others[:5]), more)
     return model
 
 
