@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.kv_bias import KVBias
 
-TILE = 64  # positions that the kernel processes at once
+TILE = 64  # positions that the kernel processes at once; equal to TILE in csrc/attention.cpp
 
 
 class AttentionPlan(NamedTuple):
@@ -22,7 +22,7 @@ class AttentionPlan(NamedTuple):
 def plan_attention(
     offsets: Tensor, starts: Tensor, block_tables: Tensor, *, block_size: int, num_kv_heads: int
 ) -> AttentionPlan:
-    """Return the rows unchanged. The kernel reads the sizes from the caches."""
+    """Return the rows, with the tables as the kernel reads them. It takes the sizes from the caches."""
     return AttentionPlan(offsets, starts, block_tables.to(torch.int32).contiguous())
 
 
@@ -47,7 +47,9 @@ def paged_attention(
 
 
 def pack_angles(cos: Tensor, sin: Tensor) -> Tensor:
-    """Pack cosines and sines (P, R) into tiles of 64 positions, (tiles, R, 64). The last one is padded with zeros."""
+    """Pack cosines and sines (P, R) into tiles of 64 positions, (tiles, R, 64): of each the first half of R, since the
+    second repeats it. The last tile is padded with zeros.
+    """
     half, length = cos.shape[1] // 2, cos.shape[0]
     both = torch.cat((cos[:, :half], sin[:, :half]), 1)
     padded = F.pad(both, (0, 0, 0, -length % TILE))

@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for name in names:
         if not library(name).exists():
+            sys.stderr.write(f"compiling the kernels for {name}, which takes some minutes\n")
             build(name)
     return 0
 

@@ -4,8 +4,8 @@
 
 for the query at absolute position p, where K and V are those of its row's sequence and of head h // (Hq / Hkv). Without
 a window, j starts at 0. cap(x) = softcap * tanh(x / softcap), or x without a softcap. Softmax is in float32. If the
-cache leaves biases out, K[j] is the cached vector + the bias rotated to position j, and V[j] the cached vector + the
-bias.
+cache leaves biases out (kernels/kv_bias.py), K[j] is the cached vector + the bias rotated to position j, and V[j] the
+cached vector + the bias.
 
 A row is any number of queries at consecutive positions. `plan_attention` computes once a step, for all layers, what
 depends only on the shape of the batch: rows with the same number of queries and similar context form a group, whose
@@ -26,7 +26,7 @@ from kernels.layout import scales
 from kernels.reference.elementwise import rotary
 
 _MAX_QUERIES = 256
-"""Queries in a piece. Longer rows are cut, which bounds the size of the mask; and early pieces have a short context."""
+"""Queries in a piece. Longer rows are cut, which bounds the mask's size, and the first pieces then gather few blocks."""
 
 Angles = tuple[Tensor, Tensor]
 
@@ -37,7 +37,7 @@ def pack_angles(cos: Tensor, sin: Tensor) -> Angles:
 
 
 class Piece(NamedTuple):
-    """Consecutive queries of a row: all of them, unless the row is long. Pieces sort by their index in the batch."""
+    """Consecutive queries of a row: all of them, unless the row is long. They sort in the batch's order."""
 
     row: int
     first: int  # index of the first query in the batch

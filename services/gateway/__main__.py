@@ -87,6 +87,7 @@ def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bo
         lifecycle.drain()
         stop.set()
 
+    # if there is a supervisor, it handles Ctrl-C
     for signal_number in (signal.SIGTERM,) if supervised else (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
 

@@ -1,6 +1,6 @@
 """Decodes and checks the request bodies of OpenAI's API.
 
-An accepted field has its effect. A declared field with an unsupported value is refused by name, and so is a field of
+No accepted field is ignored. A declared field with an unsupported value is refused by name, and so is a field of
 other servers that would change the answer (`unsupported_fields.py`). An unknown field is ignored and its name returned,
 or it is refused if `strict`. Null always means the default. Whole numbers may be written as 5.0, since some languages
 have no integers.
@@ -97,7 +97,7 @@ def decode(body: bytes, request_type: type[RequestT], *, strict: bool = False) -
 
     Raise `InvalidRequest`, which names the wrong field if there is one. If `strict`, unknown fields are wrong too.
     """
-    body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 allows to ignore it
+    body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 allows parsers to ignore it
     check_values(body)
     try:
         fields = _RAW_FIELDS.decode(body)
@@ -159,7 +159,7 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
-    check_values(b",".join(_tool_call_arguments(request.messages)))
+    check_values(b",".join(_tool_call_arguments(request.messages)))  # JSON inside strings, decoded later
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
 

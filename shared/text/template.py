@@ -99,7 +99,7 @@ class ChatTemplate:
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            raise self._error(f"the chat template has not rendered one short message in {seconds:.0f} s")
+            raise self._error(f"the chat template has not rendered one short message in {seconds:g} s")
         if self._formats.shows_nothing:
             raise self._error(
                 "the chat template shows nothing of a user's message, whether its content is a string or a list of "

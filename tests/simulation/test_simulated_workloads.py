@@ -5,11 +5,32 @@ A failure names its seed; `workloads.run(seed)` runs it again.
 
 from collections import Counter
 
+import msgspec
 import pytest
 import workloads
 
+from services.scheduler.core.counters import Counters
+from shared.protocol import Snapshot
+
 WORKLOADS = 2400
 PARTS = 8
+
+GAUGES = {
+    "running",
+    "waiting",
+    "waiting_deferred",
+    "waiting_tokens",
+    "blocks",
+    "blocks_free",
+    "blocks_cached",
+    "block_size",
+    "tokens_held",
+    "in_flight",
+    "prefix_caching",
+    "max_model_len",
+    "tokens_per_second",
+}
+"""The fields of a snapshot that are no counters."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -28,10 +49,12 @@ def test_workloads_that_once_went_wrong(seed: int) -> None:
 
 def test_workloads_reach_what_they_are_to_prove() -> None:
     seen: Counter[str] = Counter()
+    counted: set[str] = set()
     for seed in range(5000, 5300):
         engine = workloads.run(seed)
         state = engine.core.snapshot()
         seen += engine.events
+        counted |= {name for name in Counters.__struct_fields__ if getattr(state, name)}
         seen += Counter(
             {
                 "preemptions": state.preemptions,
@@ -47,6 +70,15 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
     rare = {name: count for name, count in seen.items() if count < 20}
     assert len(seen) == 14
     assert not rare
+    uncounted = set(Counters.__struct_fields__) - counted
+    assert uncounted == {"rejected_by_tokens"}, "no workload bounds the queue in tokens; all else happens"
+
+
+def test_every_field_of_a_snapshot_is_a_counter_or_a_gauge() -> None:
+    """A counter that is not in `Counters` would stay 0."""
+    counters = {field.name for field in msgspec.structs.fields(Counters)}
+    assert counters | GAUGES == set(Snapshot.__struct_fields__)
+    assert not counters & GAUGES
 
 
 def test_the_same_inputs_lead_to_the_same_plans() -> None:

@@ -26,7 +26,7 @@ constexpr int ROW_TILE = 12;  // 24 accumulators of 32 registers
 constexpr int ROW_TILE = 2;
 #endif
 
-// sums (N, 32) += x (N, inputs) times a tile of a panel.
+// sums (N, 32) += x (N, inputs) times a tile of a panel. `stride` is in floats.
 template <int N, class W>
 void multiply_tile(const float* x, int64_t stride, const W* panel, int64_t inputs, float* sums) {
     F32x16 left[N], right[N];
@@ -56,11 +56,11 @@ template <class W>
 void panel_sums(const W* panel, int64_t inputs, const float* x, int64_t stride, int64_t rows, float* sums) {
     std::fill_n(sums, rows * PANEL, 0.0f);
     for (int64_t first = 0; first < inputs; first += INPUT_TILE) {
-        int64_t depth = std::min(INPUT_TILE, inputs - first);
+        int64_t tile_inputs = std::min(INPUT_TILE, inputs - first);
         const W* part = panel + first * PANEL;
         auto multiply_rows = [&](const auto* weights) {
             for_even_tiles<ROW_TILE>(rows, [&](auto n, int64_t row) {
-                multiply_tile<n>(x + row * stride + first, stride, weights, depth, sums + row * PANEL);
+                multiply_tile<n>(x + row * stride + first, stride, weights, tile_inputs, sums + row * PANEL);
             });
         };
         if (std::is_same_v<W, float> || rows <= ROW_TILE) {
@@ -68,8 +68,8 @@ void panel_sums(const W* panel, int64_t inputs, const float* x, int64_t stride, 
             continue;
         }
         alignas(64) float wide[INPUT_TILE * PANEL];  // widened once for all rows
-        prefetch_ahead(part, depth * PANEL * sizeof(W));
-        for (int64_t i = 0; i < depth * PANEL; i += 16) F32x16::load(part + i).store(wide + i);
+        prefetch_ahead(part, tile_inputs * PANEL * sizeof(W));
+        for (int64_t i = 0; i < tile_inputs * PANEL; i += 16) F32x16::load(part + i).store(wide + i);
         multiply_rows(static_cast<const float*>(wide));
     }
 }
@@ -88,7 +88,7 @@ void linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<a
     matmul(float_matrix(packed, y.size(1)), x, bias, y);
 }
 
-// y[t] = the weight's row ids[t]. With it, a model whose embedding is also its output layer keeps one copy of it.
+// y[t] = the weight's row ids[t]. With it, a model with tied embeddings keeps one copy of them.
 void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y) {
     TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() && y.is_contiguous(), "ids int64, contiguous");
     int64_t inputs = packed.size(1);
@@ -108,7 +108,7 @@ void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y)
 
 Matrix float_matrix(const at::Tensor& packed, int64_t outputs) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.size(2) == PANEL, "(panel, in, 32), contiguous");
-    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has another number of outputs");
+    TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has not y's number of outputs");
     return {packed.const_data_ptr(), outputs, packed.size(1), packed.scalar_type(), 0, false, 0};
 }
 

@@ -23,7 +23,7 @@ Why every accepted request comes to its end (none starves, except by strict prio
 3. Sequences are admitted in order, so the first that waits is admitted at the latest when those before it have ended.
 4. A plan has more positions than there are slots, and every admitted sequence gets at least one, so some chunk moves
    on in every step, however many streams there are.
-5. A quarantine (quarantine.py) ends. The members of its group move on by 1 to 4 among themselves, and each death makes
+5. A quarantine (quarantine.py) ends. The members of its group advance by points 1 to 4 above, and each death makes
    a group smaller or ends its only member.
 
 Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
@@ -99,7 +99,7 @@ class Scheduler:
     def lose_worker(self, now: float) -> list[ProgressRow]:
         """Give up the worker, which died, hangs or is at fault. There is no plan before the next epoch.
 
-        No committed token is lost. Return the last row of a request that killed a worker twice while it ran alone.
+        No committed token is lost. Return the last rows of a request that killed a worker twice while it ran alone.
         """
         self._now = now
         if self._epoch is None:
@@ -247,7 +247,7 @@ class Scheduler:
         self._block_manager.reset(num_blocks)
 
     def _retry_after(self) -> float:
-        """Return the seconds until a place comes free at the rate of the last ends: at least 1, at most 60."""
+        """Return the seconds until the queue has room at the rate of the last ends: at least 1, at most 60."""
         if len(self._recent_ends) < 2:
             return 1.0
         return min(max((self._now - self._recent_ends[0]) / len(self._recent_ends), 1.0), 60.0)
