@@ -1,10 +1,11 @@
-"""A decoder's layers as values, for kernels that compute all of them in one call.
+"""A decoder's layers as values, for kernels that compute all of them in one call, or all experts of a mixture at once.
 
 A layer is x + f(norm(x)) twice, with attention and a feed-forward block for f, root-mean-square norms without bias, and
 one more norm after f where there are post norms. Implementations read the fields by their names: a field is added
 here and in the struct of csrc/decoder_layers.cpp.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,15 @@ class Projection(NamedTuple):
 
     weight: Any
     bias: Tensor | None
+
+
+class Expert(NamedTuple):
+    """An expert of a layer's mixture: down(activation(up(x)))."""
+
+    up: Projection  # gate and up, where the activation is gated
+    down: Projection
+    activation: str  # the operation's name
+    forward: Callable[[Tensor], Tensor]  # maps (N, H) to (N, H), every row by itself
 
 
 class LayerConfig(NamedTuple):

@@ -19,6 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if "triton" in sys.modules:
         raise pytest.UsageError("triton is imported already: run tests/gpu_kernels in a process of its own")
     os.environ["TRITON_INTERPRET"] = "0" if compiled else "1"
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # poisoned memory takes deterministic algorithms, see below
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
