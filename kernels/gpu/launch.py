@@ -108,8 +108,8 @@ class StubDriver:
 def compile_for(architecture: int) -> None:
     """Let launches on meta tensors compile for this compute capability (90: H100 and H200), for the whole process.
 
-    The process can launch nothing on a GPU from then on. Raise RuntimeError if it has compiled for another architecture:
-    Triton keeps objects by the device's number, and would silently return those of the first one.
+    The process can launch nothing on a GPU from then on. Raise RuntimeError if it has compiled for another one: Triton
+    keeps objects by the device's number, and would silently return those of the first architecture.
     """
     global _architecture
     if INTERPRETED:
