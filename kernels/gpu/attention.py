@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import Configuration, launch
+from kernels.gpu.launch import INTERPRETED, Configuration, launch
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout, scales
 
@@ -66,14 +66,20 @@ class Tiles(NamedTuple):
     invariant: Tile
 
 
-# By the dimension of a head, rounded up to a power of two, and whether it was rounded. The limits are registers: none
-# of these spills on sm_80, sm_90 or sm_100 (`python -m kernels.gpu.build`). wgmma takes 64 rows or more.
+# By the dimension of a head, rounded up to a power of two. The limits are registers: none of these spills on sm_80,
+# sm_90 or sm_100 (`python -m kernels.gpu.build`). wgmma takes 64 rows or more.
 _TILES = {
-    (64, False): Tiles(Tile(16, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3)),
-    (128, False): Tiles(Tile(16, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3)),
-    (128, True): Tiles(Tile(16, 32, 4, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 3)),
-    (256, False): Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3)),
+    64: Tiles(Tile(16, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3)),
+    128: Tiles(Tile(16, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3)),
+    256: Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3)),
 }
+_PADDED = Tiles(Tile(16, 32, 4, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 3))  # 80 and 96 are padded to 128
+_QUANTISED = {  # quants are converted in registers
+    64: Tiles(Tile(16, 32, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 8, 3)),
+    128: Tiles(Tile(16, 32, 4, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 3)),
+    256: Tiles(Tile(16, 16, 4, 3), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+}
+_BIASED = Tiles(Tile(16, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2))  # a second product, from float32
 _FLOAT32 = Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 2))  # tensor cores have no such products
 
 
@@ -152,8 +158,14 @@ def paged_attention(
         q = q.contiguous()
     batch = _Batch(q, torch.empty(q.shape, dtype=q.dtype, device=q.device), key_cache, value_cache, plan, window)
     factors = (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 0.0)
-    tiles = choose_tiles(q.shape[2], batch.group, q.dtype)
     biases = bias or KVBias()
+    tiles = choose_tiles(
+        q.shape[2],
+        batch.group,
+        q.dtype,
+        quantised=key_cache.dtype == torch.int8,
+        biased=biases.keys is not None and angles is not None,
+    )
     if plan.few:
         _attend_few(batch, tiles.invariant if plan.batch_invariant else tiles.few, factors, biases, angles)
     if plan.longer:
@@ -164,12 +176,19 @@ def paged_attention(
     return batch.out
 
 
-def choose_tiles(dim: int, group: int, dtype: torch.dtype) -> Tiles:
-    """Return the tiles for heads of `dim`, `group` of which share a kv head."""
+def choose_tiles(dim: int, group: int, dtype: torch.dtype, *, quantised: bool = False, biased: bool = False) -> Tiles:
+    """Return the tiles for heads of `dim`, `group` of which share a kv head; `biased`: keys lack a rotated bias."""
     width = max(64, triton.next_power_of_2(dim))
-    if (width, False) not in _TILES:
+    if width not in _TILES:
         raise ValueError(f"the GPU's attention takes heads of at most 256 dimensions, not {dim}")
-    tiles = _FLOAT32 if dtype == torch.float32 else _TILES[width, width == 128 and dim < 128]
+    if dtype == torch.float32:
+        tiles = _FLOAT32
+    elif biased:
+        tiles = _BIASED
+    elif quantised:
+        tiles = _QUANTISED[width]
+    else:
+        tiles = _PADDED if 64 < dim < 128 else _TILES[width]
     rows = triton.next_power_of_2(group)
     return Tiles(*(tile._replace(rows=max(tile.rows, rows)) for tile in tiles))
 
@@ -184,12 +203,14 @@ def configurations() -> Iterator[Configuration]:
     for dim in (64, 80, 96, 128, 256):
         yield _configuration(f"decode {dim}", dim, decode=True)
         yield _configuration(f"chunk {dim}", dim, decode=False)
-    for cache in (torch.int8, torch.float32):
-        name = str(cache).removeprefix("torch.")
-        yield _configuration(f"decode 128 {name}", 128, decode=True, cache=cache)
-        yield _configuration(f"chunk 128 {name}", 128, decode=False, cache=cache)
-    yield _configuration("decode 128 invariant", 128, decode=True, batch_invariant=True)
-    yield _configuration("chunk 128 invariant", 128, decode=False, batch_invariant=True)
+    for dim, cache in ((64, torch.int8), (128, torch.int8), (256, torch.int8), (128, torch.float32)):
+        name = f"{dim} {str(cache).removeprefix('torch.')}"
+        yield _configuration(f"decode {name}", dim, decode=True, cache=cache)
+        yield _configuration(f"chunk {name}", dim, decode=False, cache=cache)
+    for dim, dtype in ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.int8)):
+        name = f"{dim} {str(dtype).removeprefix('torch.')} invariant"
+        yield _configuration(f"decode {name}", dim, decode=True, cache=dtype, batch_invariant=True)
+        yield _configuration(f"chunk {name}", dim, decode=False, cache=dtype, batch_invariant=True)
     yield _configuration("decode 256 window softcap", 256, decode=True, window=4096, softcap=50.0)
     yield _configuration("chunk 256 window softcap", 256, decode=False, window=4096, softcap=50.0)
     yield _configuration("decode 128 int8 biases", 128, decode=True, cache=torch.int8, biased=True)
@@ -229,7 +250,7 @@ def _configuration(
         f"{rows} × {queries} queries, {context} positions, 32/8 heads of {dim}",
         bytes_moved=rows * context * layout.bytes_per_token + 2 * q.numel() * q.element_size(),
         flops=4 * pairs * 32 * dim,
-        wgmma=not decode,
+        wgmma=not decode and not biased and not (batch_invariant and dim == 256),
         wide_loads=True,
     )
 
@@ -365,6 +386,7 @@ def _launch(
         **{"BY_QUERY": False, "MERGE": False, **constants},
         WINDOWED=batch.window > 0,
         SOFTCAPPED=factors[1] > 0,
+        TURN_PRECISION="ieee" if INTERPRETED or q.dtype == torch.float32 else "bf16x3",
     )
 
 
@@ -452,6 +474,7 @@ def _attend(
     MERGE: tl.constexpr,  # add segments up in registers
     WINDOWED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
+    TURN_PRECISION: tl.constexpr,
 ):
     QUERIES: tl.constexpr = 1 if BY_QUERY else BLOCK_M // GROUP
     kv_head = tl.program_id(1)
@@ -578,7 +601,7 @@ def _attend(
         if ROTATED > 0:
             at = keys_at.to(tl.int64)[:, None] * ROTATED + turns[None, :]
             table = tl.load(angles + at, mask=readable[:, None] & used_turns[None, :], other=0.0)
-            scores += tl.dot(turned, tl.trans(table), input_precision="tf32x3")
+            scores += tl.dot(turned, tl.trans(table), input_precision=TURN_PRECISION)
         scores *= scale
         if SOFTCAPPED:
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0))  # tanh; 2 log2(e)

@@ -40,7 +40,7 @@ def rotate_and_store(
 ) -> Tensor:
     """Normalise and rotate queries and keys, store keys and values, and return the queries (T, Hq, D)."""
     kv_heads = key_cache.shape[1]
-    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     if cos_sin is not None:

@@ -123,7 +123,8 @@ def check(case: Case, reduced: int = 100, **options: Any) -> None:
 def test_agrees_with_the_reference(
     device: torch.device, rows: Rows, options: dict[str, Any], batch_invariant: bool
 ) -> None:
-    check(make_case(device, rows), batch_invariant=batch_invariant, **options)
+    shape = {"heads": 3, "kv_heads": 1} if rows == LONG else {}
+    check(make_case(device, rows, **shape), batch_invariant=batch_invariant, **options)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_shapes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float32])
 def test_caches_of_other_types(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    check(make_case(device, [*LONG[:3], *MIXED], dtype=dtype, cache_dtype=cache_dtype, block_size=8), 300)
+    check(make_case(device, [(600, 1), (0, 27), (4, 7)], dtype=dtype, cache_dtype=cache_dtype, block_size=8), 300)
 
 
 @pytest.mark.parametrize("rotated", [64, 40, 0])
