@@ -431,7 +431,13 @@ def _find_row(offsets, rows, tile, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["rows", "few", "segments", "window", "table_stride"])
+# Views into a step's buffer begin anywhere, and must not need another object for it.
+_ANYWHERE = ["offsets", "starts", "tables"]
+
+
+@triton.jit(
+    do_not_specialize=["rows", "few", "segments", "window", "table_stride"], do_not_specialize_on_alignment=_ANYWHERE
+)
 def _attend(
     q,
     out,
@@ -654,7 +660,7 @@ def _attend(
         tl.store(out + at, result.to(out.dtype.element_ty), mask=used[:, None] & used_dims[None, :])
 
 
-@triton.jit(do_not_specialize=["few", "segments", "window"])
+@triton.jit(do_not_specialize=["few", "segments", "window"], do_not_specialize_on_alignment=_ANYWHERE[:2])
 def _add_segments(
     out,
     parts,

@@ -1,4 +1,4 @@
-"""What fills the paged cache, in Triton: by the formulas of kernels/reference/cache.py.
+"""Kernels in Triton that fill the paged cache, by the formulas of kernels/reference/cache.py.
 
     write_kv            reads keys and values once, writes them once
     rotate_and_store    reads the product of queries, keys and values once, writes each of them once
@@ -253,7 +253,8 @@ def _store(
         tl.store(cache_scales + scale_at, scale, mask=mask)
 
 
-@triton.jit
+# Views into a step's buffer begin anywhere, and must not need another object for it.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _write_kv(
     keys,
     values,
@@ -310,7 +311,7 @@ def _normalise(x, scale, is_query, q_norm, k_norm, at, used, dtype):
     return (rounded * weight.to(tl.float32)).to(weight.dtype).to(dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["slot_mapping", "positions"])
 def _rotate_and_store(
     qkv,
     q,
@@ -387,7 +388,7 @@ def _rotate_and_store(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["sources", "destinations"])
 def _copy_blocks(storage, sources, destinations, blocks, words, BLOCK: tl.constexpr):
     pair = tl.program_id(0)
     part = tl.program_id(1).to(tl.int64)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu import attention
+from kernels.gpu.launch import record
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout, flat_slots, scales
 from kernels.reference import ops as reference
@@ -229,3 +230,45 @@ def test_bits_do_not_depend_on_the_batch(device: torch.device, window: int, monk
     for splits in (1, 2):
         monkeypatch.setattr(attention, "choose_splits", lambda *_, splits=splits: splits)
         assert torch.equal(case.row(0, 59, 1).run(**options), whole[59:60])
+
+
+@pytest.mark.parametrize(
+    ("context", "counts", "kernels"),
+    [
+        (256, [1, 1, 1], ["_attend"]),
+        (4096, [1, 1, 1], ["_attend", "_add_segments"]),
+        (4096, [300], ["_attend"]),
+        (4096, [1, 300, 1], ["_attend", "_add_segments", "_attend"]),
+    ],
+    ids=["one segment", "segments", "chunk", "both"],
+)
+def test_launches_without_a_wait(context: int, counts: list[int], kernels: list[str]) -> None:
+    """The meta device raises for an operation that would wait for a GPU."""
+    layout = KVLayout(1, 2, 64, 16, torch.int8)
+    keys, values = layout.views(layout.allocate(512, torch.device("meta")))[0]
+    tables = torch.empty(len(counts), context // 16, dtype=torch.int32, device="meta")
+    offsets = torch.tensor([0, *counts]).cumsum(0)
+    plan = attention.plan_attention(offsets, offsets[:-1] * 0, tables, block_size=16, num_kv_heads=2)
+    q = torch.empty(sum(counts), 6, 64, device="meta", dtype=torch.float16)
+    with record() as launches:
+        attention.paged_attention(q, keys, values, plan, scale=0.3)
+    assert [launch.kernel for launch in launches] == kernels
+
+
+def test_programs_that_share_segments() -> None:
+    """Enough for every multiprocessor, but no more than there are segments."""
+    assert attention.choose_splits(rows=1, kv_heads=8, segments=64, processors=132) == 64
+    assert attention.choose_splits(rows=64, kv_heads=8, segments=16, processors=132) == 5
+    assert attention.choose_splits(rows=1024, kv_heads=8, segments=16, processors=132) == 1
+
+
+def test_shapes_that_are_refused(device: torch.device) -> None:
+    case = make_case(device, MIXED)
+    with pytest.raises(ValueError, match="blocks of"):
+        attention.plan_attention(case.offsets, case.starts, case.tables, block_size=12, num_kv_heads=2)
+    with pytest.raises(ValueError, match="do not fit"):
+        case._replace(q=case.q[:, :5]).run()
+    with pytest.raises(ValueError, match="does not serve"):
+        case._replace(q=case.q.half(), keys=case.keys.bfloat16(), values=case.values.bfloat16()).run()
+    with pytest.raises(ValueError, match="at most 256"):
+        attention.choose_tiles(320, 1, torch.float16)

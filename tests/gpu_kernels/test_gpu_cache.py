@@ -1,4 +1,4 @@
-"""What fills the GPU's cache against the reference: the same cells get the same numbers, and no others are written."""
+"""The kernels that fill the GPU's cache write what the reference writes, to the same cells and no others."""
 
 import math
 from typing import Any
