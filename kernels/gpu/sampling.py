@@ -1,6 +1,6 @@
 """Penalties, the choice of tokens and their log-probabilities; formulas and rules stand in kernels/reference.
 
-    sample       tile_maxima ─▶ find_bounds (filters.py) ─▶ score_tiles ─▶ choose (gumbel.py)
+    sample       _tile_maxima ─▶ find_bounds (filters.py) ─▶ score_tiles ─▶ choose (gumbel.py)
     penalties    _count_tokens ─▶ _penalise
     logprobs     _scan_tiles ─▶ torch.topk of a few keys a tile ─▶ _finish_logprobs
 
@@ -11,7 +11,9 @@ The tokens are the reference's (gumbel.py and filters.py say how far), penalties
 row's log-probabilities depend on the row alone.
 """
 
-import numpy as np
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from kernels.gpu.filters import find_bounds
 from kernels.gpu.gumbel import choose, score_tiles
-from kernels.gpu.launch import launch
+from kernels.gpu.launch import Configuration, launch
 from kernels.gpu.sampling_parameters import load_token, pack
 from kernels.gpu.token_keys import LEAST, float_order, key_ids, key_values, make_keys
 from kernels.reference.sampling import GREEDY_BELOW
@@ -35,11 +37,12 @@ GROUP = 128
 CAPACITY = 4096
 """Tokens of a row among which top_k and top_p search, before they search the row itself."""
 
-LIST_BLOCK, ROW_BLOCK = 512, 2048
+LIST_BLOCK, ROW_BLOCK = 512, 1024
 """Tokens that `find_bounds` takes at a time, of its list and of a row: with more of a row it would spill registers."""
 
-MAX_SELECTED = 32
-"""Likeliest tokens that are selected one by one in each tile; for more of them, all tokens are sorted by torch.topk."""
+SELECTED = (0, 5, 20)
+"""How many of a tile's likeliest tokens are selected one by one for `logprobs`, the next that suffices for k: each is
+an object of its own. With a larger k all tokens go to torch.topk."""
 
 IN_PROMPT = tl.constexpr(1 << 30)
 LOGPROB_FLOOR = tl.constexpr(_LOGPROB_FLOOR)
@@ -53,7 +56,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     logits = _check_logits(logits)
     if len(metadata) and not 0 <= metadata.rows.min() <= metadata.rows.max() < len(logits):
         raise ValueError(f"no such row of logits: there are {len(logits)}")
-    is_random = metadata.temperature >= np.float32(GREEDY_BELOW)
+    is_random = metadata.temperature >= GREEDY_BELOW
     is_filtered = is_random & ((metadata.top_k > 0) | (metadata.top_p < 1))
     tokens, parameters = pack(metadata, logits.device)
     return sample_packed(logits, tokens, parameters, bool(is_random.any()), bool(is_filtered.any()))
@@ -208,14 +211,14 @@ def _penalise(
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log p(token) = x[token] - log Σ exp(x), the token's rank, and the k likeliest tokens with theirs.
 
-    Bytes moved: 4 V a row and 8 k a tile; 20 V if k is above `MAX_SELECTED`, besides what torch.topk moves.
+    Bytes moved: 4 V a row and 8 k a tile; 20 V if k is above 20, besides what torch.topk moves.
     """
     logits = _check_logits(logits)
     rows, vocab = logits.shape
     if tokens.shape != (rows,) or not 0 <= k <= vocab:
         raise ValueError(f"log-probabilities need a token a row, and k of {vocab} tokens")
     tokens, tiles = tokens.contiguous(), triton.cdiv(vocab, TILE)
-    selected = k if k <= MAX_SELECTED else TILE
+    selected = next((size for size in SELECTED if k <= size), TILE)
     keys = logits.new_empty((rows, tiles * selected), dtype=torch.int64)
     peaks, sums = (logits.new_empty((rows, tiles)) for _ in range(2))
     higher = logits.new_empty((rows, tiles), dtype=torch.int32)
@@ -322,3 +325,26 @@ def _check_logits(logits: Tensor) -> Tensor:
     if logits.dim() != 2 or logits.dtype != torch.float32 or not 0 < logits.shape[1] < 2**31:
         raise ValueError(f"logits must be (rows, vocabulary) float32, not {tuple(logits.shape)} {logits.dtype}")
     return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def configurations() -> Iterator[Configuration]:
+    """Yield the kernels for a vocabulary of Llama 3, whose rows are aligned, and of GPT-2, whose rows are not."""
+    for vocab in (128256, 50257):
+        rows = 64
+        x = torch.empty(rows, vocab, device="meta")
+        words = torch.empty(rows * 12, dtype=torch.int32, device="meta")
+        arguments = (x, words[: rows * 4], words[rows * 4 :])
+        size = x.numel() * 4
+        shape = f"{rows} rows of {vocab}"
+        yield Configuration(f"sample greedy {vocab}", partial(sample_packed, *arguments, False, False), shape, size)
+        yield Configuration(f"sample {vocab}", partial(sample_packed, *arguments, True, False), shape, 2 * size)
+        yield Configuration(f"sample filtered {vocab}", partial(sample_packed, *arguments, True, True), shape, 3 * size)
+        lengths, factors = words[:rows].long(), x[:, 0]
+        for dtype in (torch.int32, torch.int64):
+            tokens = torch.empty(rows, 1024, dtype=dtype, device="meta")
+            run = partial(penalties, x, tokens, lengths, lengths, factors, factors, factors)
+            name = str(dtype).removeprefix("torch.")
+            yield Configuration(f"penalties {vocab} {name}", run, shape, 4 * size + tokens.nbytes)
+        for k in SELECTED:
+            yield Configuration(f"logprobs {vocab} top {k}", partial(logprobs, x, lengths, k), shape, size)
+        yield Configuration(f"logprobs {vocab} top 50", partial(logprobs, x, lengths, 50), shape, 5 * size)

@@ -69,7 +69,7 @@ def assert_same_tokens(x: Tensor, device: torch.device, parameters: SamplingMeta
     return tokens.cpu()
 
 
-@pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (2, 1.0), (61, 0.5), (1025, 0.5), (1025, 5.0)])
+@pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (2, 1.0), (61, 0.5), (1025, 0.5), (1201, 5.0)])
 def test_tokens_are_the_reference_s(device: torch.device, vocab: int, spread: float) -> None:
     assert_same_tokens(normal(2 * len(PARAMETERS) if vocab > 2 else len(PARAMETERS), vocab, spread), device)
 
