@@ -26,7 +26,7 @@ from kernels.layout import scales
 from kernels.reference.elementwise import rotary
 
 _MAX_QUERIES = 256
-"""Queries in a piece. Longer rows are cut, which bounds the mask's size, and the first pieces then gather few blocks."""
+"""Queries in a piece. Longer rows are cut, which bounds the mask's size, and the first ones gather few blocks."""
 
 Angles = tuple[Tensor, Tensor]
 
