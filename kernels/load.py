@@ -1,6 +1,9 @@
 """Choice of a device's operations. A new device needs a folder like `kernels/reference`, and a case here."""
 
+import hashlib
 import logging
+from importlib.metadata import version as package_version
+from pathlib import Path
 
 import torch
 
@@ -43,3 +46,19 @@ def gpu() -> Ops:
     from kernels.gpu import ops as gpu_ops
 
     return gpu_ops
+
+
+def version(device: torch.device) -> str:
+    """Return a text that changes whenever the kernels for `device` may compute other bits."""
+    if device.type == "cpu":
+        return str(extension.load())
+    if not _has_gpu_kernels(device):
+        return "reference"
+    digest = hashlib.sha256()
+    for source in sorted((Path(__file__).parent / "gpu").glob("*.py")):
+        digest.update(source.read_bytes())
+    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}"
+
+
+def _has_gpu_kernels(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.load import gpu, ops, reference
+from kernels.load import gpu, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
@@ -67,6 +67,8 @@ def test_older_gpus_get_the_reference_and_a_line_in_the_log(
     capability: tuple[int, int], is_gpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with caplog.at_level(logging.WARNING):
         assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
     assert len(caplog.messages) == (not is_gpu)
+    assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
