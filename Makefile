@@ -13,7 +13,10 @@ KERNELS := $(VENV)/.kernels
 # The tests that need neither a service nor a model: under a minute on two cores.
 FAST := tests/core tests/simulation tests/scheduler tests/shared tests/text tests/docs
 
-.PHONY: help install serve test test-fast lint docs compose-test bench-peers
+# Triton decides at its import whether kernels are interpreted, so these have a process of their own.
+GPU_TESTS := tests/gpu_kernels
+
+.PHONY: help install serve test test-fast lint docs kernels compose-test bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
@@ -21,6 +24,7 @@ help:
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make test-fast  the tests that need neither a service nor a model: under a minute on two cores"
 	@echo "make lint     linters, types and import rules, without tests"
+	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
 	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load, take all down"
 	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
@@ -60,12 +64,16 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),,TRITON_INTERPRET=1 $(BIN)/python -m pytest $(GPU_TESTS))
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n 2 $(FAST) $(ARGS)
 
 docs: install
 	$(BIN)/python docs/generate.py
+
+kernels: install
+	$(BIN)/python -m kernels.gpu.build --arch 80 90 100 --table benchmarks/results/kernels.md $(ARGS)
 
 compose-test: install
 	$(BIN)/python deploy/compose_test.py

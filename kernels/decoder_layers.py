@@ -1,10 +1,11 @@
-"""A decoder's layers as values, for kernels that compute all of them in one call.
+"""A decoder's layers as values, for kernels that compute all of them in one call, or all experts of a mixture at once.
 
 A layer computes x + f(norm(x)) twice: f is attention, then a feed-forward block. Norms are root-mean-square norms
 without bias. With post norms, another norm follows f. Implementations read the fields by name: a new field must be
 added here and to the struct in csrc/decoder_layers.cpp.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,15 @@ class Projection(NamedTuple):
 
     weight: Any
     bias: Tensor | None
+
+
+class Expert(NamedTuple):
+    """An expert of a layer's mixture: down(activation(up(x)))."""
+
+    up: Projection  # gate and up, where the activation is gated
+    down: Projection
+    activation: str  # the operation's name
+    forward: Callable[[Tensor], Tensor]  # maps (N, H) to (N, H), every row by itself
 
 
 class LayerConfig(NamedTuple):

@@ -9,13 +9,13 @@ if the kernels mix types, unless noted otherwise. Results are new tensors, and i
 written.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.decoder_layers import DecoderLayer, LayerConfig
+from kernels.decoder_layers import DecoderLayer, Expert, LayerConfig
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout
 from kernels.quantized import QuantizedWeight
@@ -168,6 +168,13 @@ class Ops(Protocol):
     ) -> Tensor:
         """Return x Wᵀ + b, (T, out) of `x`'s type."""
 
+    def logits(
+        self,
+        x: Tensor,  # (N, in)
+        weight: Any,  # from `pack_linear`
+    ) -> Tensor:
+        """Return x Wᵀ, (N, out) float32."""
+
     def embedding(
         self,
         ids: Tensor,  # (T,) of any integer type
@@ -185,12 +192,19 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the weights (T, K) float32 and ids (T, K) int64 of each token's experts, largest weight first."""
 
+    def pack_experts(
+        self,
+        experts: Iterable[Expert],  # of one layer; taken one by one, so that none needs to be kept
+        count: int,  # how many there are
+    ) -> Any:
+        """Return a layer's experts as `mix_experts` takes them."""
+
     def mix_experts(
         self,
         x: Tensor,  # (T, H)
         topk_weights: Tensor,  # (T, K) float32
         topk_ids: Tensor,  # (T, K) int64
-        experts: Sequence[Callable[[Tensor], Tensor]],  # each maps (N, H) to (N, H), every row by itself
+        experts: Any,  # from `pack_experts`
     ) -> Tensor:
         """Return the weighted sum (T, H) of the outputs of each token's experts."""
 

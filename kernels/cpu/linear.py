@@ -65,6 +65,11 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     return y.to(x.dtype)
 
 
+def logits(x: Tensor, weight: Packed) -> Tensor:
+    """y = x Wᵀ in float32."""
+    return linear(x, weight).float()
+
+
 def embedding(ids: Tensor, table: Tensor | Packed) -> Tensor:
     """Return the table's rows in float32."""
     if isinstance(table, Tensor):

@@ -15,10 +15,10 @@ from kernels.cpu.elementwise import (
     rotary,
     silu_and_mul,
 )
-from kernels.cpu.linear import embedding, linear, pack_linear
+from kernels.cpu.linear import embedding, linear, logits, pack_linear
 from kernels.cpu.sampling import logprobs, penalties, sample
 from kernels.reference.cache import copy_blocks
 from kernels.reference.elementwise import add_layer_norm, layer_norm, relu
-from kernels.reference.experts import mix_experts, route
+from kernels.reference.experts import mix_experts, pack_experts, route
 
 mixes_types = True

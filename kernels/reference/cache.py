@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.layout import KVLayout, scales
+from kernels.reference.elementwise import rms_norm, rotary
 
 
 def kv_layout(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> KVLayout:
@@ -24,6 +25,29 @@ def write_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
             cache[blocks, :, offsets], scales(cache)[blocks, :, offsets] = _quantize(new)
         else:
             cache[blocks, :, offsets] = new
+
+
+def rotate_and_store(
+    qkv: Tensor,  # (T, Hq + 2 Hkv, D): the heads of queries, keys and values; any strides
+    key_cache: Tensor,  # (block, Hkv, slot, D), written
+    value_cache: Tensor,  # as `key_cache`
+    slot_mapping: Tensor,  # (T,) int64 flat indices, all different
+    *,
+    positions: Tensor | None = None,  # (T,) int32 or int64; needed for a rotation
+    cos_sin: tuple[Tensor, Tensor] | None = None,  # a rope's tables, both (P, R) float32; None: no rotation
+    norms: tuple[Tensor, Tensor] | None = None,  # weights (D,) of the norms of queries and keys; None: no norms
+    eps: float = 0.0,
+) -> Tensor:
+    """Normalise and rotate queries and keys, store keys and values, and return the queries (T, Hq, D)."""
+    kv_heads = key_cache.shape[1]
+    q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    if cos_sin is not None:
+        cos, sin = (table[positions] for table in cos_sin)
+        q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+    write_kv(k, v, key_cache, value_cache, slot_mapping)
+    return q.contiguous()
 
 
 def copy_blocks(storage: Tensor, sources: Tensor, destinations: Tensor) -> None:

@@ -1,15 +1,22 @@
 """Mixtures of experts: the choice of a token's experts, and the weighted sum of their outputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from kernels.decoder_layers import Expert
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Return the k largest of softmax(logits), divided by their sum if `renormalize`, and their experts."""
     weights, ids = torch.softmax(logits.float(), -1).topk(top_k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+
+
+def pack_experts(experts: Iterable[Expert], count: int) -> list[Callable[[Tensor], Tensor]]:
+    """Return the experts' functions."""
+    return [expert.forward for expert in experts]
 
 
 def mix_experts(

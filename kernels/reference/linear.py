@@ -16,6 +16,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """y = x Wᵀ, rounded to the type of `x` before it is widened to float32."""
+    return linear(x, weight).float()
+
+
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """y[t] = table[ids[t]]."""
     return table.index_select(0, ids)

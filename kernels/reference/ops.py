@@ -17,8 +17,8 @@ from kernels.reference.elementwise import (
     rotary,
     silu_and_mul,
 )
-from kernels.reference.experts import mix_experts, route
-from kernels.reference.linear import embedding, linear, pack_linear
+from kernels.reference.experts import mix_experts, pack_experts, route
+from kernels.reference.linear import embedding, linear, logits, pack_linear
 from kernels.reference.sampling import logprobs, penalties, sample
 
 mixes_types = False

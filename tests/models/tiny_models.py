@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from kernels.load import ops
+from kernels.ops import Ops
 from services.worker.batch import build_batch
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
@@ -18,6 +19,7 @@ from services.worker.sequence_states import SequenceStates
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 EPOCH = Epoch(boot_id="test", count=1)
+CPU = torch.device("cpu")
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 131,
@@ -112,10 +114,19 @@ def rewrite_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str
 class Forward:
     """Quire's decoder of a model folder, with a paged cache in which the test places each slot's blocks."""
 
-    def __init__(self, folder: Path, *, slots: int = 4, blocks: int = 64, block_size: int = 4, **config: Any) -> None:
-        device = torch.device("cpu")
-        self.ops = ops(device)
-        model = load_model(folder, WorkerConfig(**{"device": "cpu"} | config), device, self.ops)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int = 4,
+        blocks: int = 64,
+        block_size: int = 4,
+        device: torch.device = CPU,
+        operations: Ops | None = None,
+        **config: Any,
+    ) -> None:
+        self.ops = operations or ops(device)
+        model = load_model(folder, WorkerConfig(**{"device": device.type} | config), device, self.ops)
         self.decoder, self.precision, self.fingerprint = model.model, model.precision, model.fingerprint
         self.dtype = self.precision.kv_dtype
         shape = self.decoder.shape

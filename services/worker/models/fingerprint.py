@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu import extension
+from kernels.load import version
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.quantization_config import SETTINGS_FILES
 from services.worker.models.precision import Precision
@@ -26,10 +26,9 @@ def fingerprint(weights: str, precision: Precision, device: torch.device, *, cod
     digest = hashlib.sha256(weights.encode())
     # The number of threads is left out, since it does not change a row's bits.
     cuda = device.type == "cuda"
-    machine = (
-        torch.cuda.get_device_name(device) if cuda else f"{torch.backends.cpu.get_cpu_capability()} {extension.load()}"
-    )
-    digest.update(f"{tuple(precision)} {device.type} {machine} {torch.__version__}{code}".encode())
+    machine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    kernels = version(device)
+    digest.update(f"{tuple(precision)} {device.type} {machine} {kernels} {torch.__version__}{code}".encode())
     return digest.hexdigest()[:16]
 
 

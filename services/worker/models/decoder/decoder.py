@@ -76,7 +76,7 @@ class Decoder:
             hidden = self._final_norm(hidden)
         if self._project_out:
             hidden = self._project_out(hidden)
-        logits = self._ops.linear(hidden, self._head, None).float()
+        logits = self._ops.logits(hidden, self._head)
         cap = self.spec.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from kernels.decoder_layers import Expert
 from kernels.ops import Ops
 from services.worker.models.decoder.layers import Linear, Weights
 from services.worker.models.spec import Activation, DecoderSpec, Experts
@@ -20,15 +21,18 @@ class FeedForward:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._activation(self.up(x)))
 
+    def as_expert(self, activation: Activation) -> Expert:
+        """Return the block as a value; `activation` is its activation's name."""
+        return Expert(self.up.projection, self.down.projection, activation, self)
+
 
 class MixtureOfExperts:
     """The weighted sum of the feed-forward blocks that a router chooses for each token."""
 
     def __init__(self, weights: Weights, prefix: str, experts: Experts, spec: DecoderSpec, ops: Ops) -> None:
         self._router = Linear(weights, f"{prefix}router", ops)
-        self._experts = [
-            FeedForward(weights, f"{prefix}experts.{expert}.", spec, ops) for expert in range(experts.count)
-        ]
+        blocks = (FeedForward(weights, f"{prefix}experts.{expert}.", spec, ops) for expert in range(experts.count))
+        self._experts = ops.pack_experts((block.as_expert(spec.activation) for block in blocks), experts.count)
         self._top_k, self._renormalize, self._ops = experts.top_k, experts.renormalize, ops
 
     def __call__(self, x: Tensor) -> Tensor:

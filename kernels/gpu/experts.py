@@ -1,0 +1,202 @@
+"""Mixtures of experts: assignments are sorted by expert on the device, and no size is read on the host.
+
+Bytes moved, for N tokens of K experts each, of width H and inner width I: the weights of all experts in use, 3 I H
+elements each where the activation is gated, and some N K (4 H + 5 I) elements of activations.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.decoder_layers import Expert
+from kernels.gpu.elementwise import gelu_tanh_and_mul, silu_and_mul
+from kernels.gpu.launch import Configuration, launch
+from kernels.reference.elementwise import gelu_tanh, relu
+
+ACTIVATIONS = {
+    "silu_and_mul": silu_and_mul,
+    "gelu_tanh_and_mul": gelu_tanh_and_mul,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+}
+
+SUM_BLOCK = 1024
+ROWS, OUTPUTS, INPUTS = 16, 64, 64
+"""The tile of `grouped_linear`: one for all numbers of rows, so that a row's bits depend on it alone."""
+
+
+class StackedExperts(NamedTuple):
+    """The experts of a layer, side by side."""
+
+    up: Tensor  # (experts, I or 2 I, H)
+    down: Tensor  # (experts, H, I)
+    activation: str
+    numbers: Tensor  # (experts,) int64: 0, 1, ...
+
+
+def pack_experts(experts: Iterable[Expert], count: int) -> StackedExperts:
+    """Return `count` experts in one piece; each is copied as it comes, so one of them at a time is there twice."""
+    up = down = numbers = torch.empty(0)
+    activation = ""
+    for index, expert in enumerate(experts):
+        if expert.up.bias is not None or expert.down.bias is not None:
+            raise ValueError("experts with biases have no kernel")
+        if index == 0:
+            up, down = (weight.new_empty(count, *weight.shape) for weight in (expert.up.weight, expert.down.weight))
+            numbers, activation = torch.arange(count, device=up.device), expert.activation
+        up[index].copy_(expert.up.weight)
+        down[index].copy_(expert.down.weight)
+    return StackedExperts(up, down, activation, numbers)
+
+
+def mix_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: StackedExperts) -> Tensor:
+    """y[t] = Σ_k topk_weights[t, k] * experts[topk_ids[t, k]](x[t]), summed in float32 in the order of k."""
+    count, used = topk_ids.shape
+    if not count:
+        return torch.empty_like(x)
+    ids, order = topk_ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(ids, experts.numbers, right=True, out_int32=True)
+    rows = x.index_select(0, order // used)
+    inner = ACTIVATIONS[experts.activation](_grouped(rows, experts.up, ends))
+    parts = _grouped(inner, experts.down, ends)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    width = x.shape[1]
+    grid = count, triton.cdiv(width, SUM_BLOCK)
+    # Products are rounded before they are added, as the reference rounds them.
+    launch(
+        _weighted_sum,
+        grid,
+        parts,
+        topk_weights.contiguous(),
+        places,
+        y,
+        width,
+        enable_fp_fusion=False,
+        K=used,
+        BLOCK=SUM_BLOCK,
+    )
+    return y
+
+
+def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return x Wᵀ, (N, out), where the rows of expert e end before ends[e]."""
+    aligned = all(width * x.itemsize % 16 == 0 for width in weights.shape[1:])
+    if aligned and (x.dtype == torch.bfloat16 or x.device.type == "cpu"):
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    return grouped_linear(x, weights, ends)
+
+
+def grouped_linear(
+    x: Tensor,  # (N, in), contiguous
+    weights: Tensor,  # (experts, out, in), contiguous
+    ends: Tensor,  # (experts,) int32
+) -> Tensor:
+    """Return x Wᵀ, (N, out): for the types and widths that torch's product does not take.
+
+    Each expert's rows are cut into tiles; there are at most N / ROWS + experts, so the grid follows from shapes, and a
+    program finds its expert and its rows from `ends`.
+    """
+    experts, outputs, inputs = weights.shape
+    if not (x.is_contiguous() and weights.is_contiguous()):
+        raise ValueError("rows and weights must be contiguous")
+    y = x.new_empty(len(x), outputs)
+    grid = triton.cdiv(len(x), ROWS) + experts, triton.cdiv(outputs, OUTPUTS)
+    block = triton.next_power_of_2(experts)
+    launch(
+        _grouped_linear,
+        grid,
+        x,
+        weights,
+        ends,
+        y,
+        inputs,
+        outputs,
+        EXPERTS=experts,
+        EXPERT_BLOCK=block,
+        ROWS=ROWS,
+        OUTPUTS=OUTPUTS,
+        INPUTS=INPUTS,
+    )
+    return y
+
+
+@triton.jit
+def _grouped_linear(
+    x,
+    weights,
+    ends,
+    y,
+    inputs,
+    outputs,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    numbers = tl.arange(0, EXPERT_BLOCK)
+    last = tl.load(ends + numbers, mask=numbers < EXPERTS, other=0)
+    first = tl.load(ends + numbers - 1, mask=(numbers > 0) & (numbers < EXPERTS), other=0)
+    tiles = tl.where(numbers < EXPERTS, (last - first + ROWS - 1) // ROWS, 0)
+    tiles_before = tl.cumsum(tiles, 0) - tiles
+    mine = (tiles_before <= tile) & (tile < tiles_before + tiles)
+    if tl.sum(mine.to(tl.int32), 0) > 0:
+        expert = tl.sum(tl.where(mine, numbers, 0), 0).to(tl.int64)
+        start = tl.sum(tl.where(mine, first + (tile - tiles_before) * ROWS, 0), 0)
+        end = tl.sum(tl.where(mine, last, 0), 0)
+        row = start + tl.arange(0, ROWS)
+        output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        inside = (row < end)[:, None] & (output < outputs)[None, :]
+        left = x + row.to(tl.int64)[:, None] * inputs
+        right = weights + (expert * outputs + output)[None, :] * inputs
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for begin in range(0, inputs, INPUTS):
+            column = begin + tl.arange(0, INPUTS)
+            a = tl.load(left + column[None, :], mask=(row < end)[:, None] & (column < inputs)[None, :], other=0.0)
+            b = tl.load(
+                right + column[:, None], mask=(output < outputs)[None, :] & (column < inputs)[:, None], other=0.0
+            )
+            total = tl.dot(a, b, total, input_precision="ieee")
+        tl.store(y + row.to(tl.int64)[:, None] * outputs + output[None, :], total, mask=inside)
+
+
+@triton.jit
+def _weighted_sum(parts, topk_weights, places, y, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(K):
+        place = tl.load(places + token * K + k)
+        part = tl.load(parts + place * width + column, mask=inside, other=0.0).to(tl.float32)
+        total += part * tl.load(topk_weights + token * K + k)
+    tl.store(y + token * width + column, total, mask=inside)
+
+
+def configurations() -> Iterator[Configuration]:
+    """Yield the shapes of Mixtral 8x7B and Qwen3 30B-A3B, and the product for types that torch's does not take."""
+    for name, experts, used, width, inner in (("8 experts", 8, 2, 4096, 14336), ("128 experts", 128, 8, 2048, 768)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            new = partial(torch.empty, device="meta", dtype=dtype)
+            numbers = torch.empty(experts, dtype=torch.int64, device="meta")
+            stacked = StackedExperts(
+                new(experts, 2 * inner, width), new(experts, width, inner), "silu_and_mul", numbers
+            )
+            ids = torch.empty(64, used, dtype=torch.int64, device="meta")
+            weights = torch.empty(64, used, device="meta")
+            run = partial(mix_experts, new(64, width), weights, ids, stacked)
+            name_of_type = str(dtype).removeprefix("torch.")
+            if dtype == torch.bfloat16:  # its products are torch's, which the table does not have
+                yield Configuration(f"{name} {name_of_type}", run, "64 tokens")
+                continue
+            moved = (3 * experts * inner * width + 64 * used * (4 * width + 5 * inner)) * dtype.itemsize
+            flops = 64 * used * 6 * inner * width
+            yield Configuration(f"{name} {name_of_type}", run, "64 tokens", moved, flops)

@@ -1,0 +1,49 @@
+"""Where the GPU's kernels run: interpreted on CPU tensors, or under `-m gpu` compiled on a CUDA device.
+
+These tests need a pytest process of their own, because Triton decides between the two as it is imported.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set TRITON_INTERPRET before a test module imports the kernels."""
+    compiled = config.getoption("markexpr") == "gpu"
+    if os.environ.get("TRITON_INTERPRET") == ("0" if compiled else "1"):
+        return
+    if "triton" in sys.modules:
+        raise pytest.UsageError("triton is imported already: run tests/gpu_kernels in a process of its own")
+    os.environ["TRITON_INTERPRET"] = "0" if compiled else "1"
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # poisoned memory takes deterministic algorithms, see below
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that run on a device."""
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Return the device of the tensors that kernels are tested on."""
+    if os.environ["TRITON_INTERPRET"] == "1":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that a result that no kernel wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

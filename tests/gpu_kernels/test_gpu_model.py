@@ -1,0 +1,74 @@
+"""Whole models on the GPU's operations give transformers' logits, and the tokens of the reference's operations."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.load import gpu, ops, reference, version
+from kernels.ops import Ops
+from services.worker.config import WorkerConfig
+from services.worker.models.load import load_model
+from services.worker.runner import ModelRunner
+from services.worker.start import model_info
+from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
+from tests.models.family_variants import VARIANTS
+from tests.models.tiny_models import Forward, llama, reference_logits, save
+from tests.worker.runner_client import RunnerClient
+
+TOKENS = [[(7 + 31 * i) % 90 for i in range(21)], [(11 + 17 * i) % 90 for i in range(6)]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3, biases, window", "gemma2", "gpt2", "mixtral, window"])
+def test_logits_are_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
+    """A prompt in two chunks beside a neighbour that decodes: rows of 13, 8 and 1 tokens in blocks out of order."""
+    model = VARIANTS[family]()
+    forward = Forward(save(model, tmp_path), device=device, operations=gpu(), dtype="float32")
+    first, second = TOKENS
+    forward.enter(0, first, [9, 2, 30, 4, 11, 7])
+    forward.enter(3, second, [5, 1])
+    steps = [forward.step((0, 0, 13), (3, 0, 5)), forward.step((3, 5, 1), (0, 13, 8))]
+    ours = [torch.cat((steps[0][0], steps[1][1])), torch.cat((steps[0][1], steps[1][0]))]
+    for logits, tokens in zip(ours, TOKENS, strict=True):
+        torch.testing.assert_close(logits.cpu(), reference_logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_runner_samples_the_references_tokens(device: torch.device, tmp_path: Path) -> None:
+    """Prompts, decodes, a fork and a copied block, with every kind of sampling side by side."""
+    folder = save(llama(), tmp_path)
+    assert tokens_of(folder, device, gpu()) == tokens_of(folder, device, reference())
+
+
+def tokens_of(folder: Path, device: torch.device, operations: Ops) -> list[dict[int, list[int]]]:
+    config = WorkerConfig(model=str(folder), device=device.type, dtype="float32")
+    loaded = load_model(folder, config, device, operations)
+    client = RunnerClient(ModelRunner(loaded, model_info(loaded, config, folder), config, device, operations))
+    params = [
+        Sampling(max_tokens=9, seed=1, temperature=0.0, logprobs=2),
+        Sampling(max_tokens=9, seed=2, temperature=0.8, top_k=7, repetition_penalty=1.3),
+        Sampling(max_tokens=9, seed=3, temperature=1.2, top_p=0.8, min_p=0.01, presence_penalty=0.5),
+    ]
+    tables = [[9, 2, 30, 4, 11, 7], [5, 1], [20, 3, 8, 6, 12, 13]]
+    new = [
+        NewSequence(slot, pack_tokens(TOKENS[slot % 2]), len(TOKENS[slot % 2]), blocks, sampling, 0)
+        for slot, (blocks, sampling) in enumerate(zip(tables, params, strict=True))
+    ]
+    results = [client.run((0, 0, 21, 1), (1, 0, 6, 1), (2, 0, 21, 1), new=new, forks=[Fork(2, [(4, 1)])])]
+    copies = [(13, 14)]  # the last block that the fork shares
+    writes = [TableWrite(4, 5, [14])]
+    results.append(client.run((0, 21, 1, 1), (1, 6, 1, 1), (2, 21, 1, 1), (4, 21, 1, 1), writes=writes, copies=copies))
+    results.append(client.run((0, 22, 1, 1), (1, 7, 1, 1), (2, 22, 1, 1), (4, 22, 1, 1)))
+    return [{slot: row.tokens for slot, row in result.items()} for result in results]
+
+
+@pytest.mark.parametrize(("capability", "is_gpu"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), True)])
+def test_older_gpus_get_the_reference_and_a_line_in_the_log(
+    capability: tuple[int, int], is_gpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with caplog.at_level(logging.WARNING):
+        assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
+    assert len(caplog.messages) == (not is_gpu)
+    assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
