@@ -64,7 +64,7 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
-	$(if $(ARGS),,TRITON_INTERPRET=1 $(BIN)/python -m pytest $(GPU_TESTS))
+	$(if $(ARGS),,TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 $(GPU_TESTS))
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n 2 $(FAST) $(ARGS)

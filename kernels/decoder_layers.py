@@ -1,8 +1,8 @@
-"""A decoder's layers as values, for kernels that compute all of them in one call, or all experts of a mixture at once.
+"""A decoder's layers as values, for kernels that compute all layers in one call, or all experts of one layer.
 
 A layer computes x + f(norm(x)) twice: f is attention, then a feed-forward block. Norms are root-mean-square norms
-without bias. With post norms, another norm follows f. Implementations read the fields by name: a new field must be
-added here and to the struct in csrc/decoder_layers.cpp.
+without bias. With post norms, another norm follows f. The C++ code reads the fields by name: a new field must be
+added here and to the struct in kernels/cpu/csrc/decoder_layers.cpp.
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ class LayerConfig(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float
+    scale: float  # of attention scores
     softcap: float  # of attention scores; 0: none
-    eps: float
+    eps: float  # of the norms
     activation: str  # the operation's name
 
 
@@ -55,5 +55,5 @@ class DecoderLayer(NamedTuple):
     down: Projection
     mlp_post_norm: Tensor | None  # (H,)
     window: int  # positions that a query sees; 0: all
-    rope: int | None  # index of the layer's rope among the model's
-    kv_bias: KVBias = KVBias()
+    rope: int | None  # index into the model's ropes (rotary embeddings); None: no rotation
+    kv_bias: KVBias = KVBias()  # what the KV cache leaves out, and attention adds back

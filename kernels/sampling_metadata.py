@@ -14,14 +14,14 @@ Bools = npt.NDArray[np.bool_]
 class SamplingMetadata:
     """The sampling parameters of N tokens: arrays (N,) on the host, since they decide which operations run."""
 
-    rows: Ints  # of the logits from which the token is sampled
+    rows: Ints  # index of the row of logits from which each token is sampled
     temperature: Floats
     top_k: Ints  # 0: off
     top_p: Floats  # in (0, 1]
     min_p: Floats  # in [0, 1]
     seeds: Ints  # any 64 bits
     samples: Ints  # index of the sample among the request's
-    positions: Ints  # of the token in the output
+    positions: Ints  # output positions: index of the token after the prompt, from 0
 
     def subset(self, mask: Bools) -> "SamplingMetadata":
         return SamplingMetadata(*(getattr(self, field.name)[mask] for field in fields(self)))

@@ -1,8 +1,9 @@
 """`python -m kernels.gpu.build [--arch 80 90 100] [--table PATH]`: compile all kernels ahead, without a GPU.
 
-Objects go to TRITON_CACHE_DIR, where a worker of the same sources and the same Triton finds them, so that its start
-compiles nothing. The exit status is 1 if an object spills registers, needs more shared memory than a block may have,
-lacks what its configuration demands, or needs more than the table has recorded.
+Compiled kernels (*objects*) go to TRITON_CACHE_DIR, where a worker of the same sources and the same Triton finds them,
+so that its start compiles nothing. The exit status is 1 if an object spills registers, needs more shared memory than a
+block may have, lacks the instructions that its configuration demands, or needs more registers or shared memory than the
+table has recorded.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from kernels.gpu.objects import SHARED_OF_BLOCK, describe
 
 BYTES_A_SECOND = 4.8e12
 FLOPS_A_SECOND = 989e12
-"""An H200's memory, and its products of two-byte types."""
+"""What an H200 does at most: bytes to and from memory, and operations of matrix products of two-byte types."""
 
 
 class Built(NamedTuple):
@@ -97,7 +98,7 @@ def build(architecture: int, modules: Sequence[str] = ()) -> Built:
 
 
 def _configurations(modules: Sequence[str]) -> Iterator[tuple[str, Configuration]]:
-    """Yield those of all modules of this package, each with its module's name."""
+    """Yield the configurations of `modules` (of all, if it is empty), each with its module's name."""
     for info in pkgutil.iter_modules(kernels.gpu.__path__):
         if (modules and info.name not in modules) or info.name == "build":
             continue
@@ -108,10 +109,12 @@ def _configurations(modules: Sequence[str]) -> Iterator[tuple[str, Configuration
 
 
 def _rows(module: str, configuration: Configuration, launches: Sequence[Launch]) -> list[Row]:
-    """Return a row for each object of a configuration; the first has its shape, bytes and floor."""
+    """Return a row for each object of a configuration. The first row also has the configuration's shape, megabytes and
+    floor: the least time in microseconds that an H200 needs for it.
+    """
     moved, flops = configuration.bytes_moved, configuration.flops
     floor = max(moved / BYTES_A_SECOND, flops / FLOPS_A_SECOND) * 1e6
-    sums = [configuration.shape, f"{moved / 1e6:.3g}" if moved else "", f"{floor:.3g}" if floor else ""]
+    shape_cells = [configuration.shape, f"{moved / 1e6:.3g}" if moved else "", f"{floor:.3g}" if floor else ""]
     rows: dict[str, Row] = {}
     names: list[str] = []
     for launch in launches:
@@ -119,7 +122,7 @@ def _rows(module: str, configuration: Configuration, launches: Sequence[Launch])
             names.append(launch.kernel)
             number = names.count(launch.kernel)
             kernel = launch.kernel if number == 1 else f"{launch.kernel} ({number})"
-            cells = sums if not rows else ["", "", ""]
+            cells = shape_cells if not rows else ["", "", ""]
             rows[launch.compiled.hash] = Row(
                 module,
                 configuration.name,

@@ -5,8 +5,8 @@
     copy_blocks         reads and writes each copied block once
 
 A program has a token and some of its heads. The layout is `KVLayout`'s by default: a vector's dimensions lie side by
-side. A vector is rounded by its own largest number, so it depends on nothing but itself. A negative slot is padding:
-nothing is written for its token.
+side. An int8 cache stores each vector with a scale of its own, so what is stored depends on no other vector. A negative
+slot is padding: nothing is written for its token.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from kernels.gpu.launch import Configuration, launch
 from kernels.layout import KVLayout, scales
 
 _ELEMENTS = 2048
-"""Elements of the heads that a program takes, at most: 16 a thread."""
+"""The most elements that a program takes (whole heads, and at least one): 16 a thread."""
 
 _WORDS = 1024
 """Words of a block that a program copies."""
@@ -194,7 +194,7 @@ def _check(kv_heads: int, dim: int, key_cache: Tensor, value_cache: Tensor, slot
 
 
 def _block(heads: int, dim: int) -> tuple[int, int]:
-    """Return the dimensions and the heads that a program takes, by the width of a head alone."""
+    """Return the powers of two of dimensions and of heads that a program takes. They do not depend on the tokens."""
     block_d = triton.next_power_of_2(dim)
     return block_d, max(1, min(triton.next_power_of_2(heads), _ELEMENTS // block_d))
 
@@ -228,7 +228,7 @@ def _store(
     PAGE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store a token's vectors, as quants with scales if the cache has these."""
+    """Store a token's vectors: as quants and scales if there are `cache_scales`, else as floats."""
     dims = tl.arange(0, BLOCK_D)
     block = slot // PAGE
     offset = slot % PAGE
@@ -253,7 +253,7 @@ def _store(
         tl.store(cache_scales + scale_at, scale, mask=mask)
 
 
-# Views into a step's buffer begin anywhere, and must not need another object for it.
+# Tensors may be views into a step's buffer, with any alignment: one compiled object must serve all of them.
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _write_kv(
     keys,
@@ -300,9 +300,10 @@ def _write_kv(
 
 @triton.jit
 def _normalise(x, scale, is_query, q_norm, k_norm, at, used, dtype):
-    """Return x * scale * weight at the dimensions `at`, rounded as the reference rounds it, to the weight's type first.
+    """Return x * scale * weight at the dimensions `at`. As in the reference, x * scale is rounded to the weight's type
+    before it is multiplied by the weight.
 
-    The products of rounded numbers are in float32, which is exact for types of 16 bits until it is rounded.
+    The product is taken in float32, where it is exact for types of 16 bits, so it is rounded only once.
     """
     q_weight = tl.load(q_norm + at, mask=used, other=0.0)
     k_weight = tl.load(k_norm + at, mask=used, other=0.0)

@@ -160,8 +160,8 @@ def payload(target: Target, request: Request) -> dict[str, Any]:
         if target.chat
         else {"prompt": request.prompt, "max_tokens": request.output_len}
     )
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    return {"model": target.model, **fields, **usage, **target.body}
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": target.model, **fields, **streaming, **target.body}
 
 
 def error_message(body: bytes) -> str:
@@ -188,8 +188,8 @@ class Stream:
         self._lines = Lines()
         self._beginning = b""  # of the response, until an event has come
         self._has_events = False
-        self._last_piece = 0.0  # its time
-        self._finished = False
+        self._last_piece = 0.0  # time of the last piece; 0: none yet
+        self._finished = False  # a finish reason or [DONE] has come
         outcome.itls = []
 
     def feed(self, data: bytes, now: float) -> bool:

@@ -91,12 +91,12 @@ def _first_exchange(conversation: Any) -> Entry | None:
     If no turn has the assistant's role, the roles are unknown, and the first two turns are used.
     """
     turns = [turn for turn in _turns(conversation) if turn is None or turn.role != "system"]
-    named = any(turn is not None and turn.role == "assistant" for turn in turns)
-    pairs = itertools.pairwise(turns) if named else [turns[:2]] if len(turns) >= 2 else []
+    has_roles = any(turn is not None and turn.role == "assistant" for turn in turns)
+    pairs = itertools.pairwise(turns) if has_roles else [turns[:2]] if len(turns) >= 2 else []
     for question, answer in pairs:
         if question is None or answer is None:
             continue
-        if not named or (question.role, answer.role) == ("user", "assistant"):
+        if not has_roles or (question.role, answer.role) == ("user", "assistant"):
             return Entry(question.text, answer.text, None)
     return None
 

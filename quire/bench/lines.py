@@ -5,7 +5,7 @@ the pieces are.
 """
 
 MAX_LENGTH = 8 * 1024 * 1024
-"""Bytes of the longest line that is accepted."""
+"""The most bytes of an unfinished line that are kept."""
 
 
 class Lines:
@@ -18,7 +18,7 @@ class Lines:
         self._after_cr = False  # the last byte was a CR; a LF that comes next belongs to it
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that `data` completes, without line ends. Raise `ValueError` if one is too long."""
+        """Return the lines that `data` completes, without line ends. Raise `ValueError` if the rest is too long."""
         if not data:
             return []
         if self._after_cr and data.startswith(b"\n"):

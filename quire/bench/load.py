@@ -1,4 +1,4 @@
-"""Sends many requests, each at its arrival time or, if too many are running then, as soon as one ends."""
+"""Sends many requests: each at its arrival time, or later, when another ends, if the most allowed are running."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ async def run(
 ) -> Run:
     """Send each request at its time (seconds from now), at most `concurrency` at once. Call `on_done` after each."""
     slots = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
-    date, began = datetime.now(), time.perf_counter()
+    began, start = datetime.now(), time.perf_counter()
 
     async def send_one(request: Request, id: str, due: float) -> Outcome:
         async with slots:
@@ -54,11 +54,11 @@ async def run(
     tasks: list[asyncio.Task[Outcome]] = []
     async with asyncio.TaskGroup() as group:
         for index, (request, at) in enumerate(zip(requests, times, strict=True)):
-            if (wait := began + at - time.perf_counter()) > 0:
+            if (wait := start + at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            due = time.perf_counter()  # if this client is late, that is not the server's delay
+            due = time.perf_counter()  # not `start + at`: this client's own lateness is no queueing
             tasks.append(group.create_task(send_one(request, f"{prefix}{index}", due)))
-    return Run([task.result() for task in tasks], time.perf_counter() - began, date)
+    return Run([task.result() for task in tasks], time.perf_counter() - start, began)
 
 
 async def wait_until_ready(http: aiohttp.ClientSession, target: Target, request: Request, seconds: float) -> str:

@@ -54,8 +54,8 @@ class ConfigJson(Mapping[str, Any]):
     def field(self, name: str, expected: type[Scalar], default: Scalar | None = None) -> Scalar:
         """Return the field `name` as an `expected`, or `default` if it is absent or null.
 
-        Raise ModelError if there is no default either. For an absent field it is an UnsupportedByFamily, since
-        transformers may have a default.
+        Raise ModelError if there is no default either. If the field is absent, it is an UnsupportedByFamily,
+        since transformers may have a default.
         """
         value = self.nullable(name, expected, default)
         if value is None:
@@ -75,7 +75,7 @@ class ConfigJson(Mapping[str, Any]):
         return check_size(name, self.field(name, int, default), maximum)
 
     def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
-        """Return the field `name`, a positive number, or 0 if `zero` is set."""
+        """Return the field `name`, a positive number; with `zero`, 0 is accepted too."""
         value = self.field(name, float, default)
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             expected = "a number that is not negative" if zero else "a positive number"
@@ -91,7 +91,7 @@ class ConfigJson(Mapping[str, Any]):
         return meanings[word]
 
     def refuse(self, **unsupported: bool) -> None:
-        """Raise UnsupportedByFamily if one of these fields has this value. Absent and null are fine."""
+        """Raise UnsupportedByFamily if a field named here has the value given here. Absent and null are fine."""
         for name, value in unsupported.items():
             if self.get(name) is not None and self.field(name, bool) is value:
                 raise UnsupportedByFamily(f"config.json: {name} {str(value).lower()} is not supported")
