@@ -105,7 +105,7 @@ def plan_attention(
     max_queries: int | None = None,
     batch_invariant: bool = False,
 ) -> AttentionPlan:
-    """Return the rows with what is known of their lengths.
+    """Return the rows with what is known of their lengths. Only the reference needs `num_kv_heads`.
 
     Offsets and starts may be on the device already. Then nothing is known of them but `max_queries`, no row having
     more; a row without queries is padding, which costs a program and writes nothing.
@@ -177,7 +177,10 @@ def paged_attention(
 
 
 def choose_tiles(dim: int, group: int, dtype: torch.dtype, *, quantised: bool = False, biased: bool = False) -> Tiles:
-    """Return the tiles for heads of `dim`, `group` of which share a kv head; `biased`: keys lack a rotated bias."""
+    """Return the tiles for heads of `dim`, `group` of which share a kv head.
+
+    `biased`: keys are cached without a bias, which is rotated and added here.
+    """
     width = max(64, triton.next_power_of_2(dim))
     if width not in _TILES:
         raise ValueError(f"the GPU's attention takes heads of at most 256 dimensions, not {dim}")
@@ -431,7 +434,7 @@ def _find_row(offsets, rows, tile, QUERIES: tl.constexpr):
     return low
 
 
-# Views into a step's buffer begin anywhere, and must not need another object for it.
+# Tensors may be views into a step's buffer, with any alignment: Triton must not compile the kernel anew for one.
 _ANYWHERE = ["offsets", "starts", "tables"]
 
 

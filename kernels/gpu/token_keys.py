@@ -12,8 +12,10 @@ LEAST = tl.constexpr(-(2**63))
 """Less than the key of any token."""
 
 GREATEST = tl.constexpr(2**63 - 1)
+"""Greater than the key of any token."""
 
 LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite float32. A bound at its key leaves out tokens of -inf."""
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def serve(argv: Sequence[str]) -> int:
     parser = flag_parser(
         [ServeOptions], prog="quire bench serve", description="Measure an OpenAI-compatible server.", only_flags=True
     )
-    options = resolve(ServeOptions, vars(parser.parse_args(argv)), {})
+    options = resolve(ServeOptions, vars(parser.parse_args(argv)), environment={})
     from quire.bench.serve import run
 
     return run(options, os.environ)
@@ -61,7 +61,7 @@ def throughput(argv: Sequence[str]) -> int:
         only_flags=True,
     )
     flags = vars(parser.parse_args(argv))
-    return run(resolve(ThroughputOptions, flags, {}), engine_settings(flags))
+    return run(resolve(ThroughputOptions, flags, environment={}), engine_settings(flags))
 
 
 def latency(argv: Sequence[str]) -> int:
@@ -76,4 +76,4 @@ def latency(argv: Sequence[str]) -> int:
         only_flags=True,
     )
     flags = vars(parser.parse_args(argv))
-    return run(resolve(LatencyOptions, flags, {}), engine_settings(flags))
+    return run(resolve(LatencyOptions, flags, environment={}), engine_settings(flags))

@@ -1,6 +1,7 @@
 """Computes latencies and rates from the outcomes of requests, as `vllm bench serve` defines them. No I/O.
 
-- TTFT: from sending a request to its first piece. ITL: between two pieces; those of all requests are pooled.
+- TTFT: from sending a request to its first piece (a chunk with a token, see client.py). ITL: between two pieces, all
+  requests' together.
 - TPOT: (E2EL - TTFT) / (tokens - 1), of requests with more than one token.
 - E2EL: from sending to the last piece.
 - Goodput: requests per second that meet every goal. A request with a single token has a TPOT of 0 here.

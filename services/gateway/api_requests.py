@@ -98,7 +98,7 @@ def decode(body: bytes, request_type: type[RequestT], *, strict: bool = False) -
     Raise `InvalidRequest`, which names the wrong field if there is one. If `strict`, unknown fields are wrong too.
     """
     body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 allows parsers to ignore it
-    check_values(body)
+    check_values(body)  # not too many to decode
     try:
         fields = _RAW_FIELDS.decode(body)
         ignored = unknown_fields(fields, request_type.__struct_fields__)
@@ -159,7 +159,7 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
-    check_values(b",".join(_tool_call_arguments(request.messages)))  # JSON inside strings, decoded later
+    check_values(b",".join(_tool_call_arguments(request.messages)))  # nor in JSON inside strings
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
 

@@ -72,14 +72,14 @@ class _ChunkEncoder:
     """Encodes the chunks of a chat: first the role, then pieces of content, the last one with the finish reason."""
 
     def __init__(self, head: ResponseHead, logprobs: bool) -> None:
-        self.prefix = head.chunk_prefix
+        self.prefix = head.chunk_prefix  # a chunk's JSON up to its choices
         self._logprobs = logprobs
 
     def opening(self, index: int, generation: Generation) -> bytes:
         return _OPENING % index
 
     async def prepare(self, prompt_index: int, generation: Generation) -> None:
-        """Do nothing: a chat has no echo."""
+        """Do nothing: only an echo is made before the first chunk, and a chat has none."""
 
     def choice(self, index: int, generation: Generation, update: Update) -> bytes:
         sample = generation.text.samples[update.sample]

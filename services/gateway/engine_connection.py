@@ -115,7 +115,7 @@ class EngineConnection:
     def submit(
         self, tokens: "array[int]", sampling: Sampling, n: int, priority: int, samples_before: int = 0
     ) -> EngineRequest:
-        """Start a request."""
+        """Start a request. `samples_before` counts the samples of the same user's earlier `Submit`s."""
         request = EngineRequest(next(self._ids), n, self.name, self._send)
         self._requests[request.id] = request
         self._num_submitted += n

@@ -59,7 +59,7 @@ class Gateway(Struct, frozen=True):
         default_max_tokens: int | None,
         priority: int,
         arrived: float,
-        samples_before: int = 0,
+        samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits."""
@@ -97,6 +97,6 @@ class Gateway(Struct, frozen=True):
 GATEWAY = web.AppKey("gateway", Gateway)
 
 ROUTE_PATHS = web.AppKey("route paths", dict[str, str])
-"""Each route's path without --root-path, by its resource's canonical path, which may begin with it."""
+"""Each route's path without --root-path, by its full path: a route is served with and without --root-path."""
 
 REQUEST_ID = web.RequestKey("id", str)

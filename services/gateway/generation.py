@@ -43,7 +43,7 @@ class Generation:
             prompt.params,
             prompt.sampling.stop_token_ids,
             echo_length=None if prompt.echo is None else len(prompt.echo),
-            offsets=prompt.offsets,
+            offsets=prompt.offsets,  # where each token begins in the prompt's text, in characters
         )
         self.logprobs: list[list[LogprobEntry]] = [
             [] for _ in self.text.samples

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, its types, and the digests that identify it."""
+    """A model on its device, the types in which it computes and caches, and the digests that identify it."""
 
     model: CausalLM
     precision: Precision
@@ -85,12 +85,12 @@ def choose_device(requested: str) -> torch.device:
 
 
 def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> LoadedModel:
-    folder, by_name = read_supported(path, config.model_impl)
+    folder, named_implementation = read_supported(path, config.model_impl)
     files = None if config.load_format == "dummy" else WeightFiles(folder, config.load_format)
     if conflict := find_conflict(folder.config, folder.settings):
         logger.warning(conflict)
     dtype = files.main_dtype if files else torch.bfloat16
-    implementation, match = match_family(folder.config, by_name, config.model_impl, files)
+    implementation, match = match_family(folder.config, named_implementation, config.model_impl, files)
     if implementation.reason:
         line = "%s: %s is loaded by transformers' code instead of Quire's own"
         logger.warning(line, implementation.reason, implementation.architecture)
