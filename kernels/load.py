@@ -26,12 +26,9 @@ def ops(device: torch.device) -> Ops:
                 return cpu_ops
             return reference_ops
         case "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability >= MIN_CAPABILITY:
+            if _has_gpu_kernels(device):
                 return gpu()
-            logger.warning(
-                "GPUs of compute capability %d.%d have no kernels: plain torch operations serve", *capability
-            )
+            logger.warning("%s has no kernels: plain torch operations serve", torch.cuda.get_device_name(device))
             return reference_ops
     raise ValueError(f"no kernels for device {device.type!r}")
 

@@ -26,11 +26,11 @@ from kernels.gpu.objects import SHARED_OF_BLOCK, describe
 
 BYTES_A_SECOND = 4.8e12
 FLOPS_A_SECOND = 989e12
-"""What an H200 does at most: bytes to and from memory, and operations of matrix products of two-byte types."""
+"""Limits of an H200: its memory, and matrix products of two-byte types."""
 
 
 class Built(NamedTuple):
-    """What one architecture's process returns."""
+    """The result of the process of one architecture."""
 
     rows: list[Row]
     problems: list[str]

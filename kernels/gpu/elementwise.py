@@ -123,17 +123,23 @@ def norm_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
+@triton.jit
+def _load_row(x, residual, total, row, column, inside, x_stride, residual_stride, width: tl.constexpr):
+    """Return a row of `x` in float32. If there is a residual, it is added first, and the rounded sum is stored."""
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if residual is not None:
+        added = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row * width + column, values, mask=inside)
+    return values.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["eps"])
 def _rms_norm(x, residual, weight, y, total, x_stride, residual_stride, eps, width: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    if residual is not None:
-        added = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(y.dtype.element_ty)
-        tl.store(total + row * width + column, values, mask=inside)
-    wide = values.to(tl.float32)
+    wide = _load_row(x, residual, total, row, column, inside, x_stride, residual_stride, width)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     weights = tl.load(weight + column, mask=inside, other=0.0)
     normed = (wide * scale).to(weights.dtype).to(tl.float32) * weights.to(tl.float32)
@@ -147,12 +153,7 @@ def _layer_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    if residual is not None:
-        added = tl.load(residual + row * residual_stride + column, mask=inside, other=0.0)
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(y.dtype.element_ty)
-        tl.store(total + row * width + column, values, mask=inside)
-    wide = values.to(tl.float32)
+    wide = _load_row(x, residual, total, row, column, inside, x_stride, residual_stride, width)
     centred = tl.where(inside, wide - tl.sum(wide, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
     normed = centred * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
