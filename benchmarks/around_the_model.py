@@ -19,15 +19,17 @@ from services.worker import runner as running
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.sampler import Sampler
-from services.worker.sequence_states import SequenceStates
+from services.worker.sequence_states import SequenceStates, StateChanges
 from services.worker.start import start_runner
 
 CONTEXT = 192
 PARTS = (
-    (SequenceStates, "apply"),
+    (SequenceStates, "stage"),
+    (StateChanges, "apply"),
     (running, "build_batch"),
     (running, "prompt_logprobs"),
     (running, "build_sampling_batch"),
+    (Sampler, "stage"),
     (Sampler, "sample"),
     (SequenceStates, "store_tokens"),
     (running, "sampled_logprobs"),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.kv_bias import KVBias
 
 TILE = 64  # positions that the kernel processes at once; equal to TILE in csrc/attention.cpp
@@ -19,11 +20,10 @@ class AttentionPlan(NamedTuple):
     block_tables: Tensor  # (rows, M) int32, contiguous
 
 
-def plan_attention(
-    offsets: Tensor, starts: Tensor, block_tables: Tensor, *, block_size: int, num_kv_heads: int
-) -> AttentionPlan:
+def plan_attention(rows: BatchRows, block_tables: Tensor, *, block_size: int, num_kv_heads: int) -> AttentionPlan:
     """Return the rows, with the tables as the kernel reads them. It takes the sizes from the caches."""
-    return AttentionPlan(offsets, starts, block_tables.to(torch.int32).contiguous())
+    used = block_tables[rows.slots.long(), : -(-rows.lengths.max_length // block_size)]
+    return AttentionPlan(rows.offsets.long(), rows.starts.long(), used.to(torch.int32).contiguous())
 
 
 def paged_attention(

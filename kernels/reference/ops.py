@@ -19,7 +19,8 @@ from kernels.reference.elementwise import (
 )
 from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.linear import embedding, linear, logits, pack_linear
-from kernels.reference.sampling import logprobs, penalties, sample
+from kernels.reference.prepare import copy_segments, prepare_inputs
+from kernels.reference.sampling import logprobs, pack_metadata, penalties, sample
 
 mixes_types = False
 

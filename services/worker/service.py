@@ -197,7 +197,7 @@ class _Connection:
             logger.warning("ignored a plan of epoch %s", plan.epoch)
             return None
         try:
-            result = self._service.runner.execute(plan)
+            result = self._service.runner.launch(plan).result()
         except Exception:
             return self._send_fault(socket, plan.epoch, plan.step)
         socket.send(encode(result))

@@ -48,15 +48,14 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
         slot=0, tokens=tokens, prompt_len=count, blocks=list(range(blocks)), sampling=sampling, sample=0
     )
     allocated = _reset_peak(device)
-    runner.execute(
-        StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
-    )
+    plan = StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
+    runner.launch(plan).result()
     activations = _peak(device) - allocated
     prefill, decode = (
         min(
-            runner.execute(
-                StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)])
-            ).seconds
+            runner.launch(StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)]))
+            .result()
+            .seconds
             for _ in range(_REPEATS)
         )
         for start, size in ((0, count), (count - 1, 1))
