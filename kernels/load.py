@@ -2,6 +2,8 @@
 
 import hashlib
 import logging
+import sys
+from collections.abc import Callable
 from importlib.metadata import version as package_version
 from pathlib import Path
 
@@ -43,6 +45,14 @@ def gpu() -> Ops:
     from kernels.gpu import ops as gpu_ops
 
     return gpu_ops
+
+
+def report_compilations(report: Callable[[str], None]) -> None:
+    """Call `report` with a line for each GPU kernel that is compiled from now on: the step that needs it waits."""
+    if "kernels.gpu.launch" in sys.modules:  # else no GPU kernels are used
+        from kernels.gpu.launch import on_compile
+
+        on_compile(report)
 
 
 def version(device: torch.device) -> str:

@@ -5,6 +5,8 @@ worker's service and the offline `LLM` both `configure` it and then `launch` pla
 tunes the process.
 """
 
+import logging
+import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from kernels.batch_rows import BatchRows, RowLengths
 from kernels.layout import KVLayout
+from kernels.load import report_compilations
 from kernels.ops import Ops
 from services.worker.batch import Batch, build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
@@ -27,8 +30,10 @@ from services.worker.models.load import LoadedModel
 from services.worker.sampler import Sampler, StagedSampling, build_sampling_batch
 from services.worker.sequence_states import SequenceStates, StateChanges
 from services.worker.transfers import Section, StepBuffer
-from services.worker.warmup import warm_up
+from services.worker.warmup import kernel_plans, warm_up
 from shared.protocol import Configure, Epoch, ModelInfo, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ class ModelRunner:
         self._state = self._graphs = None  # frees the old memory before the new is taken
         self._state, self._sizes = self._allocate(message), sizes
         self._model.prepare_positions(self._state.sequences.max_length)
+        if self.device.type != "cpu":
+            self._compile_kernels(message)
         if self._capture:
             self._graphs = self._capture_graphs(self._state, self._capture, message.max_num_seqs)
 
@@ -139,6 +146,16 @@ class ModelRunner:
     def _layout(self, block_size: int) -> KVLayout:
         shape = self._model.shape
         return self._ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._kv_dtype)
+
+    def _compile_kernels(self, sizes: Configure) -> None:
+        """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
+        began = time.perf_counter()
+        for plan in kernel_plans(sizes, self._model.shape.vocab_size):
+            self.launch(plan)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            logger.info("launched all kernels once, in %.1f s", time.perf_counter() - began)
+        report_compilations(lambda kernel: logger.warning("compiled after the start: %s", kernel))
 
     @torch.inference_mode()
     def _capture_graphs(self, state: _EpochState, capture: Capture, max_num_seqs: int) -> DecodeGraphs:

@@ -62,6 +62,8 @@ class Section:
     @property
     def tensor(self) -> Tensor:
         """The array on the device, after `send`."""
+        if self._buffer.device.type == "cpu":
+            return torch.from_numpy(self.array)
         part = self._buffer.bytes[self.start : self.start + self.array.nbytes]
         return part.view(_DTYPES[self.array.dtype.str]).view(self.array.shape)
 
