@@ -494,6 +494,9 @@ def _attend(
     TURN_PRECISION: tl.constexpr,
 ):
     QUERIES: tl.constexpr = 1 if BY_QUERY else BLOCK_M // GROUP
+    # Weights and their sum are taken times this power of two: multiplied by a scale, weights of at most 1 would be too
+    # small for float16. The products stay below the largest value, since quants go up to 127 or 448.
+    EXPONENT: tl.constexpr = 0.0 if value_scales is None else 6.0 if value_cache.dtype.element_ty == tl.int8 else 8.0
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     if BY_QUERY:
@@ -629,7 +632,7 @@ def _attend(
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(scores - (finite - EXPONENT)[:, None])
         rescale = tl.exp2(largest - finite)
         largest = new_largest
         weight_sum = weight_sum * rescale + tl.sum(weights, 1)

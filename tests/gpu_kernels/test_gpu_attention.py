@@ -159,6 +159,16 @@ def test_caches_of_other_types(device: torch.device, dtype: torch.dtype, cache_d
     check(make_case(device, [(600, 1), (0, 27), (4, 7)], dtype=dtype, cache_dtype=cache_dtype, block_size=8), 300)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_small_scales_in_float16(device: torch.device, cache_dtype: torch.dtype, batch_invariant: bool) -> None:
+    """Most weights times the scale of a small value are below what float16 has."""
+    case = make_case(device, [(600, 1), (4, 7)], dtype=torch.float16, cache_dtype=cache_dtype)
+    scales(case.values).mul_(1e-3)
+    result = case.run(batch_invariant=batch_invariant)
+    assert_near(result * 1000, case.expected() * 1000, torch.float16)
+
+
 @pytest.mark.parametrize("rotated", [64, 40, 0])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
