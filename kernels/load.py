@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 """The oldest GPUs that the Triton kernels are compiled for: Ampere."""
 
+FP8_CAPABILITY = (8, 9)
+"""The oldest GPUs that convert from and to float8_e4m3fn: Ada and Hopper."""
+
 
 def ops(device: torch.device) -> Ops:
     """Return the operations for tensors on `device`. Raise ValueError if there are none for its type."""
@@ -43,6 +46,13 @@ def gpu() -> Ops:
     from kernels.gpu import ops as gpu_ops
 
     return gpu_ops
+
+
+def kv_cache_dtypes(ops: Ops, device: torch.device) -> frozenset[torch.dtype]:
+    """Return the types that a cache of `ops` may have on `device`, beside the model's own."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        return ops.kv_cache_dtypes - {torch.float8_e4m3fn}
+    return ops.kv_cache_dtypes
 
 
 def version(device: torch.device) -> str:

@@ -17,6 +17,7 @@ It reads each key and value of a row once a tile, and a table entry a page. Segm
 and read once: 3 % of a segment of 256 two-byte keys and values where four heads share them.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import INTERPRETED, Configuration, launch
 from kernels.kv_bias import KVBias
-from kernels.layout import KVLayout, scales
+from kernels.layout import KVLayout, has_scales, scales
 
 FEW = 4
 """Queries of a row up to which each is a tile of its own."""
@@ -37,6 +38,9 @@ SEGMENT = 256
 
 SEGMENTS = 64
 """Segments of a query at most, which bounds the memory of unfinished sums. A window may touch one more."""
+
+KV_CACHE_DTYPES = frozenset({torch.float32, torch.int8, torch.float8_e4m3fn})
+"""The types of caches that are read, beside the type of the queries."""
 
 PROGRAMS = 16
 """Programs a multiprocessor to aim at when segments are shared out: enough that rows of unequal length even out."""
@@ -163,7 +167,7 @@ def paged_attention(
         q.shape[2],
         batch.group,
         q.dtype,
-        quantised=key_cache.dtype == torch.int8,
+        quantised=has_scales(key_cache.dtype),
         biased=biases.keys is not None and angles is not None,
     )
     if plan.few:
@@ -206,18 +210,21 @@ def configurations() -> Iterator[Configuration]:
     for dim in (64, 80, 96, 128, 256):
         yield _configuration(f"decode {dim}", dim, decode=True)
         yield _configuration(f"chunk {dim}", dim, decode=False)
-    for dim, cache in ((64, torch.int8), (128, torch.int8), (256, torch.int8), (128, torch.float32)):
+    quants = itertools.product((64, 128, 256), (torch.int8, torch.float8_e4m3fn))
+    for dim, cache in (*quants, (128, torch.float32)):
         name = f"{dim} {str(cache).removeprefix('torch.')}"
         yield _configuration(f"decode {name}", dim, decode=True, cache=cache)
         yield _configuration(f"chunk {name}", dim, decode=False, cache=cache)
-    for dim, dtype in ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.int8)):
+    for dim, dtype in ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.int8), (128, torch.float8_e4m3fn)):
         name = f"{dim} {str(dtype).removeprefix('torch.')} invariant"
         yield _configuration(f"decode {name}", dim, decode=True, cache=dtype, batch_invariant=True)
         yield _configuration(f"chunk {name}", dim, decode=False, cache=dtype, batch_invariant=True)
     yield _configuration("decode 256 window softcap", 256, decode=True, window=4096, softcap=50.0)
     yield _configuration("chunk 256 window softcap", 256, decode=False, window=4096, softcap=50.0)
-    yield _configuration("decode 128 int8 biases", 128, decode=True, cache=torch.int8, biased=True)
-    yield _configuration("chunk 128 int8 biases", 128, decode=False, cache=torch.int8, biased=True)
+    for cache in (torch.int8, torch.float8_e4m3fn):
+        name = f"128 {str(cache).removeprefix('torch.')} biases"
+        yield _configuration(f"decode {name}", 128, decode=True, cache=cache, biased=True)
+        yield _configuration(f"chunk {name}", 128, decode=False, cache=cache, biased=True)
 
 
 def _configuration(
@@ -255,6 +262,7 @@ def _configuration(
         flops=4 * pairs * 32 * dim,
         wgmma=not decode and not biased and not (batch_invariant and dim == 256),
         wide_loads=True,
+        oldest=89 if cache == torch.float8_e4m3fn else 80,
     )
 
 
@@ -294,7 +302,7 @@ def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPla
         raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(key_cache.shape)}")
     if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1:
         raise ValueError("the GPU's attention reads keys and values of one layout, with the dimension last")
-    if key_cache.dtype not in (q.dtype, torch.float32, torch.int8) or value_cache.dtype != key_cache.dtype:
+    if key_cache.dtype not in (q.dtype, *KV_CACHE_DTYPES) or value_cache.dtype != key_cache.dtype:
         raise ValueError(f"a cache of {key_cache.dtype} does not serve queries of {q.dtype}")
 
 
@@ -345,7 +353,7 @@ def _launch(
     **constants: Any,
 ) -> None:
     q, plan, dim = batch.q, batch.plan, batch.q.shape[2]
-    quantised = batch.key_cache.dtype == torch.int8
+    quantised = has_scales(batch.key_cache.dtype)
     key_scales = scales(batch.key_cache) if quantised else None
     value_scales = scales(batch.value_cache) if quantised else None
     rotated = 0 if angles is None or biases.keys is None else angles.shape[1]
@@ -486,6 +494,9 @@ def _attend(
     TURN_PRECISION: tl.constexpr,
 ):
     QUERIES: tl.constexpr = 1 if BY_QUERY else BLOCK_M // GROUP
+    # Weights and their sum are taken times this power of two: multiplied by a scale, weights of at most 1 would be too
+    # small for float16. The products stay below the largest value, since quants go up to 127 or 448.
+    EXPONENT: tl.constexpr = 0.0 if value_scales is None else 6.0 if value_cache.dtype.element_ty == tl.int8 else 8.0
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     if BY_QUERY:
@@ -600,7 +611,7 @@ def _attend(
         if DIM == BLOCK_D:
             keys = tl.load(key_cache + vectors)
         else:
-            keys = tl.load(key_cache + vectors, mask=used_dims[None, :], other=0)
+            keys = tl.load(key_cache + vectors, mask=used_dims[None, :], other=0.0)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if key_scales is not None:
             scale_at = blocks * scale_block_stride + slots
@@ -621,12 +632,12 @@ def _attend(
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(scores - (finite - EXPONENT)[:, None])
         rescale = tl.exp2(largest - finite)
         largest = new_largest
         weight_sum = weight_sum * rescale + tl.sum(weights, 1)
         # A weight of 0 does not hide a NaN where nothing was written yet, so values are masked.
-        values = tl.load(value_cache + vectors, mask=readable[:, None] & used_dims[None, :], other=0)
+        values = tl.load(value_cache + vectors, mask=readable[:, None] & used_dims[None, :], other=0.0)
         if value_scales is not None:
             weights *= tl.load(value_scales + scale_at, mask=readable, other=0.0)[None, :]
         acc = tl.dot(

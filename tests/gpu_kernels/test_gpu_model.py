@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.load import gpu, ops, reference, version
+from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from services.worker.runner import ModelRunner
 from services.worker.start import model_info
 from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
-from tests.models.family_variants import VARIANTS
+from tests.models.family_variants import VARIANTS, qwen2
+from tests.models.test_model_kv_bias import with_biases
 from tests.models.tiny_models import Forward, llama, reference_logits, save
 from tests.worker.runner_client import RunnerClient
 
@@ -32,6 +33,28 @@ def test_logits_are_transformers(family: str, device: torch.device, tmp_path: Pa
     ours = [torch.cat((steps[0][0], steps[1][1])), torch.cat((steps[0][1], steps[1][0]))]
     for logits, tokens in zip(ours, TOKENS, strict=True):
         torch.testing.assert_close(logits.cpu(), reference_logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_cache_dtype", "bound"),
+    [
+        ("llama", "float32", "fp8", 0.25),
+        ("qwen2, large biases", "float32", "fp8", 0.25),
+        ("qwen2, large biases", "float32", "int8", 0.1),
+        ("llama", "float16", "float32", 0.02),
+    ],
+)
+def test_caches_of_other_types_give_nearly_transformers_logits(
+    family: str, dtype: str, kv_cache_dtype: str, bound: float, device: torch.device, tmp_path: Path
+) -> None:
+    """With eight bits, a step is larger than the differences between tokens if large biases go into the cache."""
+    model = with_biases(qwen2(), "k_proj", 300) if family.startswith("qwen2") else VARIANTS[family]()
+    folder, tokens = save(model, tmp_path), TOKENS[0]
+    forward = Forward(folder, device=device, operations=gpu(), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    forward.enter(0, tokens, [9, 2, 30, 4, 11, 7])
+    logits = torch.cat([forward.step((0, start, count))[0] for start, count in ((0, 13), (13, 8))])
+    expected = reference_logits(model, tokens)
+    assert 1e-4 < (logits.cpu() - expected).norm() / expected.norm() < bound
 
 
 def test_a_runner_samples_the_references_tokens(device: torch.device, tmp_path: Path) -> None:
@@ -72,3 +95,13 @@ def test_older_gpus_get_the_reference_and_a_line_in_the_log(
         assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
     assert len(caplog.messages) == (not is_gpu)
     assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_before_ada_takes_no_float8(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    types = kv_cache_dtypes(gpu(), torch.device("cuda"))
+    assert (torch.float8_e4m3fn in types) is taken
+    assert types | {torch.float8_e4m3fn} == gpu().kv_cache_dtypes

@@ -69,6 +69,7 @@ def test_what_is_renamed_has_its_effect() -> None:
     assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
     assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
     assert parse("--max-logprobs 5")[0].gateway.max_logprobs == 5
+    assert parse("--kv-cache-dtype fp8_per_token_head")[0].worker.kv_cache_dtype == "fp8"
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.load import kv_cache_dtypes
 from kernels.ops import Ops
 from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily
 from services.worker.checkpoint.errors import name_folder_in_errors
@@ -105,8 +106,14 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
-    precision = choose_precision(config, device, source, mixes_types=ops.mixes_types)
-    if reason := why_dequantized(config, source, mixes_types=ops.mixes_types):
+    precision = choose_precision(
+        config,
+        device,
+        source,
+        kv_cache_dtypes=kv_cache_dtypes(ops, device),
+        quantized_weights=ops.quantized_weights,
+    )
+    if reason := why_dequantized(config, device, source, quantized_weights=ops.quantized_weights):
         logger.warning(
             "the checkpoint's quantised weights are dequantised: to compute with them as they are needs %s", reason
         )
