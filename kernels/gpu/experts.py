@@ -55,16 +55,22 @@ def pack_experts(experts: Iterable[Expert], count: int) -> StackedExperts:
     return StackedExperts(up, down, activation, numbers)
 
 
-def mix_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: StackedExperts) -> Tensor:
-    """y[t] = Σ_k topk_weights[t, k] * experts[topk_ids[t, k]](x[t]), summed in float32 in the order of k."""
+def mix_experts(
+    x: Tensor, topk_weights: Tensor, topk_ids: Tensor, experts: StackedExperts, *, batch_invariant: bool = False
+) -> Tensor:
+    """y[t] = Σ_k topk_weights[t, k] * experts[topk_ids[t, k]](x[t]), summed in float32 in the order of k.
+
+    With `batch_invariant`, all products are `grouped_linear`'s.
+    """
     count, used = topk_ids.shape
     if not count:
         return torch.empty_like(x)
     ids, order = topk_ids.flatten().sort(stable=True)
     ends = torch.searchsorted(ids, experts.numbers, right=True, out_int32=True)
     rows = x.index_select(0, order // used)
-    inner = ACTIVATIONS[experts.activation](_grouped(rows, experts.up, ends))
-    parts = _grouped(inner, experts.down, ends)
+    multiply = grouped_linear if batch_invariant else _grouped
+    inner = ACTIVATIONS[experts.activation](multiply(rows, experts.up, ends))
+    parts = multiply(inner, experts.down, ends)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = x.shape[1]
