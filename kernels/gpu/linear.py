@@ -190,9 +190,10 @@ def _add_parts(parts, bias, y, size, outputs, segments, BLOCK: tl.constexpr):
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
     at = tl.program_id(0).to(tl.int64) * outputs + output
+    part = parts + at
     total = tl.zeros((BLOCK,), tl.float32)
-    for segment in tl.range(segments, loop_unroll_factor=4):
-        total += tl.load(parts + segment.to(tl.int64) * size + at, mask=inside, other=0.0)
+    for segment in tl.range(segments, loop_unroll_factor=4):  # so that the next loads do not wait for the sum
+        total += tl.load(part + segment * size, mask=inside, other=0.0)
     if bias is not None:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)

@@ -57,7 +57,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Make a token's bits on a GPU depend on its own sequence alone, not on other requests, chunks "
-            "or preemptions; it costs speed. On a CPU they always do, and this changes nothing. Needs a family of "
+            "or preemptions; it costs speed. On a CPU with the compiled kernels they always do. Needs a family of "
             "Quire's own."
         ),
     ] = False
