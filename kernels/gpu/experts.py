@@ -104,7 +104,8 @@ def grouped_linear(
     weights: Tensor,  # (experts, out, in), contiguous
     ends: Tensor,  # (experts,) int32
 ) -> Tensor:
-    """Return x Wᵀ, (N, out): for the types and widths that torch's product does not take.
+    """Return x Wᵀ, (N, out): for the types and widths that torch's product does not take, and for bits that do not
+    depend on the batch.
 
     Each expert's rows are cut into tiles; there are at most N / ROWS + experts, so the grid follows from shapes, and a
     program finds its expert and its rows from `ends`.

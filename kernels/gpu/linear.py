@@ -40,7 +40,7 @@ PROGRAMS = 256
 GROUP = 8
 """Tiles of rows that are computed side by side, so that they find the weight's tiles in the L2 cache."""
 
-SUM_BLOCK = 1024
+SUM_BLOCK = 512
 
 
 class Tile(NamedTuple):
@@ -100,24 +100,30 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
         raise ValueError(f"rows {tuple(x.shape)} {x.dtype} do not fit a weight {tuple(weight.shape)} {weight.dtype}")
     if x.stride(1) != 1 or x.data_ptr() % 16:  # rows must not be read in another way because others come before them
         x = x.clone(memory_format=torch.contiguous_format)
+    if bias is not None:
+        bias = bias.expand(outputs).contiguous()
     y = torch.empty(len(x), outputs, dtype=dtype, device=x.device)
     tile = _FLOAT32_TILE if x.dtype == torch.float32 else _TILE
     length, segments = choose_segments(outputs, inputs, tile)
     tiles = triton.cdiv(len(x), tile.rows) * triton.cdiv(outputs, tile.outputs)
     split = segments > 1 and should_split(tiles, processors(x.device))
-    parts = torch.empty(segments, *y.shape, dtype=torch.float32, device=x.device) if split else None
+    sums, stride = y, 0
+    if split:
+        stride = triton.cdiv(y.numel(), 16) * 16  # strides of another alignment would need another object
+        sums = torch.empty(segments * stride, dtype=torch.float32, device=x.device)
     launch(
         _multiply,
         (tiles, segments if split else 1),
         x,
         weight,
         None if split else bias,
-        y if parts is None else parts,
+        sums,
         len(x),
         outputs,
         inputs,
         x.stride(0),
         length,
+        stride,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         ADD_UP=segments > 1 and not split,
@@ -126,9 +132,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
         INPUTS=tile.inputs,
         GROUP=GROUP,
     )
-    if parts is not None:
+    if split:
         grid = len(x), triton.cdiv(outputs, SUM_BLOCK)
-        launch(_add_parts, grid, parts, bias, y, y.numel(), outputs, segments, BLOCK=SUM_BLOCK)
+        launch(_add_segments, grid, sums, bias, y, stride, outputs, segments, BLOCK=SUM_BLOCK)
     return y
 
 
@@ -137,12 +143,13 @@ def _multiply(
     x,
     weight,
     bias,
-    y,  # (segments, rows, outputs): the sums of segments; (rows, outputs) if there is one segment, or with `ADD_UP`
+    y,  # (rows, outputs), or as many for each segment, which are its sums
     rows,
     outputs,
     inputs,
     x_stride,
     length,  # of a segment
+    segment_stride,  # in `y`
     ADD_UP: tl.constexpr,  # a program computes all segments of its tile
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -180,20 +187,21 @@ def _multiply(
     result = total if ADD_UP else acc
     if bias is not None:
         result += tl.load(bias + output, mask=used_outputs, other=0.0).to(tl.float32)[None, :]
-    at = (segment.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
+    y += segment.to(tl.int64) * segment_stride
+    at = row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(y + at, result.to(y.dtype.element_ty), mask=used_rows[:, None] & used_outputs[None, :])
 
 
 @triton.jit(do_not_specialize=["segments"])
-def _add_parts(parts, bias, y, size, outputs, segments, BLOCK: tl.constexpr):
-    """Add up the segments of a row's outputs, from left to right. `size` is that of all outputs of all rows."""
+def _add_segments(sums, bias, y, segment_stride, outputs, segments, BLOCK: tl.constexpr):
+    """Add up the segments of a row's outputs, from left to right."""
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
     at = tl.program_id(0).to(tl.int64) * outputs + output
-    part = parts + at
+    sums += at
     total = tl.zeros((BLOCK,), tl.float32)
     for segment in tl.range(segments, loop_unroll_factor=4):  # so that the next loads do not wait for the sum
-        total += tl.load(part + segment * size, mask=inside, other=0.0)
+        total += tl.load(sums + segment * segment_stride, mask=inside, other=0.0)
     if bias is not None:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=inside)

@@ -9,9 +9,12 @@ import torch
 from kernels.load import gpu, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
+from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
+from services.worker.models.precision import Precision
 from services.worker.runner import ModelRunner
-from services.worker.start import model_info
+from services.worker.start import choose_ops, model_info
+from shared.errors import ConfigError
 from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
 from tests.models.family_variants import VARIANTS
 from tests.models.tiny_models import Forward, llama, reference_logits, save
@@ -72,3 +75,16 @@ def test_older_gpus_get_the_reference_and_a_line_in_the_log(
         assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
     assert len(caplog.messages) == (not is_gpu)
     assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
+
+
+def test_batch_invariance_needs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older GPU's products are the vendor's. Elsewhere the mode is part of the fingerprint, since bits differ."""
+    cuda, config = torch.device("cuda"), WorkerConfig(batch_invariant=True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="--batch-invariant needs a GPU from Ampere on, not Some GPU"):
+        choose_ops(cuda, config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_ops(cuda, config) is gpu(batch_invariant=True) is not gpu()
+    float32 = Precision(torch.float32, None, torch.float32)
+    assert len({fingerprint("", float32, cuda, batch_invariant=mode) for mode in (False, True)}) == 2
