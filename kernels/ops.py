@@ -83,6 +83,24 @@ class Ops(Protocol):
     ) -> None:
         """Store keys and values in the caches, quantised if those are int8."""
 
+    def rotate_and_store(
+        self,
+        qkv: Tensor,  # (T, Hq + 2 Hkv, D): the heads of queries, keys and values; any strides
+        key_cache: Tensor,  # (block, Hkv, slot, D), written
+        value_cache: Tensor,  # (block, Hkv, slot, D), written
+        slot_mapping: Tensor,  # as in `write_kv`
+        *,
+        positions: Tensor,  # (T,) int64, below P
+        cos_sin: tuple[Tensor, Tensor] | None = None,  # (P, R) float32, R ≤ D, both halves equal; None: no rotation
+        norms: tuple[Tensor, Tensor] | None = None,  # weights (D,) of the norms of queries and keys; None: no norms
+        eps: float = 0.0,  # of the norms
+    ) -> Tensor:
+        """Store keys and values as `write_kv` does, and return the queries (T, Hq, D), of any strides.
+
+        Queries and keys are first normalised as by `rms_norm`, head by head; then the first R dimensions of each head
+        are rotated by its token's angles.
+        """
+
     def copy_blocks(
         self,
         storage: Tensor,  # (layer, 2, block, ...), written
@@ -143,14 +161,6 @@ class Ops(Protocol):
 
     def relu(self, x: Tensor) -> Tensor:
         """Return relu(x), of any shape."""
-
-    def rotary(
-        self,
-        x: Tensor,  # (T, heads, D), any strides
-        cos: Tensor,  # (T, R) float32 at each token's position, R ≤ D, both halves equal
-        sin: Tensor,  # as `cos`
-    ) -> Tensor:
-        """Return the heads (T, heads, D) with their first R dimensions rotated, contiguous and of `x`'s type."""
 
     # linear
 
@@ -213,9 +223,9 @@ class Ops(Protocol):
     def fuse_layers(self, config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
         """Return all layers of a decoder as one operation, or None if the device has none for these layers.
 
-        It takes embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, cosines and sines
-        (T, R) of each rope, and the packed angles of each rope (none if no layer has a `kv_bias` of keys). It returns
-        hidden states (T, H).
+        It takes embeddings (T, H), each layer's caches, the slot mapping (T,), the batch's plan, positions (T,) int64,
+        cosines and sines (P, R) of each rope, and the packed angles of each rope (none if no layer has a `kv_bias` of
+        keys). It returns hidden states (T, H).
         """
 
     # sampling

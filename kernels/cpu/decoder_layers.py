@@ -17,7 +17,7 @@ ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
 PANEL = 32  # outputs of a panel; in a feed-forward block, they are one group of inputs of the second GEMM
 
 Caches = Sequence[tuple[Tensor, Tensor]]
-Rotations = Sequence[tuple[Tensor, Tensor]]
+Tables = Sequence[tuple[Tensor, Tensor]]
 
 
 def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable[..., Tensor] | None:
@@ -33,11 +33,13 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
         caches: Caches,
         slot_mapping: Tensor,
         plan: AttentionPlan,
-        rotations: Rotations,
+        positions: Tensor,
+        tables: Tables,
         angles: Sequence[Tensor] = (),
     ) -> Tensor:
         keys, values = zip(*caches, strict=True)
-        cosines, sines = [cos for cos, _ in rotations], [sin for _, sin in rotations]
+        cosines = [cos.index_select(0, positions) for cos, _ in tables]
+        sines = [sin.index_select(0, positions) for _, sin in tables]
         hidden: Tensor = fused.forward(x, keys, values, slot_mapping, *plan, cosines, sines, list(angles))
         return hidden
 

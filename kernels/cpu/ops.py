@@ -4,7 +4,7 @@ Operations that would not be faster in C++ are the reference's.
 """
 
 from kernels.cpu.attention import pack_angles, paged_attention, plan_attention
-from kernels.cpu.cache import kv_layout, write_kv
+from kernels.cpu.cache import kv_layout, rotate_and_store, write_kv
 from kernels.cpu.decoder_layers import fuse_layers
 from kernels.cpu.elementwise import (
     add_rms_norm,
@@ -12,7 +12,6 @@ from kernels.cpu.elementwise import (
     gelu_tanh_and_mul,
     pack_vector,
     rms_norm,
-    rotary,
     silu_and_mul,
 )
 from kernels.cpu.linear import embedding, linear, logits, pack_linear

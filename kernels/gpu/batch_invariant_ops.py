@@ -8,7 +8,7 @@ from functools import partial
 
 from kernels.gpu import attention, experts
 from kernels.gpu.attention import pack_angles, paged_attention
-from kernels.gpu.cache import copy_blocks, kv_layout, write_kv
+from kernels.gpu.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
 from kernels.gpu.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -22,7 +22,7 @@ from kernels.gpu.linear import linear_batch_invariant as linear
 from kernels.gpu.linear import logits_batch_invariant as logits
 from kernels.gpu.linear import pack_linear_batch_invariant as pack_linear
 from kernels.gpu.sampling import logprobs, penalties, sample
-from kernels.reference.elementwise import gelu_tanh, pack_vector, relu, rotary
+from kernels.reference.elementwise import gelu_tanh, pack_vector, relu
 from kernels.reference.experts import route
 from kernels.reference.linear import embedding
 from kernels.reference.ops import fuse_layers

@@ -67,7 +67,7 @@ def rotate_and_store(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *,
-    positions: Tensor | None = None,
+    positions: Tensor,
     cos_sin: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
@@ -81,9 +81,11 @@ def rotate_and_store(
     if cos_sin is not None:
         cos, sin = (table.contiguous() for table in cos_sin)
         rotated = cos.shape[1]
-        if positions is None or rotated % 2 or rotated > dim or cos.dtype != torch.float32 or sin.shape != cos.shape:
-            raise ValueError(f"a rotation needs positions, and tables (P, R) of float32 with R even and at most {dim}")
+        if rotated % 2 or rotated > dim or cos.dtype != torch.float32 or sin.shape != cos.shape:
+            raise ValueError(f"a rotation needs tables (P, R) of float32 with R even and at most {dim}")
     q_norm, k_norm = norms or (None, None)
+    if any(weight.shape != (dim,) for weight in norms or ()):
+        raise ValueError(f"the weights of the norms of heads of {dim} have other sizes")
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
     q = torch.empty((tokens, q_heads, dim), dtype=qkv.dtype, device=qkv.device)
@@ -97,7 +99,7 @@ def rotate_and_store(
         value_cache,
         *_scales(key_cache, value_cache),
         slot_mapping,
-        positions if rotated else None,
+        positions.contiguous() if rotated else None,
         cos,
         sin,
         q_norm,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decoder_layers import Expert
+from kernels.decoder_layers import Expert, Projection
 from kernels.gpu.elementwise import gelu_tanh_and_mul, silu_and_mul
 from kernels.gpu.launch import Configuration, launch
 from kernels.reference.elementwise import gelu_tanh, relu
@@ -34,25 +34,31 @@ ROWS, OUTPUTS, INPUTS = 16, 64, 64
 class StackedExperts(NamedTuple):
     """The experts of a layer, side by side."""
 
-    up: Tensor  # (experts, I or 2 I, H)
-    down: Tensor  # (experts, H, I)
+    up: Projection  # weights (experts, I or 2 I, H), biases (experts, I or 2 I)
+    down: Projection  # weights (experts, H, I), biases (experts, H)
     activation: str
     numbers: Tensor  # (experts,) int64: 0, 1, ...
 
 
 def pack_experts(experts: Iterable[Expert], count: int) -> StackedExperts:
-    """Return `count` experts in one piece; each is copied as it comes, so one of them at a time is there twice."""
-    up = down = numbers = torch.empty(0)
+    """Return `count` experts in one piece; each is copied as it comes, so one of them at a time is there twice.
+
+    Raise ValueError if some of them have a bias that others lack.
+    """
+    stacks: list[Tensor | None] = []
     activation = ""
     for index, expert in enumerate(experts):
-        if expert.up.bias is not None or expert.down.bias is not None:
-            raise ValueError("experts with biases have no kernel")
+        parts = (*expert.up, *expert.down)
         if index == 0:
-            up, down = (weight.new_empty(count, *weight.shape) for weight in (expert.up.weight, expert.down.weight))
-            numbers, activation = torch.arange(count, device=up.device), expert.activation
-        up[index].copy_(expert.up.weight)
-        down[index].copy_(expert.down.weight)
-    return StackedExperts(up, down, activation, numbers)
+            stacks = [None if part is None else part.new_empty(count, *part.shape) for part in parts]
+            activation = expert.activation
+        for stack, part in zip(stacks, parts, strict=True):
+            if stack is not None and part is not None:
+                stack[index].copy_(part)
+            elif stack is not part:
+                raise ValueError("some experts have biases that others lack")
+    up, down = Projection(*stacks[:2]), Projection(*stacks[2:])
+    return StackedExperts(up, down, activation, torch.arange(count, device=up.weight.device))
 
 
 def mix_experts(
@@ -68,9 +74,9 @@ def mix_experts(
     ids, order = topk_ids.flatten().sort(stable=True)
     ends = torch.searchsorted(ids, experts.numbers, right=True, out_int32=True)
     rows = x.index_select(0, order // used)
-    multiply = grouped_linear if batch_invariant else _grouped
-    inner = ACTIVATIONS[experts.activation](multiply(rows, experts.up, ends))
-    parts = multiply(inner, experts.down, ends)
+    multiply = partial(_grouped, ids=ids, ends=ends, batch_invariant=batch_invariant)
+    inner = ACTIVATIONS[experts.activation](multiply(rows, experts.up))
+    parts = multiply(inner, experts.down)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = x.shape[1]
@@ -91,12 +97,15 @@ def mix_experts(
     return y
 
 
-def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return x Wᵀ, (N, out), where the rows of expert e end before ends[e]."""
+def _grouped(x: Tensor, projection: Projection, *, ids: Tensor, ends: Tensor, batch_invariant: bool) -> Tensor:
+    """Return x Wᵀ + b, (N, out), where ids[n] is the expert of row n, and the rows of expert e end before ends[e]."""
+    weights, biases = projection
     aligned = all(width * x.itemsize % 16 == 0 for width in weights.shape[1:])
-    if aligned and (x.dtype == torch.bfloat16 or x.device.type == "cpu"):
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
-    return grouped_linear(x, weights, ends)
+    if not batch_invariant and aligned and (x.dtype == torch.bfloat16 or x.device.type == "cpu"):
+        y = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    else:
+        y = grouped_linear(x, weights, ends)
+    return y if biases is None else y.add_(biases.index_select(0, ids))
 
 
 def grouped_linear(
@@ -194,9 +203,8 @@ def configurations() -> Iterator[Configuration]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             new = partial(torch.empty, device="meta", dtype=dtype)
             numbers = torch.empty(experts, dtype=torch.int64, device="meta")
-            stacked = StackedExperts(
-                new(experts, 2 * inner, width), new(experts, width, inner), "silu_and_mul", numbers
-            )
+            up, down = (Projection(new(experts, *shape), None) for shape in ((2 * inner, width), (width, inner)))
+            stacked = StackedExperts(up, down, "silu_and_mul", numbers)
             ids = torch.empty(64, used, dtype=torch.int64, device="meta")
             weights = torch.empty(64, used, device="meta")
             run = partial(mix_experts, new(64, width), weights, ids, stacked)

@@ -5,7 +5,7 @@ than Triton at those.
 """
 
 from kernels.gpu.attention import pack_angles, paged_attention, plan_attention
-from kernels.gpu.cache import copy_blocks, kv_layout, write_kv
+from kernels.gpu.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
 from kernels.gpu.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -17,7 +17,7 @@ from kernels.gpu.elementwise import (
 from kernels.gpu.experts import mix_experts, pack_experts
 from kernels.gpu.linear import logits
 from kernels.gpu.sampling import logprobs, penalties, sample
-from kernels.reference.elementwise import gelu_tanh, pack_vector, relu, rotary
+from kernels.reference.elementwise import gelu_tanh, pack_vector, relu
 from kernels.reference.experts import route
 from kernels.reference.linear import embedding, linear, pack_linear
 from kernels.reference.ops import fuse_layers

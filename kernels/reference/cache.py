@@ -28,26 +28,26 @@ def write_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tenso
 
 
 def rotate_and_store(
-    qkv: Tensor,  # (T, Hq + 2 Hkv, D): the heads of queries, keys and values; any strides
-    key_cache: Tensor,  # (block, Hkv, slot, D), written
-    value_cache: Tensor,  # as `key_cache`
-    slot_mapping: Tensor,  # (T,) int64 flat indices, all different
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
     *,
-    positions: Tensor | None = None,  # (T,) int32 or int64; needed for a rotation
-    cos_sin: tuple[Tensor, Tensor] | None = None,  # a rope's tables, both (P, R) float32; None: no rotation
-    norms: tuple[Tensor, Tensor] | None = None,  # weights (D,) of the norms of queries and keys; None: no norms
+    positions: Tensor,
+    cos_sin: tuple[Tensor, Tensor] | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Normalise and rotate queries and keys, store keys and values, and return the queries (T, Hq, D)."""
+    """Normalise and rotate queries and keys, store keys and values, and return the queries."""
     kv_heads = key_cache.shape[1]
-    q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
+    q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if norms is not None:
         q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     if cos_sin is not None:
         cos, sin = (table[positions] for table in cos_sin)
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)
     write_kv(k, v, key_cache, value_cache, slot_mapping)
-    return q.contiguous()
+    return q
 
 
 def copy_blocks(storage: Tensor, sources: Tensor, destinations: Tensor) -> None:

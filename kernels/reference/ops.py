@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kernels.decoder_layers import DecoderLayer, LayerConfig
 from kernels.reference.attention import pack_angles, paged_attention, plan_attention
-from kernels.reference.cache import copy_blocks, kv_layout, write_kv
+from kernels.reference.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
 from kernels.reference.elementwise import (
     add_layer_norm,
     add_rms_norm,
@@ -14,7 +14,6 @@ from kernels.reference.elementwise import (
     pack_vector,
     relu,
     rms_norm,
-    rotary,
     silu_and_mul,
 )
 from kernels.reference.experts import mix_experts, pack_experts, route

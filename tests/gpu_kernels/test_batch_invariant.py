@@ -139,12 +139,17 @@ def test_a_weight_that_does_not_fit_is_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_activations_and_routers(device: torch.device, dtype: torch.dtype) -> None:
-    x, residual, weight = (
-        rows(device, 120, dtype),
-        rows(device, 120, dtype, seed=1),
-        rows(device, 120, dtype, seed=2)[0],
-    )
-    cos, sin = rows(device, 20, torch.float32, seed=3), rows(device, 20, torch.float32, seed=4)
+    x, residual, weights = (rows(device, 120, dtype, seed=seed) for seed in range(3))
+    weight, positions = weights[0], torch.arange(ROWS, device=device)
+    cos_sin = rows(device, 16, torch.float32, seed=3), rows(device, 16, torch.float32, seed=4)
+    layout = OPS.kv_layout(1, 1, 16, 16, dtype)
+    cache = layout.views(layout.allocate(9, device))[0]
+
+    def rotate_and_store(index: Tensor) -> Tensor:
+        qkv, slots, norms = x[index, :48].view(-1, 3, 16), positions[index], (weight[:16], weight[16:32])
+        q = OPS.rotate_and_store(qkv, *cache, slots, positions=slots, cos_sin=cos_sin, norms=norms)
+        return torch.cat((q, *(part[slots // 16, :, slots % 16] for part in cache)), 1)
+
     operations: dict[str, Callable[[Tensor], Tensor]] = {
         "rms_norm": lambda index: OPS.rms_norm(x[index], weight, 1e-5),
         "add_rms_norm": lambda index: torch.cat(OPS.add_rms_norm(x[index], residual[index], weight, 1e-5), 1),
@@ -152,11 +157,11 @@ def test_norms_activations_and_routers(device: torch.device, dtype: torch.dtype)
         "add_layer_norm": lambda index: torch.cat(OPS.add_layer_norm(x[index], x[index], weight, weight, 1e-5), 1),
         "silu_and_mul": lambda index: OPS.silu_and_mul(x[index]),
         "gelu_tanh_and_mul": lambda index: OPS.gelu_tanh_and_mul(x[index]),
+        "rotate_and_store": rotate_and_store,
         "route": lambda index: torch.cat(OPS.route(x[index], 4, True), 1),
     }
-    if device.type == "cuda":  # these are torch's, whose operations on a CPU are others
+    if device.type == "cuda":  # it is torch's, whose operation on a CPU is another
         operations["gelu_tanh"] = lambda index: OPS.gelu_tanh(x[index])
-        operations["rotary"] = lambda index: OPS.rotary(x[index].view(-1, 6, 20), cos[index], sin[index]).flatten(1)
     for operation in operations.values():
         assert_invariant(operation, device)
 

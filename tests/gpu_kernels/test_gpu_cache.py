@@ -73,7 +73,7 @@ def test_padding_writes_nothing(device: torch.device) -> None:
     new = torch.randn(3, 6, 16, device=device)
     slots = torch.full((3,), -1, device=device)
     cache.write_kv(new[:, :2], new[:, 2:4], keys, values, slots)
-    cache.rotate_and_store(new, keys, values, slots)
+    cache.rotate_and_store(new, keys, values, slots, positions=slots)
     assert torch.equal(storage, before)
 
 
@@ -153,3 +153,14 @@ def test_a_cache_of_another_layout_is_refused(device: torch.device) -> None:
         cache.write_kv(new, new, keys.transpose(2, 3).contiguous().transpose(2, 3), values, slots)
     with pytest.raises(ValueError, match="do not fit"):
         cache.write_kv(new[..., :8], new[..., :8], keys, values, slots)
+
+
+def test_norms_and_tables_of_other_sizes_are_refused(device: torch.device) -> None:
+    _, caches = make_cache(device, 2, 16, 8, torch.float32)
+    qkv, slots = torch.randn(3, 6, 16, device=device), torch.arange(3, device=device)
+    with pytest.raises(ValueError, match="norms"):
+        cache.rotate_and_store(qkv, *caches, slots, positions=slots, norms=(qkv[0, 0], qkv[0, 0, :8]))
+    for width in (3, 18):
+        table = torch.zeros(9, width, device=device)
+        with pytest.raises(ValueError, match="R even and at most 16"):
+            cache.rotate_and_store(qkv, *caches, slots, positions=slots, cos_sin=(table, table))

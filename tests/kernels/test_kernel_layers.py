@@ -1,5 +1,6 @@
-"""Norms, rotary, activation, matrix product and lookup against float64 loops."""
+"""Norms, rotation, activation, matrix product and lookup against float64 loops."""
 
+import itertools
 import math
 from functools import partial
 
@@ -51,26 +52,43 @@ def test_norms_of_sums_give_the_sum_too() -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize("norm", ["no norm", "norm", "wide norm"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (10, 6), (4, 2)])
-def test_rotary(dim: int, rotated: int, dtype: torch.dtype) -> None:
-    x = rows(5 * 3, dim, dtype).view(5, 3, dim)
-    half = torch.randn(5, rotated // 2)
-    angles = torch.cat((half, half), -1)
-    expected = x.double().clone()
-    for token in range(5):
-        for head in range(3):
-            for i in range(rotated // 2):
-                a, b = x[token, head, i].double(), x[token, head, i + rotated // 2].double()
-                cos, sin = half[token, i].double().cos(), half[token, i].double().sin()
-                expected[token, head, i] = a * cos - b * sin
-                expected[token, head, i + rotated // 2] = b * cos + a * sin
-    before = x.clone()
-    out = OPS.rotary(x, angles.cos(), angles.sin())
-    assert_near(out, expected, dtype)
-    assert out.dtype == dtype
-    assert out.is_contiguous()
-    assert torch.equal(x, before)
+@pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (10, 6), (4, 2), (5, 0)])
+@pytest.mark.parametrize("implementation", [OPS, reference()], ids=["cpu", "reference"])
+def test_rotate_and_store(implementation: Ops, dim: int, rotated: int, dtype: torch.dtype, norm: str) -> None:
+    """Five tokens with five heads of queries and two of keys and values, at positions out of order."""
+    qkv = rows(5 * 9, dim, dtype).view(5, 9, dim)
+    angles = torch.outer(torch.arange(20.0), torch.rand(rotated // 2)).repeat(1, 2)
+    positions, slots = torch.tensor([7, 0, 19, 3, 4]), torch.tensor([2, 9, 0, 11, 5])
+    norms = torch.rand(2, dim).add(0.5).to(torch.float32 if norm == "wide norm" else dtype)
+    expected = qkv.double().clone()
+    for token, head in itertools.product(range(5), range(7)):
+        x = expected[token, head]
+        if norm != "no norm":
+            x *= norms[int(head >= 5)].double() / (x.square().mean() + 1e-5).sqrt()
+        for i in range(rotated // 2):
+            angle = angles[positions[token], i].double()
+            a, b = x[i].item(), x[i + rotated // 2].item()
+            x[i], x[i + rotated // 2] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    layout = implementation.kv_layout(1, 2, dim, 4, dtype)
+    keys, values = layout.views(layout.allocate(3, torch.device("cpu")))[0]
+    before = qkv.clone()
+    q = implementation.rotate_and_store(
+        qkv,
+        keys,
+        values,
+        slots,
+        positions=positions,
+        cos_sin=(angles.cos(), angles.sin()) if rotated else None,
+        norms=None if norm == "no norm" else (norms[0], norms[1]),
+        eps=1e-5,
+    )
+    assert q.dtype == dtype
+    assert_near(q, expected[:, :5], dtype, 4)
+    assert_near(keys[slots // 4, :, slots % 4], expected[:, 5:7], dtype, 4)
+    assert torch.equal(values[slots // 4, :, slots % 4], qkv[:, 7:])
+    assert torch.equal(qkv, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

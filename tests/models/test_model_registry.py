@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.models.fallback.catalog import causal_models, with_replaceable_attention
@@ -102,3 +103,11 @@ def test_the_question_needs_no_torch(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "False False\n"
+
+
+def test_no_family_has_layer_norms_of_queries_and_keys() -> None:
+    """`rotate_and_store` knows root-mean-square norms only."""
+    fields = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    spec = load_family("Qwen3ForCausalLM").read_spec(ConfigJson({**fields, "num_hidden_layers": 1}))
+    with pytest.raises(ModelError, match="no kernel"):
+        replace(spec, norm="layer")

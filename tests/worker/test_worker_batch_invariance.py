@@ -192,7 +192,15 @@ def test_norms_and_activations() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(130, 576), torch.randn(576)
     inner = torch.randn(130, 3072)
-    cos, sin = torch.randn(2, 130, 64)
+    positions, cos_sin = torch.arange(129, -1, -1), (torch.randn(130, 64), torch.randn(130, 64))
+    layout = OPS.kv_layout(1, 3, 64, 16, torch.float32)
+    cache = layout.views(layout.allocate(9, torch.device("cpu")))[0]
+
+    def rotate_and_store(rows: slice) -> Tensor:
+        qkv, slots, norms = x[rows].view(-1, 9, 64), positions[rows], (weight[:64], weight[64:128])
+        q = OPS.rotate_and_store(qkv, *cache, slots, positions=slots, cos_sin=cos_sin, norms=norms)
+        return torch.cat((q, *(part[slots // 16, :, slots % 16] for part in cache)), 1)
+
     operations = {
         "rms_norm": lambda rows: OPS.rms_norm(x[rows], weight, 1e-5),
         "layer_norm": lambda rows: OPS.layer_norm(x[rows], weight, weight, 1e-5),
@@ -202,7 +210,7 @@ def test_norms_and_activations() -> None:
         "gelu_tanh, odd": lambda rows: OPS.gelu_tanh(inner[rows, :1013].contiguous()),
         "gelu_tanh_and_mul": lambda rows: OPS.gelu_tanh_and_mul(inner[rows, :2026]),
         "route": lambda rows: torch.cat(OPS.route(inner[rows, :60], 4, True), -1),
-        "rotary": lambda rows: OPS.rotary(x[rows].view(-1, 9, 64), cos[rows], sin[rows]),
+        "rotate_and_store": rotate_and_store,
     }
     for name, operation in operations.items():
         torch.set_num_threads(1)

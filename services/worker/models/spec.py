@@ -93,6 +93,8 @@ class DecoderSpec(Struct, frozen=True, kw_only=True):
                 f"config.json: num_attention_heads is {self.num_heads}, "
                 f"no multiple of num_key_value_heads, {self.num_kv_heads}"
             )
+        if self.qk_norm and self.norm == "layer":
+            raise ModelError(f"{self.architecture}: no kernel normalises queries and keys by layer norm")
 
     @property
     def num_layers(self) -> int:

@@ -31,23 +31,25 @@ class Attention:
             self.qkv.bias, self.kv_bias = _split_bias(self.qkv.bias, layer, spec)
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: tuple[Tensor, Tensor]) -> Tensor:
-        spec, heads = self._spec, self._spec.num_heads
-        qkv = self.qkv(x).view(len(x), -1, spec.head_dim)
-        qk, v = qkv[:, : heads + spec.num_kv_heads], qkv[:, heads + spec.num_kv_heads :]
-        if self.q_norm and self.k_norm:
-            qk = torch.cat((self.q_norm(qk[:, :heads]), self.k_norm(qk[:, heads:])), 1)
-        if self.layer.rope:
-            qk = self._ops.rotary(qk, *context.cos_sin[self.layer.rope])
-        self._ops.write_kv(qk[:, heads:], v, *cache, context.inputs.slot_mapping)
-        out = self._ops.paged_attention(
-            qk[:, :heads],
+        spec, inputs, rope = self._spec, context.inputs, self.layer.rope
+        q = self._ops.rotate_and_store(
+            self.qkv(x).view(len(x), -1, spec.head_dim),
             *cache,
-            context.inputs.attention,
+            inputs.slot_mapping,
+            positions=inputs.positions,
+            cos_sin=context.cos_sin[rope] if rope else None,
+            norms=(self.q_norm.weight, self.k_norm.weight) if self.q_norm and self.k_norm else None,
+            eps=spec.norm_eps,
+        )
+        out = self._ops.paged_attention(
+            q,
+            *cache,
+            inputs.attention,
             scale=spec.scale,
             window=self.layer.window,
             softcap=spec.attention_softcap,
             bias=self.kv_bias,
-            angles=context.angles.get(self.layer.rope) if self.layer.rope else None,
+            angles=context.angles.get(rope) if rope else None,
         )
         return self.out(out.flatten(1))
 
@@ -74,28 +76,22 @@ class RotaryTables:
     def __init__(self, layers: Iterable[LayerSpec], ops: Ops, *, packed: bool) -> None:
         """`packed`: attention also needs the angles of all positions, to add the bias of keys."""
         self._ropes = dict.fromkeys(layer.rope for layer in layers if layer.rope)
-        self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._ops, self._packed = ops, packed
+        self.cos_sin: dict[Rope, tuple[Tensor, Tensor]] = {}
+        """Cosines and sines (P, R) float32 of each rope, in the order of `ropes`."""
         self.angles: dict[Rope, Any] = {}
         """The angles of each rope as `paged_attention` takes them, in the order of `ropes`; empty if not `packed`."""
 
     @property
     def ropes(self) -> list[Rope]:
-        """The distinct ropes, in the order of `at`."""
+        """The distinct ropes, in the order of their layers."""
         return list(self._ropes)
 
     def build(self, length: int, device: torch.device) -> None:
         """Compute the tables for positions below `length`."""
-        self._tables = {rope: rope_table(rope, length, device) for rope in self._ropes}
+        self.cos_sin = {rope: rope_table(rope, length, device) for rope in self._ropes}
         if self._packed:
-            self.angles = {rope: self._ops.pack_angles(*table) for rope, table in self._tables.items()}
-
-    def at(self, positions: Tensor) -> dict[Rope, tuple[Tensor, Tensor]]:
-        """Return cosines and sines (T, R) at `positions` (T,), by rope."""
-        return {
-            rope: (self._ops.embedding(positions, cos), self._ops.embedding(positions, sin))
-            for rope, (cos, sin) in self._tables.items()
-        }
+            self.angles = {rope: self._ops.pack_angles(*table) for rope, table in self.cos_sin.items()}
 
 
 def rope_table(rope: Rope, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,17 @@ class Decoder:
 
     def forward(self, inputs: Inputs, caches: Caches) -> Tensor:
         """Return the hidden states (T, H) of all tokens, before the last norm. Keys and values go to `caches`."""
-        context = ForwardContext(inputs, self._rotary.at(inputs.positions), self._rotary.angles)
         if self.fused_layers:
-            tables = list(context.cos_sin.values()), list(context.angles.values())
-            return self.fused_layers(self._embed(inputs), caches, inputs.slot_mapping, inputs.attention, *tables)
+            return self.fused_layers(
+                self._embed(inputs),
+                caches,
+                inputs.slot_mapping,
+                inputs.attention,
+                inputs.positions,
+                list(self._rotary.cos_sin.values()),
+                list(self._rotary.angles.values()),
+            )
+        context = ForwardContext(inputs, self._rotary.cos_sin, self._rotary.angles)
         layers = self._norm_first if self.spec.norm_first else self._norm_last
         return layers(self._embed(inputs), context, caches)
 

@@ -32,7 +32,7 @@ class ForwardContext(NamedTuple):
     """The values that all layers share in one forward pass."""
 
     inputs: Inputs
-    cos_sin: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (T, R) at the tokens' positions
+    cos_sin: dict[Rope, tuple[Tensor, Tensor]]  # cosines and sines (P, R) of all positions
     angles: dict[Rope, Any]  # of all positions, for `paged_attention`; empty unless a `kv_bias` has keys
 
 
