@@ -147,7 +147,7 @@ def test_norms_activations_and_routers(device: torch.device, dtype: torch.dtype)
 
     def rotate_and_store(index: Tensor) -> Tensor:
         qkv, slots, norms = x[index, :48].view(-1, 3, 16), positions[index], (weight[:16], weight[16:32])
-        q = OPS.rotate_and_store(qkv, *cache, slots, positions=slots, cos_sin=cos_sin, norms=norms)
+        q = OPS.rotate_and_store(qkv, *cache, slots, positions=slots, cos_sin=cos_sin, norms=norms, eps=1e-5)
         return torch.cat((q, *(part[slots // 16, :, slots % 16] for part in cache)), 1)
 
     operations: dict[str, Callable[[Tensor], Tensor]] = {
