@@ -21,16 +21,24 @@ FP8_CAPABILITY = (8, 9)
 """The oldest GPUs that convert from and to float8_e4m3fn: Ada and Hopper."""
 
 
-def ops(device: torch.device) -> Ops:
-    """Return the operations for tensors on `device`. Raise ValueError if there are none for its type."""
+def ops(device: torch.device, *, batch_invariant: bool = False) -> Ops:
+    """Return the operations for tensors on `device`. Raise ValueError if there are none for its type.
+
+    With `batch_invariant`, the bits of a row depend on that row and its context alone; raise ValueError where no
+    operations promise that. The CPU's always do.
+    """
     match device.type:
         case "cpu":
             if extension.load():
                 return cpu_ops
+            if batch_invariant:
+                raise ValueError("needs the kernels compiled for this CPU; without them plain torch operations serve")
             return reference_ops
         case "cuda":
             if _has_gpu_kernels(device):
-                return gpu()
+                return gpu(batch_invariant=batch_invariant)
+            if batch_invariant:
+                raise ValueError(f"needs a GPU from Ampere on, not {torch.cuda.get_device_name(device)}")
             logger.warning("%s has no kernels: plain torch operations serve", torch.cuda.get_device_name(device))
             return reference_ops
     raise ValueError(f"no kernels for device {device.type!r}")
@@ -41,10 +49,13 @@ def reference() -> Ops:
     return reference_ops
 
 
-def gpu() -> Ops:
+def gpu(*, batch_invariant: bool = False) -> Ops:
     """Return the operations of GPUs. Triton is imported here, since CPUs do without it."""
+    from kernels.gpu import batch_invariant_ops
     from kernels.gpu import ops as gpu_ops
 
+    if batch_invariant:
+        return batch_invariant_ops
     return gpu_ops
 
 
@@ -55,8 +66,11 @@ def kv_cache_dtypes(ops: Ops, device: torch.device) -> frozenset[torch.dtype]:
     return ops.kv_cache_dtypes
 
 
-def version(device: torch.device) -> str:
-    """Return a text that changes whenever the kernels for `device` may compute other bits."""
+def version(device: torch.device, *, batch_invariant: bool = False) -> str:
+    """Return a text that changes whenever the kernels for `device` may compute other bits.
+
+    On a CPU `batch_invariant` changes none.
+    """
     if device.type == "cpu":
         return str(extension.load())
     if not _has_gpu_kernels(device):
@@ -64,7 +78,8 @@ def version(device: torch.device) -> str:
     digest = hashlib.sha256()
     for source in sorted((Path(__file__).parent / "gpu").glob("*.py")):
         digest.update(source.read_bytes())
-    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}"
+    mode = " batch-invariant" if batch_invariant else ""
+    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}{mode}"
 
 
 def _has_gpu_kernels(device: torch.device) -> bool:

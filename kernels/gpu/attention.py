@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import INTERPRETED, Configuration, launch
+from kernels.gpu.launch import INTERPRETED, Configuration, launch, processors
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout, has_scales, scales
 
@@ -44,9 +44,6 @@ KV_CACHE_DTYPES = frozenset({torch.float32, torch.int8, torch.float8_e4m3fn})
 
 PROGRAMS = 16
 """Programs a multiprocessor to aim at when segments are shared out: enough that rows of unequal length even out."""
-
-_PROCESSORS = 132
-"""Multiprocessors of the GPU that kernels are compiled for where there is none."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -313,7 +310,7 @@ def _attend_few(batch: _Batch, tile: Tile, factors: tuple[float, float], biases:
     if segments == 1:
         _launch(batch, tile, (items, batch.kv_heads), factors, biases, angles, BY_QUERY=True)
         return
-    splits = choose_splits(items, batch.kv_heads, segments, _processors(q.device))
+    splits = choose_splits(items, batch.kv_heads, segments, processors(q.device))
     shape = (items, batch.kv_heads, segments, batch.group)
     parts = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
@@ -399,12 +396,6 @@ def _launch(
         SOFTCAPPED=factors[1] > 0,
         TURN_PRECISION="ieee" if INTERPRETED or q.dtype == torch.float32 else "bf16x3",
     )
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -47,6 +48,8 @@ class Configuration(NamedTuple):
     oldest: int = 80  # the first architecture on which it compiles: 89 where fp8 is used
 
 
+_PROCESSORS = 132
+
 _recorded: list[list[Launch]] = []
 _architecture: int | None = None
 
@@ -76,6 +79,13 @@ def launch(
         compiled = kernel.warmup(*args, grid=grid, **options, **constexprs)
     for launches in _recorded:
         launches.append(Launch(kernel.fn.__name__, grid, num_warps, num_stages, constexprs, compiled))
+
+
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors share the programs of a launch; those of an H200 where there is no GPU."""
+    if device.type != "cuda":
+        return _PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @contextmanager

@@ -54,6 +54,14 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "Quire has none for the architecture, or lacks a feature that the checkpoint needs."
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Make a token's bits on a GPU depend on its own sequence alone, not on other requests, chunks "
+            "or preemptions; it costs speed. On a CPU with the compiled kernels they always do. Needs a family of "
+            "Quire's own."
+        ),
+    ] = False
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of the GPU's memory that weights, activations and KV may take.")
     ] = 0.92

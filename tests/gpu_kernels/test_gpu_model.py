@@ -9,9 +9,12 @@ import torch
 from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
+from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
+from services.worker.models.precision import Precision
 from services.worker.runner import ModelRunner
-from services.worker.start import model_info
+from services.worker.start import choose_ops, model_info
+from shared.errors import ConfigError
 from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
 from tests.models.family_variants import VARIANTS, qwen2
 from tests.models.test_model_kv_bias import with_biases
@@ -105,3 +108,16 @@ def test_a_gpu_before_ada_takes_no_float8(
     types = kv_cache_dtypes(gpu(), torch.device("cuda"))
     assert (torch.float8_e4m3fn in types) is taken
     assert types | {torch.float8_e4m3fn} == gpu().kv_cache_dtypes
+
+
+def test_batch_invariance_needs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older GPU's products are the vendor's. Elsewhere the mode is part of the fingerprint, since bits differ."""
+    cuda, config = torch.device("cuda"), WorkerConfig(batch_invariant=True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="--batch-invariant needs a GPU from Ampere on, not Some GPU"):
+        choose_ops(cuda, config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_ops(cuda, config) is gpu(batch_invariant=True) is not gpu()
+    float32 = Precision(torch.float32, None, torch.float32)
+    assert len({fingerprint("", float32, cuda, batch_invariant=mode) for mode in (False, True)}) == 2

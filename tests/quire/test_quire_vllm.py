@@ -140,6 +140,16 @@ def test_the_key_of_vllm_protects_the_server() -> None:
     assert json.loads(settings.service_environment(result)["QUIRE_API_KEY"]) == ["c"]
 
 
+def test_the_variable_of_vllm_makes_the_server_batch_invariant() -> None:
+    assert not settings.read({}, {"VLLM_BATCH_INVARIANT": "0"}).worker.batch_invariant
+    result = settings.read({}, {"VLLM_BATCH_INVARIANT": "1"})
+    assert result.worker.batch_invariant
+    assert "--batch-invariant" in settings.service_arguments(result.worker)
+    other = {"VLLM_BATCH_INVARIANT": "1", "QUIRE_BATCH_INVARIANT": "false"}
+    assert not settings.read({}, other).worker.batch_invariant
+    assert not settings.read({"batch_invariant": False}, {"VLLM_BATCH_INVARIANT": "1"}).worker.batch_invariant
+
+
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [

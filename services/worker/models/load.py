@@ -29,7 +29,7 @@ from services.worker.models.registry import (
 from services.worker.models.sanity_check import refuse_if_not_finite
 from services.worker.models.spec import DecoderSpec
 from services.worker.models.tensor_map import TensorMap
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     if implementation.reason:
         line = "%s: %s is loaded by transformers' code instead of Quire's own"
         logger.warning(line, implementation.reason, implementation.architecture)
+    if match is None and config.batch_invariant:
+        raise ConfigError("--batch-invariant needs a family of Quire's own; `quire models` lists them")
     source = ModelSource(dtype, files.quantization if files else None, implementation.native)
     precision = _choose_precision(config, device, source, ops)
     if match is None:
@@ -102,7 +104,8 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     else:
         model, code = _load_native(match, files, precision, device, ops), ""
     weights = weights_digest(folder, files.paths if files else [])
-    return LoadedModel(model, precision, fingerprint(weights, precision, device, code=code), weights)
+    identity = fingerprint(weights, precision, device, code=code, batch_invariant=config.batch_invariant)
+    return LoadedModel(model, precision, identity, weights)
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
