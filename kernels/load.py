@@ -83,4 +83,5 @@ def version(device: torch.device, *, batch_invariant: bool = False) -> str:
 
 
 def _has_gpu_kernels(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    # An AMD GPU is a "cuda" device too, with a capability such as (9, 4). No test has shown the kernels right on one.
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kernels.gpu.launch import INTERPRETED, Configuration, launch, processors
 from kernels.kv_bias import KVBias
-from kernels.layout import KVLayout, has_scales, scales
+from kernels.layout import LARGEST_QUANTS, KVLayout, has_scales, scales
 
 FEW = 4
 """Queries of a row up to which each is a tile of its own."""
@@ -75,6 +75,7 @@ _TILES = {
     256: Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3)),
 }
 _PADDED = Tiles(Tile(16, 32, 4, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 3))  # 80 and 96 are padded to 128
+_UNALIGNED = _PADDED._replace(many=Tile(64, 32, 8, 3))  # 100, 120: strides of these make loads of two bytes
 _QUANTISED = {  # quants are converted in registers
     64: Tiles(Tile(16, 32, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 8, 3)),
     128: Tiles(Tile(16, 32, 4, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 3)),
@@ -191,10 +192,20 @@ def choose_tiles(dim: int, group: int, dtype: torch.dtype, *, quantised: bool = 
         tiles = _BIASED
     elif quantised:
         tiles = _QUANTISED[width]
+    elif 64 < dim < 128:
+        tiles = _UNALIGNED if dim % 16 else _PADDED
     else:
-        tiles = _PADDED if 64 < dim < 128 else _TILES[width]
-    rows = triton.next_power_of_2(group)
-    return Tiles(*(tile._replace(rows=max(tile.rows, rows)) for tile in tiles))
+        tiles = _TILES[width]
+    return Tiles(*(_widened(tile, triton.next_power_of_2(group), dtype) for tile in tiles))
+
+
+def _widened(tile: Tile, rows: int, dtype: torch.dtype) -> Tile:
+    """Return `tile` with `rows` at least, which a kv head's queries need, in a form that does not spill."""
+    if rows <= tile.rows:
+        return tile
+    if dtype == torch.float32 and rows > 32:
+        return Tile(rows, 16, 8, 2)
+    return tile._replace(rows=rows, num_warps=8 if rows > 64 else tile.num_warps)
 
 
 def choose_splits(rows: int, kv_heads: int, segments: int, processors: int) -> int:
@@ -204,61 +215,70 @@ def choose_splits(rows: int, kv_heads: int, segments: int, processors: int) -> i
 
 def configurations() -> Iterator[Configuration]:
     """Yield decodes and chunks of the head sizes, caches and options that models have."""
-    for dim in (64, 80, 96, 128, 256):
-        yield _configuration(f"decode {dim}", dim, decode=True)
-        yield _configuration(f"chunk {dim}", dim, decode=False)
-    quants = itertools.product((64, 128, 256), (torch.int8, torch.float8_e4m3fn))
-    for dim, cache in (*quants, (128, torch.float32)):
-        name = f"{dim} {str(cache).removeprefix('torch.')}"
-        yield _configuration(f"decode {name}", dim, decode=True, cache=cache)
-        yield _configuration(f"chunk {name}", dim, decode=False, cache=cache)
-    for dim, dtype in ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.int8), (128, torch.float8_e4m3fn)):
-        name = f"{dim} {str(dtype).removeprefix('torch.')} invariant"
-        yield _configuration(f"decode {name}", dim, decode=True, cache=dtype, batch_invariant=True)
-        yield _configuration(f"chunk {name}", dim, decode=False, cache=dtype, batch_invariant=True)
-    yield _configuration("decode 256 window softcap", 256, decode=True, window=4096, softcap=50.0)
-    yield _configuration("chunk 256 window softcap", 256, decode=False, window=4096, softcap=50.0)
-    for cache in (torch.int8, torch.float8_e4m3fn):
-        name = f"128 {str(cache).removeprefix('torch.')} biases"
-        yield _configuration(f"decode {name}", 128, decode=True, cache=cache, biased=True)
-        yield _configuration(f"chunk {name}", 128, decode=False, cache=cache, biased=True)
+    for decode in (True, False):
+        for dim in (32, 64, 80, 96, 128, 160, 256):
+            yield _configuration(f"{dim}", dim, decode=decode)
+        yield _configuration("120", 120, decode=decode, wide_loads=False)
+        quants = itertools.product((64, 128, 256), LARGEST_QUANTS)
+        for dim, cache in (*quants, (128, torch.float32)):
+            yield _configuration(f"{dim} {_name(cache)}", dim, decode=decode, cache=cache)
+        for dim, cache in ((128, torch.bfloat16), (256, torch.bfloat16), *((128, dtype) for dtype in LARGEST_QUANTS)):
+            name = f"{dim} {_name(cache)} invariant"
+            yield _configuration(name, dim, decode=decode, cache=cache, batch_invariant=True)
+        yield _configuration("256 window softcap", 256, decode=decode, window=4096, softcap=50.0)
+        for dim, heads, kv_heads in ((64, 14, 2), (128, 32, 8)):  # a rotated bias: Qwen2's, which has no other heads
+            for cache in LARGEST_QUANTS:
+                name = f"{dim} {_name(cache)} biases"
+                yield _configuration(name, dim, heads, kv_heads, decode=decode, cache=cache, biased=True)
+        for dim, heads, dtype in ((64, 71, torch.bfloat16), (64, 71, torch.float32), (128, 48, torch.bfloat16)):
+            yield _configuration(f"{heads} of {dim} {_name(dtype)}", dim, heads, 1, decode=decode, dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _configuration(
     name: str,
     dim: int,
+    heads: int = 32,
+    kv_heads: int = 8,
     *,
     decode: bool,
-    cache: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: torch.dtype | None = None,
     batch_invariant: bool = False,
     biased: bool = False,
+    wide_loads: bool = True,
     **options: Any,
 ) -> Configuration:
-    """Return 64 queries of 4,096 positions each, or a chunk of 8,192, with 32 heads of which four share a kv head."""
+    """Return 64 queries of 4,096 positions each, or a chunk of 8,192. `cache`: its type, if it is not `dtype`."""
     meta = torch.device("meta")
     rows, queries, context = (64, 1, 4096) if decode else (1, 8192, 8192)
-    layout = KVLayout(1, 8, dim, 16, cache)
+    layout = KVLayout(1, kv_heads, dim, 16, cache or dtype)
     keys, values = layout.views(layout.allocate(1024, meta))[0]
-    q = torch.empty(rows * queries, 32, dim, dtype=torch.bfloat16, device=meta)
+    q = torch.empty(rows * queries, heads, dim, dtype=dtype, device=meta)
     tables = torch.empty(rows, context // 16, dtype=torch.int32, device=meta)
     if biased:
-        vector = torch.empty(8, dim, device=meta)
+        vector = torch.empty(kv_heads, dim, device=meta)
         options |= {"bias": KVBias(vector, vector), "angles": torch.empty(context, dim, device=meta)}
 
     def run() -> None:
         offsets, starts = torch.arange(rows + 1) * queries, torch.full((rows,), context - queries)
-        plan = plan_attention(offsets, starts, tables, block_size=16, num_kv_heads=8, batch_invariant=batch_invariant)
+        plan = plan_attention(
+            offsets, starts, tables, block_size=16, num_kv_heads=kv_heads, batch_invariant=batch_invariant
+        )
         paged_attention(q, keys, values, plan, scale=dim**-0.5, **options)
 
     pairs = rows * context if decode else queries * (queries + 1) // 2
     return Configuration(
-        name,
+        f"{'decode' if decode else 'chunk'} {name}",
         run,
-        f"{rows} × {queries} queries, {context} positions, 32/8 heads of {dim}",
+        f"{rows} × {queries} queries, {context} positions, {heads}/{kv_heads} heads of {dim}",
         bytes_moved=rows * context * layout.bytes_per_token + 2 * q.numel() * q.element_size(),
-        flops=4 * pairs * 32 * dim,
-        wgmma=not decode and not biased and not (batch_invariant and dim == 256),
-        wide_loads=True,
+        flops=4 * pairs * heads * dim,
+        wgmma=not decode and not biased and dtype != torch.float32 and not (batch_invariant and dim == 256),
+        wide_loads=wide_loads,
         oldest=89 if cache == torch.float8_e4m3fn else 80,
     )
 

@@ -134,6 +134,7 @@ def test_agrees_with_the_reference(
         (3, 3, 80, 4, torch.int64),
         (4, 1, 96, 8, torch.int32),
         (20, 1, 128, 32, torch.int64),
+        (71, 1, 64, 16, torch.int32),
         (4, 2, 256, 128, torch.int32),
         (2, 1, 10, 256, torch.int32),
         (2, 2, 64, 1, torch.int32),

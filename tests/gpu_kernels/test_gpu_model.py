@@ -88,10 +88,18 @@ def tokens_of(folder: Path, device: torch.device, operations: Ops) -> list[dict[
     return [{slot: row.tokens for slot, row in result.items()} for result in results]
 
 
-@pytest.mark.parametrize(("capability", "is_gpu"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), True)])
-def test_older_gpus_get_the_reference_and_a_line_in_the_log(
-    capability: tuple[int, int], is_gpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("capability", "rocm", "is_gpu"),
+    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((10, 0), None, True), ((9, 4), "6.4", False)],
+)
+def test_older_gpus_and_amds_get_the_reference_and_a_line_in_the_log(
+    capability: tuple[int, int],
+    rocm: str | None,
+    is_gpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with caplog.at_level(logging.WARNING):
