@@ -1,7 +1,8 @@
 """`KVBias`: the biases that a cache of keys and values leaves out, since they are the same for all tokens.
 
-An int8 vector has steps of a 127th of its largest number. With a bias of 300, one step is larger than the differences
-between tokens. So keys and values are stored without their bias, and attention adds it back in float32.
+An int8 vector has steps of a 127th of its largest number, and the steps of float8_e4m3fn are up to a 14th of it. With a
+bias of 300, one step is larger than the differences between tokens. So keys and values are stored without their bias,
+and attention adds it back in float32.
 """
 
 from typing import NamedTuple

@@ -6,9 +6,9 @@ Heads come before slots, so that one head's part of a block is contiguous. Kerne
 a part: with `keys_transposed`, keys are (dim, slot), and with `lanes`, dim is padded with zeros to a multiple of it.
 Only the strides of `views` show this, never their shapes.
 
-In an int8 cache, each vector (of a token and a head) is quantised with its own scale. The scales of a head's part of a
-block are stored after its quants, so they are copied, shared and counted with the block. `scales` returns the scales of
-a view.
+In a cache of int8 or float8_e4m3fn, each vector (of a token and a head) is quantised with its own scale. The scales of
+a head's part of a block are stored after its quants, so they are copied, shared and counted with the block. `scales`
+returns the scales of a view.
 
 A position of a sequence has the flat index `block * block_size + offset`, with the block taken from the sequence's
 table at `position // block_size` and `offset = position % block_size`.
@@ -26,6 +26,14 @@ from torch import Tensor
 CACHE_LINE = 64  # bytes
 SCALE_DTYPE = torch.float32
 
+LARGEST_QUANTS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The types of quants, and the largest quant of each. A vector's scale is its largest number divided by that."""
+
+
+def has_scales(dtype: torch.dtype) -> bool:
+    """Return whether a cache of `dtype` holds quants, with a scale for each vector."""
+    return dtype in LARGEST_QUANTS
+
 
 @dataclass(frozen=True)
 class KVLayout:
@@ -41,14 +49,14 @@ class KVLayout:
 
     @property
     def padded_dim(self) -> int:
-        """The elements of a head's vector with padding. In int8, a multiple of 4 keeps the scales aligned."""
-        lanes = self.lanes if self.dtype.is_floating_point else math.lcm(self.lanes, SCALE_DTYPE.itemsize)
+        """The elements of a head's vector with padding. Of quants, a multiple of 4 keeps the scales aligned."""
+        lanes = math.lcm(self.lanes, SCALE_DTYPE.itemsize) if has_scales(self.dtype) else self.lanes
         return -(-self.head_dim // lanes) * lanes
 
     @property
     def _vector_size(self) -> int:
         """The elements of storage that a vector takes, including its scale."""
-        return self.padded_dim if self.dtype.is_floating_point else self.padded_dim + SCALE_DTYPE.itemsize
+        return self.padded_dim + (SCALE_DTYPE.itemsize if has_scales(self.dtype) else 0)
 
     @property
     def bytes_per_token(self) -> int:

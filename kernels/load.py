@@ -19,17 +19,28 @@ logger = logging.getLogger(__name__)
 MIN_CAPABILITY = (8, 0)
 """The oldest GPUs that the Triton kernels are compiled for: Ampere."""
 
+FP8_CAPABILITY = (8, 9)
+"""The oldest GPUs that convert from and to float8_e4m3fn: Ada and Hopper."""
 
-def ops(device: torch.device) -> Ops:
-    """Return the operations for tensors on `device`. Raise ValueError if there are none for its type."""
+
+def ops(device: torch.device, *, batch_invariant: bool = False) -> Ops:
+    """Return the operations for tensors on `device`. Raise ValueError if there are none for its type.
+
+    With `batch_invariant`, the bits of a row depend on that row and its context alone; raise ValueError where no
+    operations promise that. The CPU's always do.
+    """
     match device.type:
         case "cpu":
             if extension.load():
                 return cpu_ops
+            if batch_invariant:
+                raise ValueError("needs the kernels compiled for this CPU; without them plain torch operations serve")
             return reference_ops
         case "cuda":
             if _has_gpu_kernels(device):
-                return gpu()
+                return gpu(batch_invariant=batch_invariant)
+            if batch_invariant:
+                raise ValueError(f"needs a GPU from Ampere on, not {torch.cuda.get_device_name(device)}")
             logger.warning("%s has no kernels: plain torch operations serve", torch.cuda.get_device_name(device))
             return reference_ops
     raise ValueError(f"no kernels for device {device.type!r}")
@@ -40,10 +51,13 @@ def reference() -> Ops:
     return reference_ops
 
 
-def gpu() -> Ops:
+def gpu(*, batch_invariant: bool = False) -> Ops:
     """Return the operations of GPUs. Triton is imported here, since CPUs do without it."""
+    from kernels.gpu import batch_invariant_ops
     from kernels.gpu import ops as gpu_ops
 
+    if batch_invariant:
+        return batch_invariant_ops
     return gpu_ops
 
 
@@ -55,8 +69,18 @@ def report_compilations(report: Callable[[str], None]) -> None:
         on_compile(report)
 
 
-def version(device: torch.device) -> str:
-    """Return a text that changes whenever the kernels for `device` may compute other bits."""
+def kv_cache_dtypes(ops: Ops, device: torch.device) -> frozenset[torch.dtype]:
+    """Return the types that a cache of `ops` may have on `device`, beside the model's own."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        return ops.kv_cache_dtypes - {torch.float8_e4m3fn}
+    return ops.kv_cache_dtypes
+
+
+def version(device: torch.device, *, batch_invariant: bool = False) -> str:
+    """Return a text that changes whenever the kernels for `device` may compute other bits.
+
+    On a CPU `batch_invariant` changes none.
+    """
     if device.type == "cpu":
         return str(extension.load())
     if not _has_gpu_kernels(device):
@@ -64,8 +88,10 @@ def version(device: torch.device) -> str:
     digest = hashlib.sha256()
     for source in sorted((Path(__file__).parent / "gpu").glob("*.py")):
         digest.update(source.read_bytes())
-    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}"
+    mode = " batch-invariant" if batch_invariant else ""
+    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}{mode}"
 
 
 def _has_gpu_kernels(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    # An AMD GPU is a "cuda" device too, with a capability such as (9, 4). No test has shown the kernels right on one.
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

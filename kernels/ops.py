@@ -4,9 +4,9 @@ A device's folder implements them in files of the same names, and its `ops.py` i
 `kernels/reference` has the formulas.
 
 Letters: T tokens of a batch, H hidden size, D head dimension, Hq and Hkv query and KV heads, R rotated dimensions of a
-head, P positions of a table, S rows of logits, V vocabulary, N items. A float tensor has the model's type, or float32
-if the kernels mix types, unless noted otherwise. Results are new tensors, and inputs are not changed unless noted as
-written.
+head, P positions of a table, S rows of logits, V vocabulary, N items. A float tensor has the model's type unless noted
+otherwise; the CPU's compiled kernels have activations of float32 whatever that is. Results are new tensors, and inputs
+are not changed unless noted as written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +28,8 @@ from kernels.sampling_metadata import SamplingMetadata
 class Ops(Protocol):
     """The operations of one device."""
 
-    mixes_types: bool  # activations are float32, weights may be quantised, and weights and cache may be of other types
+    kv_cache_dtypes: frozenset[torch.dtype]  # that a cache may have beside the model's own type
+    quantized_weights: bool  # `pack_linear` and `pack_experts` take weights that are quantised
 
     # attention
 
@@ -45,7 +46,7 @@ class Ops(Protocol):
     def paged_attention(
         self,
         q: Tensor,  # (T, Hq, D), any strides
-        key_cache: Tensor,  # (block, Hkv, slot, D): a view of a `kv_layout`; of int8 quants with scales, or floats
+        key_cache: Tensor,  # (block, Hkv, slot, D): a view of a `kv_layout`; of quants with scales, or floats
         value_cache: Tensor,  # as `key_cache`
         plan: Any,  # from `plan_attention`
         *,
@@ -108,7 +109,7 @@ class Ops(Protocol):
         value_cache: Tensor,  # (block, Hkv, slot, D), written
         slot_mapping: Tensor,  # (T,) int64 flat indices (layout.py), all different
     ) -> None:
-        """Store keys and values in the caches, quantised if those are int8."""
+        """Store keys and values in the caches, quantised if those have scales."""
 
     def rotate_and_store(
         self,
@@ -217,7 +218,7 @@ class Ops(Protocol):
         ids: Tensor,  # (T,) of any integer type
         table: Any,  # a tensor (N, H), or a weight from `pack_linear`, whose rows are the outputs
     ) -> Tensor:
-        """Return the table's rows (T, H), in float32 if the kernels mix types."""
+        """Return the table's rows (T, H), in the type of activations."""
 
     # experts
 

@@ -6,6 +6,7 @@ vLLM's names. Other arguments of vLLM are accepted or refused as its flags are: 
 
 import itertools
 import logging
+import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
@@ -39,10 +40,10 @@ logger = logging.getLogger(__name__)
 class LLM:
     """Load `model` (a folder, a .gguf file or a Hugging Face name; empty: the embedded one) and generate from it.
 
-    Every argument but `seed` is a setting of the server with the same name, default and bounds. An unseeded request
-    draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
-    from several threads take turns. Raise `ConfigError` for an argument that is not supported, and `ModelError` for a
-    model that cannot be loaded.
+    Every argument but `seed` is a setting of the server with the same name, default and bounds. Of environment
+    variables only VLLM_BATCH_INVARIANT counts. An unseeded request draws its seed from `seed`, so that a script gives
+    the same outputs each time it runs; None makes them differ. Calls from several threads take turns. Raise
+    `ConfigError` for an argument that is not supported, and `ModelError` for a model that cannot be loaded.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LLM:
         quantization: str | None = None,
         kv_cache_dtype: str | None = None,
         model_impl: str | None = None,
+        batch_invariant: bool | None = None,
         num_threads: int | None = None,
         tokenizer_revision: str | None = None,
         download_dir: str | None = None,
@@ -88,11 +90,13 @@ class LLM:
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
             "model_impl": model_impl,
+            "batch_invariant": batch_invariant,
             "num_threads": num_threads,
             "download_dir": download_dir,
         }
         arguments = translate_arguments(settings, others)
-        scheduler, worker = resolve(SchedulerConfig, arguments, {}), resolve(WorkerConfig, arguments, {})
+        scheduler = resolve(SchedulerConfig, arguments, {})
+        worker = resolve(WorkerConfig, arguments, vllm.own_variables(os.environ))
         folder = locate(str(model), revision, download_dir)
         tokenizer_folder = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
         self._tokenizer = Tokenizer.load(tokenizer_folder, folder if tokenizer else None)

@@ -73,7 +73,8 @@ def read(
     file, file_notes = _from_file(flags["config"]) if "config" in flags else vllm.Translation({}, [])
     for line in notes + file_notes:
         note(line)
-    environment = _with_vllm_api_key(environment)
+    set_variables = {name: value for name, value in environment.items() if value.strip()}
+    environment = {**vllm.own_variables(environment), **set_variables}
     return Settings(
         serve=resolve(ServeConfig, translated, environment, file),
         gateway=resolve(GatewayConfig, translated, environment, file),
@@ -89,14 +90,6 @@ def _from_file(path: str) -> vllm.Translation:
         if name not in names:
             raise ConfigError(f"--config {path}: there is no setting {name}")
     return translation
-
-
-def _with_vllm_api_key(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Use VLLM_API_KEY as the server's key unless QUIRE_API_KEY is set."""
-    key = environment.get("VLLM_API_KEY", "").strip()
-    if not key or environment.get("QUIRE_API_KEY", "").strip():
-        return environment
-    return {**environment, "QUIRE_API_KEY": json.dumps([key])}
 
 
 def service_arguments(config: Struct) -> list[str]:

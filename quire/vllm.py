@@ -177,6 +177,16 @@ def spell_out(argv: Sequence[str]) -> list[str]:
     return result
 
 
+def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return Quire's names and values of the environment variables of vLLM that it knows, as far as they are set."""
+    variables = {}
+    if key := environment.get("VLLM_API_KEY", "").strip():
+        variables["QUIRE_API_KEY"] = json.dumps([key])  # which may hold a comma
+    if batch_invariant := environment.get("VLLM_BATCH_INVARIANT", "").strip():
+        variables["QUIRE_BATCH_INVARIANT"] = batch_invariant
+    return variables
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of vLLM that Quire lacks to `parser`. Its help omits them; docs/vllm_flags.md lists them."""
     parser.epilog = "vLLM's other flags are accepted, or refused with a reason; docs/vllm_flags.md lists them."

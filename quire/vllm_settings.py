@@ -41,7 +41,7 @@ RENAMED: dict[str, str] = {
 
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     "quantization": {"gptq_marlin": "gptq", "awq_marlin": "awq"},
-    "kv_cache_dtype": {"int8_per_token_head": "int8"},
+    "kv_cache_dtype": {"int8_per_token_head": "int8", "fp8_per_token_head": "fp8"},
     "load_format": {"hf": "auto"},
     "model_impl": {"vllm": "quire"},
     "log_level": {"trace": "debug", "notset": "debug"},

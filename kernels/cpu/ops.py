@@ -3,6 +3,8 @@
 Operations that would not be faster in C++ are the reference's.
 """
 
+import torch
+
 from kernels.cpu.attention import pack_angles, paged_attention, plan_attention
 from kernels.cpu.cache import kv_layout, rotate_and_store, write_kv
 from kernels.cpu.decoder_layers import fuse_layers
@@ -22,4 +24,5 @@ from kernels.reference.elementwise import add_layer_norm, layer_norm, relu
 from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.sampling import pack_metadata
 
-mixes_types = True
+kv_cache_dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8})
+quantized_weights = True

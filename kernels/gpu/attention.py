@@ -17,6 +17,7 @@ It reads each key and value of a row once a tile, and a table entry a page. Segm
 and read once: 3 % of a segment of 256 two-byte keys and values where four heads share them.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,9 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.batch_rows import BatchRows, RowLengths
-from kernels.gpu.launch import INTERPRETED, Configuration, launch
+from kernels.gpu.launch import INTERPRETED, Configuration, launch, processors
 from kernels.kv_bias import KVBias
-from kernels.layout import KVLayout, scales
+from kernels.layout import LARGEST_QUANTS, KVLayout, has_scales, scales
 
 FEW = 4
 """Queries of a row up to which each is a tile of its own."""
@@ -39,11 +40,11 @@ SEGMENT = 256
 SEGMENTS = 64
 """Segments of a query at most, which bounds the memory of unfinished sums. A window may touch one more."""
 
+KV_CACHE_DTYPES = frozenset({torch.float32, torch.int8, torch.float8_e4m3fn})
+"""The types of caches that are read, beside the type of the queries."""
+
 PROGRAMS = 16
 """Programs a multiprocessor to aim at when segments are shared out: enough that rows of unequal length even out."""
-
-_PROCESSORS = 132
-"""Multiprocessors of the GPU that kernels are compiled for where there is none."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -75,6 +76,7 @@ _TILES = {
     256: Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3)),
 }
 _PADDED = Tiles(Tile(16, 32, 4, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 3))  # 80 and 96 are padded to 128
+_UNALIGNED = _PADDED._replace(many=Tile(64, 32, 8, 3))  # 100, 120: strides of these make loads of two bytes
 _QUANTISED = {  # quants are converted in registers
     64: Tiles(Tile(16, 32, 4, 3), Tile(64, 64, 8, 3), Tile(64, 64, 8, 3)),
     128: Tiles(Tile(16, 32, 4, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 3)),
@@ -145,7 +147,7 @@ def paged_attention(
         q.shape[2],
         batch.group,
         q.dtype,
-        quantised=key_cache.dtype == torch.int8,
+        quantised=has_scales(key_cache.dtype),
         biased=biases.keys is not None and angles is not None,
     )
     if plan.few:
@@ -172,10 +174,20 @@ def choose_tiles(dim: int, group: int, dtype: torch.dtype, *, quantised: bool = 
         tiles = _BIASED
     elif quantised:
         tiles = _QUANTISED[width]
+    elif 64 < dim < 128:
+        tiles = _UNALIGNED if dim % 16 else _PADDED
     else:
-        tiles = _PADDED if 64 < dim < 128 else _TILES[width]
-    rows = triton.next_power_of_2(group)
-    return Tiles(*(tile._replace(rows=max(tile.rows, rows)) for tile in tiles))
+        tiles = _TILES[width]
+    return Tiles(*(_widened(tile, triton.next_power_of_2(group), dtype) for tile in tiles))
+
+
+def _widened(tile: Tile, rows: int, dtype: torch.dtype) -> Tile:
+    """Return `tile` with `rows` at least, which a kv head's queries need, in a form that does not spill."""
+    if rows <= tile.rows:
+        return tile
+    if dtype == torch.float32 and rows > 32:
+        return Tile(rows, 16, 8, 2)
+    return tile._replace(rows=rows, num_warps=8 if rows > 64 else tile.num_warps)
 
 
 def choose_splits(rows: int, kv_heads: int, segments: int, processors: int) -> int:
@@ -185,59 +197,70 @@ def choose_splits(rows: int, kv_heads: int, segments: int, processors: int) -> i
 
 def configurations() -> Iterator[Configuration]:
     """Yield decodes and chunks of the head sizes, caches and options that models have."""
-    for dim in (64, 80, 96, 128, 256):
-        yield _configuration(f"decode {dim}", dim, decode=True)
-        yield _configuration(f"chunk {dim}", dim, decode=False)
-    for dim, cache in ((64, torch.int8), (128, torch.int8), (256, torch.int8), (128, torch.float32)):
-        name = f"{dim} {str(cache).removeprefix('torch.')}"
-        yield _configuration(f"decode {name}", dim, decode=True, cache=cache)
-        yield _configuration(f"chunk {name}", dim, decode=False, cache=cache)
-    for dim, dtype in ((128, torch.bfloat16), (256, torch.bfloat16), (128, torch.int8)):
-        name = f"{dim} {str(dtype).removeprefix('torch.')} invariant"
-        yield _configuration(f"decode {name}", dim, decode=True, cache=dtype, batch_invariant=True)
-        yield _configuration(f"chunk {name}", dim, decode=False, cache=dtype, batch_invariant=True)
-    yield _configuration("decode 256 window softcap", 256, decode=True, window=4096, softcap=50.0)
-    yield _configuration("chunk 256 window softcap", 256, decode=False, window=4096, softcap=50.0)
-    yield _configuration("decode 128 int8 biases", 128, decode=True, cache=torch.int8, biased=True)
-    yield _configuration("chunk 128 int8 biases", 128, decode=False, cache=torch.int8, biased=True)
+    for decode in (True, False):
+        for dim in (32, 64, 80, 96, 128, 160, 256):
+            yield _configuration(f"{dim}", dim, decode=decode)
+        yield _configuration("120", 120, decode=decode, wide_loads=False)
+        quants = itertools.product((64, 128, 256), LARGEST_QUANTS)
+        for dim, cache in (*quants, (128, torch.float32)):
+            yield _configuration(f"{dim} {_name(cache)}", dim, decode=decode, cache=cache)
+        for dim, cache in ((128, torch.bfloat16), (256, torch.bfloat16), *((128, dtype) for dtype in LARGEST_QUANTS)):
+            name = f"{dim} {_name(cache)} invariant"
+            yield _configuration(name, dim, decode=decode, cache=cache, batch_invariant=True)
+        yield _configuration("256 window softcap", 256, decode=decode, window=4096, softcap=50.0)
+        for dim, heads, kv_heads in ((64, 14, 2), (128, 32, 8)):  # a rotated bias: Qwen2's, which has no other heads
+            for cache in LARGEST_QUANTS:
+                name = f"{dim} {_name(cache)} biases"
+                yield _configuration(name, dim, heads, kv_heads, decode=decode, cache=cache, biased=True)
+        for dim, heads, dtype in ((64, 71, torch.bfloat16), (64, 71, torch.float32), (128, 48, torch.bfloat16)):
+            yield _configuration(f"{heads} of {dim} {_name(dtype)}", dim, heads, 1, decode=decode, dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _configuration(
     name: str,
     dim: int,
+    heads: int = 32,
+    kv_heads: int = 8,
     *,
     decode: bool,
-    cache: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    cache: torch.dtype | None = None,
     batch_invariant: bool = False,
     biased: bool = False,
+    wide_loads: bool = True,
     **options: Any,
 ) -> Configuration:
-    """Return 64 queries of 4,096 positions each, or a chunk of 8,192, with 32 heads of which four share a kv head."""
+    """Return 64 queries of 4,096 positions each, or a chunk of 8,192. `cache`: its type, if it is not `dtype`."""
     meta = torch.device("meta")
     rows, queries, context = (64, 1, 4096) if decode else (1, 8192, 8192)
-    layout = KVLayout(1, 8, dim, 16, cache)
+    layout = KVLayout(1, kv_heads, dim, 16, cache or dtype)
     keys, values = layout.views(layout.allocate(1024, meta))[0]
-    q = torch.empty(rows * queries, 32, dim, dtype=torch.bfloat16, device=meta)
+    q = torch.empty(rows * queries, heads, dim, dtype=dtype, device=meta)
     tables = torch.empty(rows, context // 16, dtype=torch.int32, device=meta)
     if biased:
-        vector = torch.empty(8, dim, device=meta)
+        vector = torch.empty(kv_heads, dim, device=meta)
         options |= {"bias": KVBias(vector, vector), "angles": torch.empty(context, dim, device=meta)}
 
     def run() -> None:
         numbers = torch.empty(rows + 1, dtype=torch.int32, device=meta)
         batch_rows = BatchRows(numbers, numbers[1:], numbers[1:], RowLengths(queries, queries, context))
-        plan = plan_attention(batch_rows, tables, block_size=16, num_kv_heads=8, batch_invariant=batch_invariant)
+        plan = plan_attention(batch_rows, tables, block_size=16, num_kv_heads=kv_heads, batch_invariant=batch_invariant)
         paged_attention(q, keys, values, plan, scale=dim**-0.5, **options)
 
     pairs = rows * context if decode else queries * (queries + 1) // 2
     return Configuration(
-        name,
+        f"{'decode' if decode else 'chunk'} {name}",
         run,
-        f"{rows} × {queries} queries, {context} positions, 32/8 heads of {dim}",
+        f"{rows} × {queries} queries, {context} positions, {heads}/{kv_heads} heads of {dim}",
         bytes_moved=rows * context * layout.bytes_per_token + 2 * q.numel() * q.element_size(),
-        flops=4 * pairs * 32 * dim,
-        wgmma=not decode and not biased and not (batch_invariant and dim == 256),
-        wide_loads=True,
+        flops=4 * pairs * heads * dim,
+        wgmma=not decode and not biased and dtype != torch.float32 and not (batch_invariant and dim == 256),
+        wide_loads=wide_loads,
+        oldest=89 if cache == torch.float8_e4m3fn else 80,
     )
 
 
@@ -277,7 +300,7 @@ def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPla
         raise ValueError(f"queries {tuple(q.shape)} do not fit a cache {tuple(key_cache.shape)}")
     if key_cache.stride() != value_cache.stride() or key_cache.stride(3) != 1:
         raise ValueError("the GPU's attention reads keys and values of one layout, with the dimension last")
-    if key_cache.dtype not in (q.dtype, torch.float32, torch.int8) or value_cache.dtype != key_cache.dtype:
+    if key_cache.dtype not in (q.dtype, *KV_CACHE_DTYPES) or value_cache.dtype != key_cache.dtype:
         raise ValueError(f"a cache of {key_cache.dtype} does not serve queries of {q.dtype}")
 
 
@@ -288,7 +311,7 @@ def _attend_few(batch: _Batch, tile: Tile, factors: tuple[float, float], biases:
     if segments == 1:
         _launch(batch, tile, (items, batch.kv_heads), factors, biases, angles, BY_QUERY=True)
         return
-    splits = choose_splits(items, batch.kv_heads, segments, _processors(q.device))
+    splits = choose_splits(items, batch.kv_heads, segments, processors(q.device))
     shape = (items, batch.kv_heads, segments, batch.group)
     parts = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
     stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
@@ -328,7 +351,7 @@ def _launch(
     **constants: Any,
 ) -> None:
     q, plan, dim = batch.q, batch.plan, batch.q.shape[2]
-    quantised = batch.key_cache.dtype == torch.int8
+    quantised = has_scales(batch.key_cache.dtype)
     key_scales = scales(batch.key_cache) if quantised else None
     value_scales = scales(batch.value_cache) if quantised else None
     rotated = 0 if angles is None or biases.keys is None else angles.shape[1]
@@ -373,12 +396,6 @@ def _launch(
         SOFTCAPPED=factors[1] > 0,
         TURN_PRECISION="ieee" if INTERPRETED or q.dtype == torch.float32 else "bf16x3",
     )
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -469,6 +486,9 @@ def _attend(
     TURN_PRECISION: tl.constexpr,
 ):
     QUERIES: tl.constexpr = 1 if BY_QUERY else BLOCK_M // GROUP
+    # Weights and their sum are taken times this power of two: multiplied by a scale, weights of at most 1 would be too
+    # small for float16. The products stay below the largest value, since quants go up to 127 or 448.
+    EXPONENT: tl.constexpr = 0.0 if value_scales is None else 6.0 if value_cache.dtype.element_ty == tl.int8 else 8.0
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     if BY_QUERY:
@@ -583,7 +603,7 @@ def _attend(
         if DIM == BLOCK_D:
             keys = tl.load(key_cache + vectors)
         else:
-            keys = tl.load(key_cache + vectors, mask=used_dims[None, :], other=0)
+            keys = tl.load(key_cache + vectors, mask=used_dims[None, :], other=0.0)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if key_scales is not None:
             scale_at = blocks * scale_block_stride + page_slots
@@ -604,12 +624,12 @@ def _attend(
 
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(scores - (finite - EXPONENT)[:, None])
         rescale = tl.exp2(largest - finite)
         largest = new_largest
         weight_sum = weight_sum * rescale + tl.sum(weights, 1)
         # A weight of 0 does not hide a NaN where nothing was written yet, so values are masked.
-        values = tl.load(value_cache + vectors, mask=readable[:, None] & used_dims[None, :], other=0)
+        values = tl.load(value_cache + vectors, mask=readable[:, None] & used_dims[None, :], other=0.0)
         if value_scales is not None:
             weights *= tl.load(value_scales + scale_at, mask=readable, other=0.0)[None, :]
         acc = tl.dot(

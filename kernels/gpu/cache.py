@@ -5,8 +5,8 @@
     copy_blocks         reads and writes each copied block once
 
 A program has a token and some of its heads. The layout is `KVLayout`'s by default: a vector's dimensions lie side by
-side. An int8 cache stores each vector with a scale of its own, so what is stored depends on no other vector. A negative
-slot is padding: nothing is written for its token.
+side. A cache of quants stores each vector with a scale of its own, so what is stored depends on no other vector. A
+negative slot is padding: nothing is written for its token.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import Configuration, launch
-from kernels.layout import KVLayout, scales
+from kernels.layout import KVLayout, has_scales, scales
 
 _ELEMENTS = 2048
 """The most elements that a program takes (whole heads, and at least one): 16 a thread."""
@@ -147,7 +147,7 @@ def configurations() -> Iterator[Configuration]:
     meta = torch.device("meta")
     slots = torch.empty(256, dtype=torch.int64, device=meta)
     for dim in (64, 80, 128, 256):
-        for dtype in (torch.bfloat16, torch.int8):
+        for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn):
             layout = kv_layout(32, 8, dim, 16, dtype)
             storage = layout.allocate(64, meta)
             keys, values = layout.views(storage)[0]
@@ -176,9 +176,10 @@ def configurations() -> Iterator[Configuration]:
                 rotate(norms=(norm, norm))
 
             read = qkv.numel() * 2
-            yield Configuration(f"write {name}", write, shape, read // 3 + written)
-            yield Configuration(f"rotate {name}", rotate, shape, read + read * 2 // 3 + written)
-            yield Configuration(f"norm and rotate {name}", rotate_normed, shape, read + read * 2 // 3 + written)
+            oldest = 89 if dtype == torch.float8_e4m3fn else 80
+            yield Configuration(f"write {name}", write, shape, read // 3 + written, oldest=oldest)
+            for kind, run in (("rotate", rotate), ("norm and rotate", rotate_normed)):
+                yield Configuration(f"{kind} {name}", run, shape, read + read * 2 // 3 + written, oldest=oldest)
     pairs = torch.empty(8, dtype=torch.int64, device=meta)
     yield Configuration(
         "copy", lambda: copy_blocks(storage, pairs, pairs), "8 blocks of 32 layers", 16 * layout.bytes_per_block
@@ -202,15 +203,33 @@ def _block(heads: int, dim: int) -> tuple[int, int]:
 
 
 def _scales(key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if key_cache.dtype != torch.int8:
+    if not has_scales(key_cache.dtype):
         return None, None
     return scales(key_cache), scales(value_cache)
 
 
 def _strides(cache: Tensor) -> tuple[int, ...]:
     """Return the strides of block, head and slot, and of the scales' block and head."""
-    scale_strides = scales(cache).stride()[:2] if cache.dtype == torch.int8 else (0, 0)
+    scale_strides = scales(cache).stride()[:2] if has_scales(cache.dtype) else (0, 0)
     return (*cache.stride()[:3], *scale_strides)
+
+
+@triton.jit
+def _round(x, dtype: tl.constexpr):
+    """Return the nearest numbers of `dtype` (int8 or float8e4nv) that it has to `x` (float32), the even one of two.
+
+    The cast that follows is then exact, whichever way it rounds: the interpreter's is wrong where a carry arises.
+    """
+    unit = 1.0
+    sign = 1.0
+    if dtype == tl.float8e4nv:
+        bits = x.to(tl.int32, bitcast=True)
+        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)  # of two, at most |x|
+        unit = tl.maximum(power, 0.015625) / 8.0  # three bits follow the first; below 2^-6 numbers are 2^-9 apart
+        sign = tl.where(bits < 0, -1.0, 1.0)
+        x = tl.abs(x)
+    round_to = 12582912.0 * unit  # 1.5 * 2^23: the last bit of the sum is worth a unit
+    return ((x + round_to) - round_to) * sign  # zeros keep their sign
 
 
 @triton.jit
@@ -231,13 +250,15 @@ def _store(
     BLOCK_D: tl.constexpr,
 ):
     """Store a token's vectors: as quants and scales if there are `cache_scales`, else as floats."""
+    dtype: tl.constexpr = cache.dtype.element_ty
+    LIMIT: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     dims = tl.arange(0, BLOCK_D)
     block = slot // PAGE
     offset = slot % PAGE
     at = cache + block * block_stride + heads.to(tl.int64)[:, None] * head_stride + offset * slot_stride + dims[None, :]
     masks = mask[:, None] & (dims < DIM)[None, :]
     if cache_scales is None:
-        tl.store(at, x.to(cache.dtype.element_ty), mask=masks)
+        tl.store(at, x.to(dtype), mask=masks)
     else:
         finite = tl.abs(x) < float("inf")
         broken = tl.max((~finite).to(tl.int32), 1) > 0
@@ -245,11 +266,10 @@ def _store(
         largest = tl.max(tl.abs(x), 1)
         tiny = largest < 1e-30  # its inverse would overflow
         one = tl.full(largest.shape, 1.0, tl.float32)
-        inverse = tl.where(tiny, 0.0, 127.0 * tl.div_rn(one, tl.where(tiny, 1.0, largest)))
-        quants = tl.minimum(tl.maximum(x * inverse[:, None], -127.0), 127.0)
-        quants = (quants + 12582912.0) - 12582912.0  # 1.5 * 2^23: round to the nearest integer, ties to the even one
-        tl.store(at, quants.to(tl.int8), mask=masks)
-        scale = tl.where(tiny, 0.0, tl.div_rn(largest, 127.0 * one))
+        inverse = tl.where(tiny, 0.0, LIMIT * tl.div_rn(one, tl.where(tiny, 1.0, largest)))
+        quants = _round(tl.minimum(tl.maximum(x * inverse[:, None], -LIMIT), LIMIT), dtype)
+        tl.store(at, quants.to(dtype), mask=masks)
+        scale = tl.where(tiny, 0.0, tl.div_rn(largest, LIMIT * one))
         scale = tl.where(broken, float("nan"), scale)
         scale_at = block * scale_block_stride + heads.to(tl.int64) * scale_head_stride + offset
         tl.store(cache_scales + scale_at, scale, mask=mask)

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+
+Architecture = int | str
+"""A compute capability of NVIDIA's, such as 90 (H100 and H200), or the name of an AMD architecture: gfx942 (MI300)."""
 
 
 class Launch(NamedTuple):
@@ -47,8 +51,10 @@ class Configuration(NamedTuple):
     oldest: int = 80  # the first architecture on which it compiles: 89 where fp8 is used
 
 
+_PROCESSORS = 132
+
 _recorded: list[list[Launch]] = []
-_architecture: int | None = None
+_architecture: Architecture | None = None
 
 
 def launch(
@@ -78,6 +84,13 @@ def launch(
         launches.append(Launch(kernel.fn.__name__, grid, num_warps, num_stages, constexprs, compiled))
 
 
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors share the programs of a launch; those of an H200 where there is no GPU."""
+    if device.type != "cuda":
+        return _PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @contextmanager
 def record() -> Iterator[list[Launch]]:
     """Return the list to which every launch on meta tensors is added inside the `with`."""
@@ -105,8 +118,8 @@ class StubDriver:
         return 0
 
 
-def compile_for(architecture: int) -> None:
-    """Let launches on meta tensors compile for this compute capability (90: H100 and H200), for the whole process.
+def compile_for(architecture: Architecture) -> None:
+    """Let launches on meta tensors compile for this architecture, for the whole process.
 
     The process can launch nothing on a GPU from then on. Raise RuntimeError if it has compiled for another one: Triton
     keeps objects by the device's number, and would silently return those of the first architecture.
@@ -115,9 +128,17 @@ def compile_for(architecture: int) -> None:
     if INTERPRETED:
         raise RuntimeError("kernels are interpreted in this process, so they cannot be compiled")
     if _architecture is not None and _architecture != architecture:
-        raise RuntimeError(f"this process compiles for sm_{_architecture}; sm_{architecture} needs another process")
+        compiled, wanted = architecture_name(_architecture), architecture_name(architecture)
+        raise RuntimeError(f"this process compiles for {compiled}; {wanted} needs another process")
     _architecture = architecture
-    triton.runtime.driver.set_active(StubDriver(GPUTarget("cuda", architecture, 32)))
+    is_amd = isinstance(architecture, str)
+    target = GPUTarget("hip", architecture, 64) if is_amd else GPUTarget("cuda", architecture, 32)
+    triton.runtime.driver.set_active(StubDriver(target))
+
+
+def architecture_name(architecture: Architecture) -> str:
+    """Return the vendor's name, such as sm_90."""
+    return architecture if isinstance(architecture, str) else f"sm_{architecture}"
 
 
 def on_compile(report: Callable[[str], None] | None) -> None:

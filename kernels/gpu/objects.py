@@ -8,8 +8,10 @@ import re
 import struct
 from typing import Any, NamedTuple
 
-SHARED_OF_BLOCK = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""KiB of shared memory that a block may have, by compute capability."""
+from kernels.gpu.launch import Architecture
+
+SHARED_OF_BLOCK: dict[Architecture, int] = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, "gfx942": 64}
+"""KiB of shared memory that a block may have, by architecture: those that kernels can be compiled for."""
 
 SHARED_OF_SM = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100}
 WARPS_OF_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 103: 64, 120: 48}

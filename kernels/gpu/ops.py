@@ -4,7 +4,7 @@ Operations that are one call of torch's are the reference's, and so are dense ma
 than Triton at those.
 """
 
-from kernels.gpu.attention import pack_angles, paged_attention, plan_attention
+from kernels.gpu.attention import KV_CACHE_DTYPES, pack_angles, paged_attention, plan_attention
 from kernels.gpu.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
 from kernels.gpu.elementwise import (
     add_layer_norm,
@@ -24,4 +24,5 @@ from kernels.reference.experts import route
 from kernels.reference.linear import embedding, linear, pack_linear
 from kernels.reference.ops import fuse_layers
 
-mixes_types = False
+kv_cache_dtypes = KV_CACHE_DTYPES
+quantized_weights = False

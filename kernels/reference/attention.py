@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.batch_rows import BatchRows
 from kernels.kv_bias import KVBias
-from kernels.layout import scales
+from kernels.layout import has_scales, scales
 from kernels.reference.elementwise import rotary
 
 _MAX_QUERIES = 256
@@ -175,8 +175,8 @@ def _gather(
     Vectors after a piece's end are set to zero, since the mask would not hide a NaN.
     """
     parts = cache.flatten(0, 1).index_select(0, group.blocks)
-    if cache.dtype == torch.int8:
-        parts = parts * scales(cache).flatten(0, 1).index_select(0, group.blocks)[..., None]
+    if has_scales(cache.dtype):
+        parts = parts.float() * scales(cache).flatten(0, 1).index_select(0, group.blocks)[..., None]
     vectors = parts.view(-1, cache.shape[-1]).index_fill_(0, group.padding, 0.0)
     vectors = vectors.view(-1, cache.shape[1], group.length, cache.shape[-1])
     if bias is not None:

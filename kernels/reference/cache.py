@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.layout import KVLayout, scales
+from kernels.layout import LARGEST_QUANTS, KVLayout, has_scales, scales
 from kernels.reference.elementwise import rms_norm, rotary
 
 
@@ -15,14 +15,14 @@ def kv_layout(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
 def write_kv(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """cache[block, head, offset] = value, for each token's flat index.
 
-    An int8 cache gets value ≈ quant * scale, with scale = max |value| / 127 over the vector and quant the nearest
-    integer.
+    A cache with scales gets value ≈ quant * scale, with scale = max |value| / 127 over the vector (int8) or / 448
+    (float8_e4m3fn), and quant the nearest number that its type has, the even one of two.
     """
     block_size = key_cache.shape[2]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     for new, cache in ((keys, key_cache), (values, value_cache)):
-        if cache.dtype == torch.int8:
-            cache[blocks, :, offsets], scales(cache)[blocks, :, offsets] = _quantize(new)
+        if has_scales(cache.dtype):
+            cache[blocks, :, offsets], scales(cache)[blocks, :, offsets] = _quantize(new, cache.dtype)
         else:
             cache[blocks, :, offsets] = new
 
@@ -55,11 +55,18 @@ def copy_blocks(storage: Tensor, sources: Tensor, destinations: Tensor) -> None:
     storage[:, :, destinations] = storage[:, :, sources]
 
 
-def _quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 quants (..., D) and scales (...) of vectors (..., D). The scale is NaN if a vector is not finite."""
-    vectors = vectors.float()
-    largest = vectors.abs().amax(-1)
+def _quantize(vectors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return quants (..., D) of `dtype` and scales (...) of vectors (..., D).
+
+    If a vector is not finite, its quants are 0 and its scale is NaN.
+    """
+    limit = LARGEST_QUANTS[dtype]
+    largest = vectors.float().abs().amax(-1)
+    broken = ~largest.isfinite()
+    vectors = torch.where(broken[..., None], 0.0, vectors.float())
     tiny = largest < 1e-30  # its inverse would overflow
-    inverse = torch.where(tiny, 0.0, 127 / largest)
-    quants = (vectors * inverse[..., None]).clamp(-127, 127).nan_to_num().round().to(torch.int8)
-    return quants, torch.where(tiny, 0.0, largest / 127) + (vectors * 0).sum(-1)
+    inverse = torch.where(tiny | broken, 0.0, limit / largest)
+    quants = (vectors * inverse[..., None]).clamp(-limit, limit)
+    if not dtype.is_floating_point:
+        quants = quants.round()
+    return quants.to(dtype), torch.where(tiny, 0.0, largest / limit).masked_fill(broken, torch.nan)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from kernels.decoder_layers import DecoderLayer, LayerConfig
 from kernels.reference.attention import pack_angles, paged_attention, plan_attention
 from kernels.reference.cache import copy_blocks, kv_layout, rotate_and_store, write_kv
@@ -21,7 +23,9 @@ from kernels.reference.linear import embedding, linear, logits, pack_linear
 from kernels.reference.prepare import copy_segments, prepare_inputs
 from kernels.reference.sampling import logprobs, pack_metadata, penalties, sample
 
-mixes_types = False
+# Caches of float8_e4m3fn work too, but only as the measure of the GPU's: int8 is as small and more exact.
+kv_cache_dtypes = frozenset({torch.int8})
+quantized_weights = False
 
 
 def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> None:

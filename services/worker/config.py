@@ -36,10 +36,11 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16", "int8"],
+        Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"],
         Meta(
             description="Type of keys and values in the KV cache; auto: that of the weights, or bfloat16 if they are "
-            "quantised. int8 has a scale for each token and head."
+            "quantised. int8 and fp8 (e4m3) have a scale for each token and head; fp8 needs a GPU of compute "
+            "capability 8.9 or newer."
         ),
     ] = "auto"
     load_format: Annotated[
@@ -53,6 +54,14 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "Quire has none for the architecture, or lacks a feature that the checkpoint needs."
         ),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        Meta(
+            description="Make a token's bits on a GPU depend on its own sequence alone, not on other requests, chunks "
+            "or preemptions; it costs speed. On a CPU with the compiled kernels they always do. Needs a family of "
+            "Quire's own."
+        ),
+    ] = False
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of the GPU's memory that weights, activations and KV may take.")
     ] = 0.92

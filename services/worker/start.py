@@ -5,11 +5,15 @@
 
 from pathlib import Path
 
+import torch
+
 from kernels.load import ops as load_ops
+from kernels.ops import Ops
 from services.worker.config import WorkerConfig
 from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
 from services.worker.models.load import LoadedModel, choose_device, load_model
 from services.worker.runner import ModelRunner
+from shared.errors import ConfigError
 from shared.hub.checkpoint import locate, text_digest
 from shared.hub.embedded import EMBEDDED
 from shared.protocol import ModelInfo
@@ -20,12 +24,20 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     keep_freed_memory()
     set_threads(config.num_threads)
     device = choose_device(config.device)
-    ops = load_ops(device)
+    ops = choose_ops(device, config)
     folder = locate(config.model, config.revision, config.download_dir)
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
     return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops)
+
+
+def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
+    """Return the operations for `device`. Raise ConfigError if it has none that fulfil --batch-invariant."""
+    try:
+        return load_ops(device, batch_invariant=config.batch_invariant)
+    except ValueError as error:
+        raise ConfigError(f"--batch-invariant {error}") from error
 
 
 def model_info(loaded: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:

@@ -9,7 +9,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import PreTrainedModel
 
-from kernels.load import ops
+from kernels.cpu import extension
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
 from shared.gguf.folder import model_folder
@@ -18,7 +18,7 @@ from tests.gguf.gguf_writer import write
 from tests.models.family_variants import gemma, gemma2, gemma3, gpt2, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from tests.models.tiny_models import Forward, llama, reference_logits
 
-compiled = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
+compiled = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 """Sizes of a model whose rows are whole blocks of 32, as the simple quantised types need."""

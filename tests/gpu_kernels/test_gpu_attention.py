@@ -11,7 +11,7 @@ from kernels.batch_rows import BatchRows
 from kernels.gpu import attention
 from kernels.gpu.launch import record
 from kernels.kv_bias import KVBias
-from kernels.layout import KVLayout, flat_slots, scales
+from kernels.layout import KVLayout, flat_slots, has_scales, scales
 from kernels.reference import ops as reference
 from tests.kernels.tolerance import assert_near
 
@@ -86,11 +86,11 @@ def make_case(
     layout = KVLayout(1, kv_heads, dim, block_size, cache_dtype or dtype)
     keys, values = layout.views(layout.allocate(pool.numel(), torch.device("cpu")))[0]
     for cache in (keys, values):
-        (scales(cache) if cache.dtype == torch.int8 else cache).fill_(math.nan)
+        (scales(cache) if has_scales(cache.dtype) else cache).fill_(math.nan)
     for row, (start, count) in enumerate(rows):
         vectors = torch.randn(start + count, 2, kv_heads, dim).to(dtype)
         slots = flat_slots(pool, torch.full((start + count,), row), torch.arange(start + count), block_size)
-        stored = vectors.to(keys.dtype) if keys.dtype.is_floating_point else vectors
+        stored = vectors if has_scales(keys.dtype) else vectors.to(keys.dtype)
         reference.write_kv(stored[:, 0], stored[:, 1], keys, values, slots)
         pool[row, -(-(start + count) // block_size) :] = -1
     counts = torch.tensor([count for _, count in rows])
@@ -136,6 +136,7 @@ def test_agrees_with_the_reference(
         (3, 3, 80, 4, torch.int64),
         (4, 1, 96, 8, torch.int32),
         (20, 1, 128, 32, torch.int64),
+        (71, 1, 64, 16, torch.int32),
         (4, 2, 256, 128, torch.int32),
         (2, 1, 10, 256, torch.int32),
         (2, 2, 64, 1, torch.int32),
@@ -156,18 +157,31 @@ def test_shapes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float32])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float32])
 def test_caches_of_other_types(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     check(make_case(device, [(600, 1), (0, 27), (4, 7)], dtype=dtype, cache_dtype=cache_dtype, block_size=8), 300)
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_small_scales_in_float16(device: torch.device, cache_dtype: torch.dtype, batch_invariant: bool) -> None:
+    """Most weights times the scale of a small value are below what float16 has."""
+    case = make_case(device, [(600, 1), (4, 7)], dtype=torch.float16, cache_dtype=cache_dtype)
+    scales(case.values).mul_(1e-3)
+    result = case.run(batch_invariant=batch_invariant)
+    assert_near(result * 1000, case.expected() * 1000, torch.float16)
+
+
 @pytest.mark.parametrize("rotated", [64, 40, 0])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
-def test_biases_that_the_cache_lacks(device: torch.device, rotated: int, options: dict[str, float]) -> None:
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_biases_that_the_cache_lacks(
+    device: torch.device, rotated: int, options: dict[str, float], cache_dtype: torch.dtype
+) -> None:
     """KV8-01: the output is that of keys and values with biases. A softcap needs all of a head to be rotated."""
     if rotated < 64 and "softcap" in options:
         pytest.skip("never asked for")
-    case = make_case(device, [(290, 1), *MIXED], cache_dtype=torch.int8)
+    case = make_case(device, [(290, 1), *MIXED], cache_dtype=cache_dtype)
     bias = KVBias(torch.randn(2, 64).to(device) * 3, torch.randn(2, 64).to(device) * 3)
     table = torch.outer(torch.arange(300.0), torch.rand(rotated // 2).repeat(2)).to(device)
     cos_sin = (table.cos(), table.sin())
@@ -274,5 +288,8 @@ def test_shapes_that_are_refused(device: torch.device) -> None:
         case._replace(q=case.q[:, :5]).run()
     with pytest.raises(ValueError, match="does not serve"):
         case._replace(q=case.q.half(), keys=case.keys.bfloat16(), values=case.values.bfloat16()).run()
+    keys, values = (cache.to(torch.float8_e5m2) for cache in (case.keys, case.values))
+    with pytest.raises(ValueError, match="float8_e5m2 does not serve"):
+        case._replace(keys=keys, values=values).run()
     with pytest.raises(ValueError, match="at most 256"):
         attention.choose_tiles(320, 1, torch.float16)

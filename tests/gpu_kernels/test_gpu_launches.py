@@ -45,10 +45,17 @@ class LaunchCounter(TorchDispatchMode):
 
 
 def count_launches(
-    family: Family, layers: int, tokens: int, rows: int, table: int, kv_dtype: torch.dtype
+    family: Family,
+    layers: int,
+    tokens: int,
+    rows: int,
+    table: int,
+    kv_dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
 ) -> Counter[str]:
     """Return the launches of a forward pass of rows of equal length, whose block tables have `table` entries."""
-    ops, dtype = gpu(), torch.bfloat16
+    ops, dtype = gpu(batch_invariant=batch_invariant), torch.bfloat16
     spec = family.read_spec(ConfigJson({**CONFIG, "num_hidden_layers": layers}))
     precision = Precision(dtype=dtype, quantization=None, kv_dtype=kv_dtype)
     decoder = Decoder(spec, RandomWeights(spec, precision, META), ops, kv_dtype=kv_dtype)
@@ -86,3 +93,15 @@ def test_launches_of_a_layer(
     assert layer.total() <= limit, layer
     assert layer["aten.mm.default"] + layer["aten.addmm.default"] == 4
     assert layer["_rotate_and_store"] == 1
+
+
+def test_no_product_of_a_batch_invariant_layer_is_the_vendors() -> None:
+    """It has four products, one of which has inputs enough for two segments."""
+    two, three = (
+        count_launches(qwen2.FAMILY, layers, 600, 2, 256, torch.bfloat16, batch_invariant=True) for layers in (2, 3)
+    )
+    layer = three - two
+    assert layer["_multiply"] == 4
+    assert layer["aten.mm.default"] == layer["aten.addmm.default"] == 0
+    assert layer["_add_segments"] == 1
+    assert layer.total() <= 10, layer

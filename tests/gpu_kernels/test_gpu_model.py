@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.load import gpu, ops, reference, version
+from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
+from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
+from services.worker.models.precision import Precision
 from services.worker.runner import ModelRunner
-from services.worker.start import model_info
+from services.worker.start import choose_ops, model_info
+from shared.errors import ConfigError
 from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
-from tests.models.family_variants import VARIANTS
+from tests.models.family_variants import VARIANTS, qwen2
+from tests.models.test_model_kv_bias import with_biases
 from tests.models.tiny_models import Forward, llama, reference_logits, save
 from tests.worker.runner_client import RunnerClient
 
@@ -32,6 +36,28 @@ def test_logits_are_transformers(family: str, device: torch.device, tmp_path: Pa
     ours = [torch.cat((steps[0][0], steps[1][1])), torch.cat((steps[0][1], steps[1][0]))]
     for logits, tokens in zip(ours, TOKENS, strict=True):
         torch.testing.assert_close(logits.cpu(), reference_logits(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kv_cache_dtype", "bound"),
+    [
+        ("llama", "float32", "fp8", 0.25),
+        ("qwen2, large biases", "float32", "fp8", 0.25),
+        ("qwen2, large biases", "float32", "int8", 0.1),
+        ("llama", "float16", "float32", 0.02),
+    ],
+)
+def test_caches_of_other_types_give_nearly_transformers_logits(
+    family: str, dtype: str, kv_cache_dtype: str, bound: float, device: torch.device, tmp_path: Path
+) -> None:
+    """With eight bits, a step is larger than the differences between tokens if large biases go into the cache."""
+    model = with_biases(qwen2(), "k_proj", 300) if family.startswith("qwen2") else VARIANTS[family]()
+    folder, tokens = save(model, tmp_path), TOKENS[0]
+    forward = Forward(folder, device=device, operations=gpu(), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    forward.enter(0, tokens, [9, 2, 30, 4, 11, 7])
+    logits = torch.cat([forward.step((0, start, count))[0] for start, count in ((0, 13), (13, 8))])
+    expected = reference_logits(model, tokens)
+    assert 1e-4 < (logits.cpu() - expected).norm() / expected.norm() < bound
 
 
 def test_a_runner_samples_the_references_tokens(device: torch.device, tmp_path: Path) -> None:
@@ -62,13 +88,44 @@ def tokens_of(folder: Path, device: torch.device, operations: Ops) -> list[dict[
     return [{slot: row.tokens for slot, row in result.items()} for result in results]
 
 
-@pytest.mark.parametrize(("capability", "is_gpu"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), True)])
-def test_older_gpus_get_the_reference_and_a_line_in_the_log(
-    capability: tuple[int, int], is_gpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("capability", "rocm", "is_gpu"),
+    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((10, 0), None, True), ((9, 4), "6.4", False)],
+)
+def test_older_gpus_and_amds_get_the_reference_and_a_line_in_the_log(
+    capability: tuple[int, int],
+    rocm: str | None,
+    is_gpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with caplog.at_level(logging.WARNING):
         assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
     assert len(caplog.messages) == (not is_gpu)
     assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_before_ada_takes_no_float8(
+    capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    types = kv_cache_dtypes(gpu(), torch.device("cuda"))
+    assert (torch.float8_e4m3fn in types) is taken
+    assert types | {torch.float8_e4m3fn} == gpu().kv_cache_dtypes
+
+
+def test_batch_invariance_needs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older GPU's products are the vendor's. Elsewhere the mode is part of the fingerprint, since bits differ."""
+    cuda, config = torch.device("cuda"), WorkerConfig(batch_invariant=True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="--batch-invariant needs a GPU from Ampere on, not Some GPU"):
+        choose_ops(cuda, config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_ops(cuda, config) is gpu(batch_invariant=True) is not gpu()
+    float32 = Precision(torch.float32, None, torch.float32)
+    assert len({fingerprint("", float32, cuda, batch_invariant=mode) for mode in (False, True)}) == 2

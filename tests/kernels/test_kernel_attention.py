@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.batch_rows import BatchRows
+from kernels.cpu import extension
 from kernels.kv_bias import KVBias
-from kernels.layout import KVLayout, flat_slots, scales
+from kernels.layout import KVLayout, flat_slots, has_scales, scales
 from kernels.load import ops, reference
 from kernels.ops import Ops
 from tests.kernels.tolerance import assert_near
@@ -62,9 +63,9 @@ def make_case(
     pool = torch.randperm(len(rows) * width).view(len(rows), width)
     layout = ops.kv_layout(1, kv_heads, dim, block_size, dtype)
     keys, values = layout.views(layout.allocate(pool.numel(), torch.device("cpu")))[0]
-    float_dtype = torch.float32 if dtype == torch.int8 else dtype
+    float_dtype = torch.float32 if has_scales(dtype) else dtype
     for cache in (keys, values):
-        (scales(cache) if dtype == torch.int8 else cache).fill_(math.nan)
+        (scales(cache) if has_scales(dtype) else cache).fill_(math.nan)
     for row, (start, count) in enumerate(rows):
         new = torch.randn(start + count, 2, kv_heads, dim).to(float_dtype)
         slots = flat_slots(pool, torch.full((start + count,), row), torch.arange(start + count), block_size)
@@ -83,7 +84,7 @@ def make_case(
 
 
 def read(cache: Tensor) -> Tensor:
-    return cache * scales(cache)[..., None] if cache.dtype == torch.int8 else cache
+    return cache.float() * scales(cache)[..., None] if has_scales(cache.dtype) else cache
 
 
 def by_hand(case: Case, *, window: int = 0, softcap: float = 0.0, only: Sequence[int] | None = None) -> Tensor:
@@ -176,6 +177,33 @@ def test_eight_bits_of_a_vector_depend_on_it_alone(kernels: Ops) -> None:
     assert storage[0, :, 2].count_nonzero() == 0
 
 
+def test_float8_of_the_reference() -> None:
+    """The GPU's kernels are compared with it. Of the CPU's types, int8 is as small."""
+    rows = [(2, 1), (0, 35), (300, 1)]
+    case = make_case(reference(), rows, dtype=torch.float8_e4m3fn)
+    out = case.run()
+    assert_near(out, by_hand(case), torch.float32, 300)
+    exact = make_case(reference(), rows).run()
+    assert 0 < (out - exact).norm() < 0.05 * exact.norm()
+
+
+def test_float8_of_a_vector_depends_on_it_alone() -> None:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=10, block_size=4, dtype=torch.float8_e4m3fn)
+    keys, values = layout.views(layout.allocate(2, torch.device("cpu")))[0]
+    new = torch.tensor([448.0, -1.0, 17.0, 19.0, 27.0, -500 / 1024, 3 / 1024, 1 / 1024, -1e-9, 0.0]).expand(4, 1, 10)
+    new = new * torch.tensor([1.0, 2**-30, 2**66, 1.0])[:, None, None]
+    new[3, 0, 4] = math.nan
+    reference().write_kv(new, -new, keys, values, torch.tensor([7, 0, 2, 5]))
+    rounded = torch.tensor([448.0, -1.0, 16.0, 20.0, 28.0, -0.5, 2 / 512, 0.0, -0.0, 0.0])
+    for cache, sign in ((keys, 1), (values, -1)):
+        stored = cache.transpose(1, 2).flatten(0, 1)[:, 0].float()
+        for slot, scale in ((7, 1.0), (0, 2.0**-30), (2, 2.0**66)):
+            assert torch.equal(stored[slot], sign * rounded)
+            assert scales(cache)[slot // 4, 0, slot % 4] == scale
+        assert scales(cache)[1, 0, 1].isnan()
+        assert stored[5].count_nonzero() == 0
+
+
 def rotated(vector: Tensor, position: int, frequencies: Tensor) -> Tensor:
     """Return `vector` (D,) with its first dimensions rotated, pair by pair, in float64."""
     out, half = vector.double().clone(), len(frequencies)
@@ -212,7 +240,7 @@ def test_biases_that_the_cache_lacks(
     assert_near(out, by_hand(case, **options), torch.float32, 300)
 
 
-@pytest.mark.skipif(not CPU.mixes_types, reason="the kernels are not compiled here")
+@pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 def test_positions_without_angles_are_an_error() -> None:
     angles = CPU.pack_angles(torch.ones(64, 10), torch.ones(64, 10))
     with pytest.raises(RuntimeError, match="positions without angles"):
@@ -290,7 +318,7 @@ def test_copies_reach_all_layers_and_nothing_else(kernels: Ops) -> None:
     assert torch.equal(storage[:, :, [0, 2, 3]], before[:, :, [0, 2, 3]])
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.int8, 1)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.int8, 1), (torch.float8_e4m3fn, 1)])
 @pytest.mark.parametrize("lanes", [1, 16])
 def test_sizes_of_the_layout(lanes: int, dtype: torch.dtype, size: int) -> None:
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=16, dtype=dtype, lanes=lanes)
@@ -305,7 +333,7 @@ def test_long_contexts_are_taken_in_segments(kernels: Ops) -> None:
     assert_near(case.run(window=300), by_hand(case, window=300), torch.float32, 700)
 
 
-@pytest.mark.skipif(not CPU.mixes_types, reason="the kernels are not compiled here")
+@pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 def test_a_block_size_that_tiles_cannot_follow_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="blocks of 3"):
         make_case(CPU, [(2, 1)], block_size=3).run()

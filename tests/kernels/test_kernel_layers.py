@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu import extension
 from kernels.decoder_layers import LayerConfig
 from kernels.load import ops, reference
 from kernels.ops import Ops
@@ -156,13 +157,13 @@ def test_linear(implementation: Ops, dtype: torch.dtype, count: int) -> None:
     assert implementation.linear(x, packed, bias).dtype == dtype
 
 
-@pytest.mark.skipif(not OPS.mixes_types, reason="the kernels are not compiled here")
+@pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 def test_a_type_without_kernels_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no kernel"):
         OPS.linear(rows(3, 7), OPS.pack_linear(rows(4, 7).double()), None)
 
 
-@pytest.mark.skipif(not OPS.mixes_types, reason="the kernels are not compiled here")
+@pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 def test_a_field_that_only_one_side_knows_is_an_error() -> None:
     config = LayerConfig(1, 1, 16, 1.0, 0.0, 1e-5, "silu_and_mul")._asdict()
     torch.classes.quire.DecoderLayers(config)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu import extension
 from kernels.load import ops, reference
 from kernels.ops import Ops
 from kernels.quantized import QuantizedWeight, quantize, stack
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
-pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="the kernels are not compiled here")
+pytestmark = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 FORMATS = [(8, False), (8, True), (4, False), (4, True)]
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kernels.load import ops
+from kernels.cpu import extension
 from services.worker.models.decoder.decoder import Decoder
 from tests.models.family_variants import gemma, gemma2, gemma3, phi3, qwen2, qwen3, qwen3_moe
 from tests.models.tiny_models import Forward, llama, save
 
-pytestmark = pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
+pytestmark = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 SIZES = {"intermediate_size": 96, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 JOINED: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama(**SIZES),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kernels.load import ops, reference
+from kernels.cpu import extension
+from kernels.load import reference
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import load_model
@@ -18,7 +19,7 @@ from tests.models.tiny_models import Forward, llama, opt, reference_logits, save
 CPU = torch.device("cpu")
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOKENS = torch.randint(3, 131, (127,), generator=torch.Generator().manual_seed(0)).tolist()
-compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="a cache of another type needs the compiled kernels")
+compiled = pytest.mark.skipif(not extension.load(), reason="a cache of another type needs the compiled kernels")
 
 
 def with_biases(model: PreTrainedModel, part: str, size: float) -> PreTrainedModel:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel, SiglipVisionConfig
 
+from kernels.cpu import extension
 from kernels.load import ops
 from services.worker.checkpoint.model_folder import ModelFolder
 from services.worker.checkpoint.weight_files import WeightFiles
@@ -246,7 +247,7 @@ def test_quantised_experts_in_one_tensor(
     make: Callable[..., PreTrainedModel], quantization: str, tmp_path: Path
 ) -> None:
     """LDG-23: they give the same values as separate tensors."""
-    if not ops(torch.device("cpu")).mixes_types:
+    if not extension.load():
         pytest.skip("the kernels are not compiled here")
     model = make(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
     apart, together = (save(model, tmp_path / str(old), save_original_format=old) for old in (True, False))

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels import quantized
+from kernels.cpu import extension
 from kernels.load import ops, reference
 from services.worker.checkpoint import quantization_config
 from services.worker.checkpoint.model_folder import ModelFolder
@@ -25,7 +26,7 @@ from tests.models.gptq_awq_writer import Scheme, save_packed
 from tests.models.tiny_models import Forward, llama, opt, reference_logits
 
 CPU = torch.device("cpu")
-compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
+compiled = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 Q = "model.layers.0.self_attn.q_proj"
 TOKENS = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(1)).tolist()
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -85,7 +86,7 @@ def test_logits_are_those_of_transformers(
     ours, forward = logits(folder, dtype="float32")
     assert forward.precision.name == "float32"
     assert (ours - theirs).abs().max() < 1e-4
-    if ops(CPU).mixes_types:
+    if extension.load():
         ours, forward = logits(folder)
         assert forward.precision.name == SCHEMES[scheme].method
         # Activations are rounded, and with weights as large as here each rounding grows. A wrong weight would give 1.

@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
+from shared.errors import ConfigError
 from tests.models.fallback_models import cohere2
 from tests.models.tiny_models import reference_logits, save
 from tests.quire.quire_server import serving
@@ -55,3 +56,11 @@ def test_offline(model: PreTrainedModel, whole: Path) -> None:
     with LLM(whole, model_impl="auto", kv_cache_memory=0.01, num_threads=1) as llm:
         (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == expected(model, 12)
+
+
+def test_vllms_variable_for_batch_invariance_reaches_the_worker(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused with transformers' code. An argument wins over it."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ConfigError, match="--batch-invariant needs a family of Quire's own"):
+        LLM(whole, kv_cache_memory=0.01, num_threads=1)
+    LLM(whole, kv_cache_memory=0.01, num_threads=1, batch_invariant=False).close()

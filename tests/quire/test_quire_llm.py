@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import OPTForCausalLM
 
-from kernels.load import ops
+from kernels.cpu import extension
 from quire import LLM, SamplingParams
 from services.worker.interface import PendingStep
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
@@ -317,7 +317,7 @@ def test_progress_shows_speeds(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.skipif(not ops(torch.device("cpu")).mixes_types, reason="the kernels are not compiled here")
+@pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
 def test_a_packed_checkpoint_is_served_in_its_own_bits_unless_a_type_is_named(folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         save_packed(OPTForCausalLM.from_pretrained(folder), tmp_path, Scheme())

@@ -69,6 +69,7 @@ def test_what_is_renamed_has_its_effect() -> None:
     assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
     assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
     assert parse("--max-logprobs 5")[0].gateway.max_logprobs == 5
+    assert parse("--kv-cache-dtype fp8_per_token_head")[0].worker.kv_cache_dtype == "fp8"
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
@@ -137,6 +138,16 @@ def test_the_key_of_vllm_protects_the_server() -> None:
     result = settings.read({"api_key": ["c"]}, {"VLLM_API_KEY": "a"})
     assert result.gateway.api_key == ["c"]
     assert json.loads(settings.service_environment(result)["QUIRE_API_KEY"]) == ["c"]
+
+
+def test_the_variable_of_vllm_makes_the_server_batch_invariant() -> None:
+    assert not settings.read({}, {"VLLM_BATCH_INVARIANT": "0"}).worker.batch_invariant
+    result = settings.read({}, {"VLLM_BATCH_INVARIANT": "1"})
+    assert result.worker.batch_invariant
+    assert "--batch-invariant" in settings.service_arguments(result.worker)
+    other = {"VLLM_BATCH_INVARIANT": "1", "QUIRE_BATCH_INVARIANT": "false"}
+    assert not settings.read({}, other).worker.batch_invariant
+    assert not settings.read({"batch_invariant": False}, {"VLLM_BATCH_INVARIANT": "1"}).worker.batch_invariant
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from kernels.batch_rows import BatchRows
+from kernels.cpu import extension
 from kernels.load import ops
+from services.worker.config import WorkerConfig
+from services.worker.models.load import load_model
+from services.worker.start import choose_ops
+from shared.errors import ConfigError
 from tests.models.fallback_models import stablelm
 from tests.models.family_variants import gemma2, qwen2, qwen3_moe
 from tests.models.tiny_models import Forward, llama, opt, save
 
 OPS = ops(torch.device("cpu"))
-pytestmark = pytest.mark.skipif(not OPS.mixes_types, reason="only the compiled kernels are batch-invariant")
+pytestmark = pytest.mark.skipif(not extension.load(), reason="only the compiled kernels are batch-invariant")
 LENGTH = 75
 SLOTS = 10
 BLOCKS = 5  # a sequence
@@ -214,3 +219,17 @@ def test_norms_and_activations() -> None:
             torch.set_num_threads(threads)
             rows = slice(first, first + count)
             assert torch.equal(operation(rows), whole[rows]), (name, threads, count, first)
+
+
+def test_the_setting_is_fulfilled_by_what_a_cpu_does_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model through transformers may have products of its own, and plain torch operations promise nothing."""
+    folder, invariant = save(llama(), tmp_path / "llama"), WorkerConfig(batch_invariant=True)
+    cpu = torch.device("cpu")
+    assert choose_ops(cpu, invariant) is choose_ops(cpu, WorkerConfig()) is OPS
+    plain, flagged = (load_model(folder, config, cpu, OPS).fingerprint for config in (WorkerConfig(), invariant))
+    assert plain == flagged
+    with pytest.raises(ConfigError, match="--batch-invariant needs a family of Quire's own"):
+        load_model(save(stablelm(), tmp_path / "stablelm"), invariant, cpu, OPS)
+    monkeypatch.setattr(extension, "load", lambda: None)
+    with pytest.raises(ConfigError, match="--batch-invariant needs the kernels compiled for this CPU"):
+        choose_ops(cpu, invariant)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.load import ops
+from kernels.cpu import extension
+from kernels.cpu import ops as cpu_ops
+from kernels.load import kv_cache_dtypes, reference
 from services.worker.config import WorkerConfig
 from services.worker.models.precision import ModelSource, Precision, choose_precision, why_dequantized
 from shared.errors import ConfigError
@@ -16,9 +18,11 @@ from shared.hub.checkpoint import locate
 from tests.models.tiny_models import Forward, llama, reference_logits, save
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 BLOCK = 16
-compiled = pytest.mark.skipif(not ops(CPU).mixes_types, reason="the kernels are not compiled here")
+compiled = pytest.mark.skipif(not extension.load(), reason="the kernels are not compiled here")
+CPU_TYPES = frozenset({F32, BF16, F16, torch.int8})
+GPU_TYPES = frozenset({F32, torch.int8, FP8})
 
 
 def chosen(
@@ -26,11 +30,18 @@ def chosen(
     dtype_of_file: torch.dtype = BF16,
     own: Any = None,
     native: bool = True,
-    mixes_types: bool = True,
+    kv_cache_dtypes: frozenset[torch.dtype] | None = None,
+    quantized_weights: bool | None = None,
     **settings: Any,
 ) -> Precision:
+    """Choose for a CPU with compiled kernels, or a new GPU, unless other facts are given."""
+    is_cpu = device.type == "cpu"
     return choose_precision(
-        WorkerConfig(**settings), device, ModelSource(dtype_of_file, own, native), mixes_types=mixes_types
+        WorkerConfig(**settings),
+        device,
+        ModelSource(dtype_of_file, own, native),
+        kv_cache_dtypes=kv_cache_dtypes or (CPU_TYPES if is_cpu else GPU_TYPES),
+        quantized_weights=is_cpu if quantized_weights is None else quantized_weights,
     )
 
 
@@ -40,10 +51,13 @@ def test_types_are_chosen_by_settings_checkpoint_and_device() -> None:
     assert chosen(dtype="half", kv_cache_dtype="float32") == Precision(F16, None, F32)
     assert chosen(quantization="int8") == Precision(F32, "int8", BF16)
     assert chosen(quantization="gguf", own="gguf", kv_cache_dtype="float32") == Precision(F32, "gguf", F32)
-    assert chosen(CUDA, mixes_types=False) == Precision(BF16, None, BF16)
-    assert chosen(CUDA, F32, mixes_types=False) == Precision(BF16, None, BF16)
-    assert chosen(CUDA, kv_cache_dtype="int8", mixes_types=False) == Precision(BF16, None, torch.int8)
-    assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16", mixes_types=False) == Precision(F16, None, F16)
+    assert chosen(CUDA) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, F32) == Precision(BF16, None, BF16)
+    assert chosen(CUDA, kv_cache_dtype="int8") == Precision(BF16, None, torch.int8)
+    assert chosen(CUDA, kv_cache_dtype="float32") == Precision(BF16, None, F32)
+    assert chosen(CUDA, kv_cache_dtype="fp8") == Precision(BF16, None, FP8)
+    assert chosen(CUDA, F16, kv_cache_dtype="fp8_e4m3") == Precision(F16, None, FP8)
+    assert chosen(CUDA, dtype="float16", kv_cache_dtype="float16") == Precision(F16, None, F16)
     assert [chosen().name, chosen(quantization="int4").name] == ["float32", "int4"]
 
 
@@ -59,19 +73,22 @@ def test_a_checkpoint_stays_quantised_unless_a_dtype_is_set(own: str) -> None:
 @pytest.mark.parametrize("own", ["gguf", "gptq", "awq"])
 def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: Any) -> None:
     plain = Precision(F32, None, F32)
-    assert chosen(own=own, native=False) == chosen(own=own, mixes_types=False) == chosen(own="other") == plain
-    assert chosen(CUDA, F16, own=own, mixes_types=False) == Precision(F16, None, F16)
+    assert chosen(own=own, native=False) == chosen(own=own, quantized_weights=False) == chosen(own="other") == plain
+    assert chosen(CUDA, F16, own=own) == Precision(F16, None, F16)
 
-    def reason(own: Any, native: bool = True, mixes_types: bool = True, **settings: Any) -> str | None:
-        return why_dequantized(WorkerConfig(**settings), ModelSource(F16, own, native), mixes_types=mixes_types)
+    def reason(
+        own: Any, device: torch.device = CPU, native: bool = True, quantized_weights: bool = True, **settings: Any
+    ) -> str | None:
+        source = ModelSource(F16, own, native)
+        return why_dequantized(WorkerConfig(**settings), device, source, quantized_weights=quantized_weights)
 
-    assert reason(own) is reason(None, native=False) is reason(None, mixes_types=False) is None
+    assert reason(own) is reason(None, native=False) is reason(None, quantized_weights=False) is None
     assert "family" in str(reason(own, native=False))
-    assert "compiled" in str(reason(own, mixes_types=False))
+    assert reason(own, quantized_weights=False) == "the kernels compiled for this CPU"
+    assert "not on GPUs yet" in str(reason(own, CUDA, quantized_weights=False))
     assert "Q4_0" in str(reason("other"))
-    assert (
-        reason(own, mixes_types=False, dtype="float32") is reason(own, mixes_types=False, quantization="none") is None
-    )
+    assert reason(own, quantized_weights=False, dtype="float32") is None
+    assert reason(own, quantized_weights=False, quantization="none") is None
 
 
 @pytest.mark.parametrize(
@@ -80,17 +97,35 @@ def test_weights_that_cannot_stay_quantised_are_dequantised_with_a_reason(own: A
         ({"quantization": "gguf"}, "--quantization gguf: the model is not a GGUF file"),
         ({"quantization": "gguf", "own": "other"}, "--quantization gguf: the model is not a GGUF file with blocks"),
         ({"quantization": "gptq", "own": "awq"}, "--quantization gptq: the model is not .*gptq"),
-        ({"quantization": "awq", "own": "awq", "mixes_types": False}, "--quantization awq needs a CPU"),
         ({"quantization": "gguf", "own": "gguf", "native": False}, "--quantization gguf needs a family"),
         ({"quantization": "int8", "native": False}, "--quantization int8 needs a family"),
-        ({"quantization": "int4", "mixes_types": False}, "--quantization int4 needs a CPU"),
+        ({"quantization": "int4", "quantized_weights": False}, "--quantization int4 needs the kernels compiled for"),
+        ({"quantization": "awq", "own": "awq", "device": CUDA}, "--quantization awq needs a CPU: .* not on GPUs yet"),
         ({"kv_cache_dtype": "int8", "native": False}, "--kv-cache-dtype int8 needs a family"),
-        ({"kv_cache_dtype": "bfloat16", "mixes_types": False}, "--kv-cache-dtype bfloat16 needs a CPU"),
+        ({"kv_cache_dtype": "fp8", "native": False, "device": CUDA}, "--kv-cache-dtype fp8 needs a family"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 .* int8 has the same"),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "device": CUDA, "kv_cache_dtypes": GPU_TYPES - {FP8}},
+            "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9",
+        ),
+        (
+            {"kv_cache_dtype": "bfloat16", "kv_cache_dtypes": frozenset({torch.int8})},
+            "--kv-cache-dtype bfloat16 does not work on this device, .* may be float32, int8$",
+        ),
+        (
+            {"kv_cache_dtype": "float16", "device": CUDA},
+            "--kv-cache-dtype float16 does not work .* may be bfloat16, float32, float8_e4m3fn, int8$",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chosen(**settings)
+
+
+def test_a_cpu_takes_no_float8() -> None:
+    assert kv_cache_dtypes(cpu_ops, CPU) == CPU_TYPES
+    assert kv_cache_dtypes(reference(), CPU) == {torch.int8}
 
 
 SETTINGS: list[dict[str, str]] = [

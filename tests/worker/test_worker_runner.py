@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kernels.load import ops
+from kernels.cpu import extension
 from services.worker.config import WorkerConfig
 from services.worker.runner import ModelRunner
 from services.worker.start import start_runner
@@ -42,7 +42,7 @@ def test_info(runner: ModelRunner) -> None:
     assert info.model.architecture == "LlamaForCausalLM"
     assert info.model.dtype == "float32"
     assert (info.model.max_positions, info.model.vocab_size) == (128, 131)
-    dim = 16 if ops(torch.device("cpu")).mixes_types else 10  # compiled kernels round heads up
+    dim = 16 if extension.load() else 10  # compiled kernels round heads up
     assert info.kv_bytes_per_token == 3 * 2 * 2 * dim * 4
     assert info.kv_memory == int(0.01 * 2**30)
     assert info.device == "cpu"

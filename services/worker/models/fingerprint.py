@@ -18,16 +18,18 @@ from services.worker.models.precision import Precision
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
-def fingerprint(weights: str, precision: Precision, device: torch.device, *, code: str = "") -> str:
+def fingerprint(
+    weights: str, precision: Precision, device: torch.device, *, code: str = "", batch_invariant: bool = False
+) -> str:
     """Return 16 hexadecimal digits for the weights whose `weights_digest` is `weights`.
 
-    `code` names the modelling code if it is not Quire's.
+    `code` names the modelling code if it is not Quire's. `batch_invariant` is the setting of that name.
     """
     digest = hashlib.sha256(weights.encode())
     # The number of threads is left out, since it does not change a row's bits.
     cuda = device.type == "cuda"
     machine = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
-    kernels = version(device)
+    kernels = version(device, batch_invariant=batch_invariant)
     digest.update(f"{tuple(precision)} {device.type} {machine} {kernels} {torch.__version__}{code}".encode())
     return digest.hexdigest()[:16]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.load import kv_cache_dtypes
 from kernels.ops import Ops
 from services.worker.checkpoint.config_json import ConfigJson, UnsupportedByFamily
 from services.worker.checkpoint.errors import name_folder_in_errors
@@ -28,7 +29,7 @@ from services.worker.models.registry import (
 from services.worker.models.sanity_check import refuse_if_not_finite
 from services.worker.models.spec import DecoderSpec
 from services.worker.models.tensor_map import TensorMap
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     if implementation.reason:
         line = "%s: %s is loaded by transformers' code instead of Quire's own"
         logger.warning(line, implementation.reason, implementation.architecture)
+    if match is None and config.batch_invariant:
+        raise ConfigError("--batch-invariant needs a family of Quire's own; `quire models` lists them")
     source = ModelSource(dtype, files.quantization if files else None, implementation.native)
     precision = _choose_precision(config, device, source, ops)
     if match is None:
@@ -101,12 +104,19 @@ def _load(path: Path, config: WorkerConfig, device: torch.device, ops: Ops) -> L
     else:
         model, code = _load_native(match, files, precision, device, ops), ""
     weights = weights_digest(folder, files.paths if files else [])
-    return LoadedModel(model, precision, fingerprint(weights, precision, device, code=code), weights)
+    identity = fingerprint(weights, precision, device, code=code, batch_invariant=config.batch_invariant)
+    return LoadedModel(model, precision, identity, weights)
 
 
 def _choose_precision(config: WorkerConfig, device: torch.device, source: ModelSource, ops: Ops) -> Precision:
-    precision = choose_precision(config, device, source, mixes_types=ops.mixes_types)
-    if reason := why_dequantized(config, source, mixes_types=ops.mixes_types):
+    precision = choose_precision(
+        config,
+        device,
+        source,
+        kv_cache_dtypes=kv_cache_dtypes(ops, device),
+        quantized_weights=ops.quantized_weights,
+    )
+    if reason := why_dequantized(config, device, source, quantized_weights=ops.quantized_weights):
         logger.warning(
             "the checkpoint's quantised weights are dequantised: to compute with them as they are needs %s", reason
         )

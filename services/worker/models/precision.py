@@ -4,10 +4,12 @@ It is a pure function. A setting that cannot be fulfilled is an error. With `aut
 used are dequantised, and `why_dequantized` says why.
 """
 
+from collections.abc import Set
 from typing import Literal, NamedTuple
 
 import torch
 
+from kernels.layout import has_scales
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.config import WorkerConfig
 from shared.errors import ConfigError
@@ -20,7 +22,7 @@ DTYPES = {
     "half": torch.float16,
 }
 
-_KV_DTYPES = {**DTYPES, "int8": torch.int8}
+_KV_DTYPES = {**DTYPES, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 Quantization = CheckpointQuantization | Literal["int8", "int4"]
 
@@ -31,12 +33,15 @@ _DESCRIPTIONS: dict[CheckpointQuantization, str] = {
 }
 
 
+_OWN_FAMILY = "a family of Quire's own; `quire models` lists them"
+
+
 class Precision(NamedTuple):
     """The types of weights and cache; on a CPU with compiled kernels, arithmetic is in float32 throughout."""
 
     dtype: torch.dtype  # of weights that are not quantised
     quantization: Quantization | None  # of matrices: the checkpoint's format, or the one to round to
-    kv_dtype: torch.dtype  # int8: quants with a scale for each token and head
+    kv_dtype: torch.dtype  # int8 and float8_e4m3fn: quants with a scale for each token and head
 
     @property
     def name(self) -> str:
@@ -53,33 +58,40 @@ class ModelSource(NamedTuple):
 
 
 def choose_precision(
-    config: WorkerConfig, device: torch.device, source: ModelSource, *, mixes_types: bool
+    config: WorkerConfig,
+    device: torch.device,
+    source: ModelSource,
+    *,
+    kv_cache_dtypes: Set[torch.dtype],
+    quantized_weights: bool,
 ) -> Precision:
     """Return the precision of a model on a device. Raise ConfigError if a setting cannot be fulfilled.
 
-    `mixes_types` is that of the device's `Ops`.
+    `kv_cache_dtypes` are the types that a cache may have on the device, beside that of the weights.
+    `quantized_weights` is that of the device's `Ops`.
     """
-    quantization = _quantization(config, source, mixes_types)
+    quantization = _quantization(config, device, source, quantized_weights)
     dtype = _dtype(config, device, source.dtype)
     kv_dtype = _kv_dtype(config, torch.bfloat16 if quantization else dtype)
-    if kv_dtype == torch.int8:
-        if not source.native:
-            raise ConfigError("--kv-cache-dtype int8 needs a family of Quire's own; `quire models` lists them")
-    elif kv_dtype != dtype and not mixes_types:
-        raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} needs a CPU and the kernels compiled for it")
+    if problem := _kv_problem(kv_dtype, source, {dtype, *kv_cache_dtypes}):
+        raise ConfigError(f"--kv-cache-dtype {config.kv_cache_dtype} {problem}")
     return Precision(dtype, quantization, kv_dtype)
 
 
-def why_dequantized(config: WorkerConfig, source: ModelSource, *, mixes_types: bool) -> str | None:
+def why_dequantized(
+    config: WorkerConfig, device: torch.device, source: ModelSource, *, quantized_weights: bool
+) -> str | None:
     """Return what is missing to use the checkpoint's quants; None if they are used, or if the settings decide."""
     if config.quantization != "auto" or config.dtype != "auto" or source.quantization is None:
         return None
-    missing = _missing_requirement(source, mixes_types)
+    missing = _missing_requirement(device, source, quantized_weights)
     return missing or (_DESCRIPTIONS["gguf"] if source.quantization == "other" else None)
 
 
-def _quantization(config: WorkerConfig, source: ModelSource, mixes_types: bool) -> Quantization | None:
-    requested, missing = config.quantization, _missing_requirement(source, mixes_types)
+def _quantization(
+    config: WorkerConfig, device: torch.device, source: ModelSource, quantized_weights: bool
+) -> Quantization | None:
+    requested, missing = config.quantization, _missing_requirement(device, source, quantized_weights)
     if requested == "none":
         return None
     if requested == "auto":
@@ -92,11 +104,15 @@ def _quantization(config: WorkerConfig, source: ModelSource, mixes_types: bool) 
     return requested
 
 
-def _missing_requirement(source: ModelSource, mixes_types: bool) -> str | None:
+def _missing_requirement(device: torch.device, source: ModelSource, quantized_weights: bool) -> str | None:
     """Return what quantised weights need and the model or device lacks; None if nothing."""
     if not source.native:
-        return "a family of Quire's own; `quire models` lists them"
-    return None if mixes_types else "a CPU and the kernels compiled for it"
+        return _OWN_FAMILY
+    if quantized_weights:
+        return None
+    if device.type == "cpu":
+        return "the kernels compiled for this CPU"
+    return "a CPU: matmuls with quantised weights are not on GPUs yet"
 
 
 def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -109,3 +125,15 @@ def _dtype(config: WorkerConfig, device: torch.device, stored: torch.dtype) -> t
 
 def _kv_dtype(config: WorkerConfig, own: torch.dtype) -> torch.dtype:
     return own if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
+
+
+def _kv_problem(kv_dtype: torch.dtype, source: ModelSource, taken: Set[torch.dtype]) -> str | None:
+    """Return why the cache cannot have `kv_dtype` on a device that takes the types `taken`; None if it can."""
+    if kv_dtype not in taken and kv_dtype == torch.float8_e4m3fn:
+        return "needs a GPU of compute capability 8.9 or newer; int8 has the same size and works on every device"
+    if kv_dtype not in taken:
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in taken)
+        return f"does not work on this device, where this model's cache may be {', '.join(names)}"
+    if has_scales(kv_dtype) and not source.native:
+        return f"needs {_OWN_FAMILY}"
+    return None

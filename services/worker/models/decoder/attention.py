@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv_bias import KVBias
+from kernels.layout import has_scales
 from kernels.ops import Ops
 from services.worker.models.decoder.layers import ForwardContext, Linear, Norm, Weights
 from services.worker.models.spec import DecoderSpec, LayerSpec, Rope
@@ -15,7 +16,7 @@ from services.worker.models.spec import DecoderSpec, LayerSpec, Rope
 class Attention:
     """Computes queries, keys and values, writes keys and values to the cache, and computes attention from the cache.
 
-    An int8 cache holds keys and values without their biases, which are then in `kv_bias` instead of `qkv`.
+    A cache of quants holds keys and values without their biases, which are then in `kv_bias` instead of `qkv`.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Attention:
         self.k_norm = Norm(weights, f"{prefix}k_norm", spec, ops) if spec.qk_norm else None
         self.out = Linear(weights, f"{prefix}out", ops)
         self.kv_bias = KVBias()
-        if kv_dtype == torch.int8 and self.qkv.bias is not None:
+        if has_scales(kv_dtype) and self.qkv.bias is not None:
             self.qkv.bias, self.kv_bias = _split_bias(self.qkv.bias, layer, spec)
 
     def __call__(self, x: Tensor, context: ForwardContext, cache: tuple[Tensor, Tensor]) -> Tensor:
