@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from kernels.load import gpu
 from services.scheduler.core import Limits, Scheduler
-from services.worker import runner as running
 from services.worker.checkpoint.config_json import ConfigJson
 from services.worker.config import WorkerConfig
 from services.worker.models.decoder.decoder import Decoder
@@ -22,6 +22,7 @@ from services.worker.models.families import llama
 from services.worker.models.load import LoadedModel
 from services.worker.models.parameters import RandomWeights
 from services.worker.models.precision import Precision
+from services.worker.models.spec import Family
 from services.worker.runner import ModelRunner
 from services.worker.warmup import Measurements
 from shared.protocol import Configure, Epoch, ModelInfo, Sampling, StepPlan, Submit, pack_tokens
@@ -42,19 +43,17 @@ CONFIG = {
 }
 
 
-def meta_runner() -> ModelRunner:
-    """Return a runner of a small Llama on the meta device, with the GPU's operations, not yet warm."""
-    spec = llama.FAMILY.read_spec(ConfigJson(CONFIG))
+def meta_runner(family: Family = llama.FAMILY, **config: Any) -> ModelRunner:
+    """Return a runner of a small model on the meta device, with the GPU's operations, not yet warm."""
+    spec = family.read_spec(ConfigJson(CONFIG | config))
     precision = Precision(dtype=torch.bfloat16, quantization=None, kv_dtype=torch.bfloat16)
     model = Decoder(spec, RandomWeights(spec, precision, META), gpu(), kv_dtype=torch.bfloat16)
     info = ModelInfo(
         name="", architecture="", dtype="", max_positions=2048, vocab_size=2000, fingerprint="", weights_digest=""
     )
-    warm_up, running.warm_up = running.warm_up, lambda *_: Measurements(1.0, 1.0, 0)
-    try:
-        return ModelRunner(LoadedModel(model, precision, "", ""), info, WorkerConfig(kv_cache_memory=1.0), META, gpu())
-    finally:
-        running.warm_up = warm_up
+    loaded, settings = LoadedModel(model, precision, "", ""), WorkerConfig(kv_cache_memory=1.0)
+    with patch("services.worker.runner.warm_up", lambda *_: Measurements(1.0, 1.0, 0)):  # it reads results
+        return ModelRunner(loaded, info, settings, META, gpu())
 
 
 def sizes(limits: Limits = LIMITS) -> Configure:

@@ -15,6 +15,7 @@ from shared.protocol import (
     Configured,
     Epoch,
     Fault,
+    Heartbeat,
     Register,
     StepPlan,
     StepResult,
@@ -86,10 +87,10 @@ class ServedRunner:
         self.socket.bind(address)
         self.runner = HeldRunner()
         self.service = Service(WorkerConfig(scheduler=address), self.runner)
-        self.thread = threading.Thread(target=self.service.run)
+        self.thread = threading.Thread(target=self.service.run, daemon=True)
         self.thread.start()
-        self.worker, register = self.socket.recv_multipart()
-        assert isinstance(decode_from_worker(register), Register)
+        self.worker = b""
+        assert isinstance(self.receive(), Register)
         self.send(Configure(EPOCH, 16, 8, 4, 64, 128))
         assert self.receive() == Configured(EPOCH)
 
@@ -97,10 +98,15 @@ class ServedRunner:
         self.socket.send_multipart([self.worker, encode(message)])
 
     def receive(self, seconds: float = 5.0) -> WorkerToScheduler | None:
-        """Return the next message, or None if none comes in time."""
-        if not self.socket.poll(int(seconds * 1000)):
-            return None
-        return decode_from_worker(self.socket.recv_multipart()[1])
+        """Return the next message that is no heartbeat, or None if none comes in time."""
+        deadline = time.monotonic() + seconds
+        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            worker, data = self.socket.recv_multipart()
+            message = decode_from_worker(data)
+            if not isinstance(message, Heartbeat):
+                self.worker = worker
+                return message
+        return None
 
     def launch(self, *steps: int) -> None:
         """Send plans, and wait until the runner has launched them."""
