@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from services.worker.batch import build_batch
+from services.worker.batch import build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from services.worker.sequence_states import SequenceStates
+from services.worker.transfers import StepBuffer
 from shared.hub.checkpoint import locate
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 from shared.text.tokenizer import Tokenizer
@@ -128,9 +129,12 @@ def distributions(model: str, texts: Sequence[Sequence[int]], settings: dict[str
         state = SequenceStates(sizes, shape.vocab_size, device)
         loaded.model.prepare_positions(blocks * BLOCK + 1)
         sequence = NewSequence(0, pack_tokens(text), len(text), list(range(blocks)), Sampling(1, 0), 0)
-        state.apply(StepPlan(epoch, 0, [], new_sequences=[sequence]))
-        batch = build_batch([Row(0, 0, len(text), 0)], state, layout, kernels)
-        hidden = loaded.model.forward(batch.inputs, layout.views(storage))
+        plan = StepPlan(epoch, 0, [Row(0, 0, len(text), 0)], new_sequences=[sequence])
+        changes = state.stage(plan, StepBuffer(device))
+        rows = build_batch(plan.rows).stage(state, changes)
+        changes.apply(kernels)
+        inputs = prepare_inputs(rows, len(text), state, layout.num_kv_heads, kernels)
+        hidden = loaded.model.forward(inputs, layout.views(storage))
         logprobs.append(loaded.model.logits(hidden).log_softmax(-1))
     return torch.cat(logprobs)
 

@@ -19,18 +19,21 @@ from services.worker import runner as running
 from services.worker.config import WorkerConfig
 from services.worker.models.causal_lm import Inputs, ModelShape
 from services.worker.sampler import Sampler
-from services.worker.sequence_states import SequenceStates
+from services.worker.sequence_states import SequenceStates, StateChanges
 from services.worker.start import start_runner
 
 CONTEXT = 192
 PARTS = (
-    (SequenceStates, "apply"),
+    (SequenceStates, "stage"),
+    (StateChanges, "apply"),
     (running, "build_batch"),
+    (running, "prepare_inputs"),
     (running, "prompt_logprobs"),
     (running, "build_sampling_batch"),
+    (Sampler, "stage"),
     (Sampler, "sample"),
     (SequenceStates, "store_tokens"),
-    (running, "sampled_logprobs"),
+    (running, "stage_logprobs"),
 )
 
 
@@ -61,19 +64,23 @@ def main() -> None:
     sizes = [int(size) for size in options.rows.split(",")]
     runner = start_runner(WorkerConfig(num_threads=options.threads))
     runner._model = Ready(runner._model.shape, max(CONTEXT, *sizes))
-    seconds_by_name: dict[str, list[float]] = defaultdict(list)
+    seconds_by_part: dict[str, list[float]] = defaultdict(list)
     whole = {size: min(decode(runner, size, CONTEXT, options.steps, MODES["greedy"])) for size in sizes}
     for owner, name in PARTS:
-        setattr(owner, name, timed(getattr(owner, name), seconds_by_name[name]))
-    parts: dict[str, list[float]] = {name: [] for _, name in PARTS}
+        setattr(owner, name, timed(getattr(owner, name), seconds_by_part[title(owner, name)]))
+    parts: dict[str, list[float]] = {title(*part): [] for part in PARTS}
     for size in sizes:
         decode(runner, size, CONTEXT, options.steps, MODES["greedy"])
-        for _, name in PARTS:
-            parts[name].append(min(seconds_by_name[name]))
-            seconds_by_name[name].clear()
+        for name, values in parts.items():
+            values.append(min(seconds_by_part[name]))
+            seconds_by_part[name].clear()
     print(f"| µs, decode rows | {' | '.join(map(str, sizes))} |\n|{'---|' * (len(sizes) + 1)}")
-    for title, seconds in {"all": list(whole.values()), **parts}.items():
-        print(f"| {title} | {' | '.join(f'{1e6 * value:.0f}' for value in seconds)} |")
+    for name, seconds in {"all": list(whole.values()), **parts}.items():
+        print(f"| {name} | {' | '.join(f'{1e6 * value:.0f}' for value in seconds)} |")
+
+
+def title(owner: Any, name: str) -> str:
+    return name if owner is running else f"{owner.__name__}.{name}"
 
 
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

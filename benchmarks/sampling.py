@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.serving import ROOT
+from kernels.batch_rows import BatchRows
 from kernels.load import ops, reference
 from kernels.ops import Ops
 from kernels.sampling_metadata import SamplingMetadata
@@ -68,8 +69,7 @@ def text_logits(rows: int) -> Tensor:
     layout, decoder = runner._layout(16), runner._model
     decoder.prepare_positions(count)
     plan = runner._ops.plan_attention(
-        torch.tensor([0, count]),
-        torch.tensor([0]),
+        BatchRows.of(torch.tensor([0, count]), torch.tensor([0])),
         torch.arange(blocks, dtype=torch.int32)[None],
         block_size=16,
         num_kv_heads=layout.num_kv_heads,

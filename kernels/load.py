@@ -2,6 +2,8 @@
 
 import hashlib
 import logging
+import sys
+from collections.abc import Callable
 from importlib.metadata import version as package_version
 from pathlib import Path
 
@@ -57,6 +59,14 @@ def gpu(*, batch_invariant: bool = False) -> Ops:
     if batch_invariant:
         return batch_invariant_ops
     return gpu_ops
+
+
+def report_compilations(report: Callable[[str], None]) -> None:
+    """Call `report` with a line for each GPU kernel that is compiled from now on: the step that needs it waits."""
+    if "kernels.gpu.launch" in sys.modules:  # else no GPU kernels are used
+        from kernels.gpu.launch import on_compile
+
+        on_compile(report)
 
 
 def kv_cache_dtypes(ops: Ops, device: torch.device) -> frozenset[torch.dtype]:

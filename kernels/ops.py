@@ -12,9 +12,12 @@ are not changed unless noted as written.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.decoder_layers import DecoderLayer, Expert, LayerConfig
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout
@@ -32,9 +35,8 @@ class Ops(Protocol):
 
     def plan_attention(
         self,
-        offsets: Tensor,  # (rows + 1,) int64 on the CPU: row r's queries are offsets[r] to offsets[r + 1] - 1
-        starts: Tensor,  # (rows,) int64 on the CPU: the position of each row's first query
-        block_tables: Tensor,  # (rows, M) int32 or int64: the blocks up to each row's last position, or more
+        rows: BatchRows,
+        block_tables: Tensor,  # (slots, M) int32 or int64: the blocks up to each row's last position, or more
         *,
         block_size: int,
         num_kv_heads: int,
@@ -66,6 +68,31 @@ class Ops(Protocol):
         sin: Tensor,  # (P, R) float32
     ) -> Any:
         """Return the angles of positions 0 to P - 1 in the form that `paged_attention` takes."""
+
+    # prepare
+
+    def copy_segments(
+        self,
+        destination: Tensor,  # (D,) int32, written
+        source: Tensor,  # (E,) int32, which may be `destination`
+        segments: Tensor,  # (N, 3) int64: first index in the destination, first index in the source, length
+        longest: int,  # the length of the longest segment
+    ) -> None:
+        """Copy runs of numbers. No number is written twice, or both read and written."""
+
+    def prepare_inputs(
+        self,
+        rows: BatchRows,
+        tokens: Tensor,  # (slots, L) int32: the tokens of each slot's sequence
+        block_tables: Tensor,  # (slots, M) int32
+        *,
+        num_tokens: int,  # T, at least offsets[-1]
+        block_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens (T,) of a batch, int32, their positions (T,) int64 and flat indices (T,) int64 (layout.py).
+
+        What follows after the last row's tokens is padding: token 0 at position 0, and the index -1.
+        """
 
     # cache
 
@@ -243,10 +270,14 @@ class Ops(Protocol):
     ) -> Tensor:
         """Return the logits (S, V) with penalties."""
 
+    def pack_metadata(self, metadata: SamplingMetadata) -> npt.NDArray[np.int32] | None:
+        """Return parameters in the form that `sample` reads on the device; None if it reads them on the host."""
+
     def sample(
         self,
         logits: Tensor,  # (S, V) float32
         metadata: SamplingMetadata,  # of N tokens
+        packed: Tensor | None = None,  # what `pack_metadata` returned, on the device; without it, it is copied there
     ) -> Tensor:
         """Return tokens (N,) int64."""
 

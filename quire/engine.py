@@ -1,10 +1,11 @@
 """`InProcessEngine`: the scheduler's engine and the worker's runner in the caller's process, without sockets.
 
-They exchange the same values as the services do: plan, execute, commit. One plan is in flight at a time, since one
-process cannot plan and compute at the same time.
+They exchange the same values as the services do: plan, result, commit. On a CPU one plan is in flight at a time, since
+one process cannot plan and compute at the same time; a GPU gets the next plan while it computes one.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
 
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.core import Limits
 from services.scheduler.engine import Engine
 from services.worker.config import WorkerConfig
+from services.worker.interface import PendingStep
 from services.worker.start import start_runner
 from shared.errors import EngineFailure, InvalidRequest
 from shared.protocol import FinishReason, ModelInfo, ProgressRow, Submit
@@ -25,8 +27,13 @@ class InProcessEngine:
 
     def __init__(self, scheduler: SchedulerConfig, worker: WorkerConfig) -> None:
         self.runner = start_runner(worker)
-        config = replace(scheduler, async_scheduling=False, max_num_queued_reqs=UNBOUNDED)
         self._worker_info = self.runner.info
+        on_cpu = self._worker_info.device == "cpu"
+        config = replace(scheduler, max_num_queued_reqs=UNBOUNDED)
+        if on_cpu:
+            config = replace(config, async_scheduling=False)
+        self._max_in_flight = 2 if config.async_scheduling else 1
+        self._in_flight: deque[PendingStep] = deque()
         self.engine = Engine(config, self._worker_info)
         self._begin_epoch()
 
@@ -48,18 +55,19 @@ class InProcessEngine:
         self.engine.abort(id, sample)
 
     def step(self) -> list[ProgressRow]:
-        """Compute one step. Return its progress. Raise `EngineFailure` if a request failed, or if none can run."""
-        plan = self.engine.plan(time.monotonic())
-        if plan is None:
+        """Finish one step. Return its progress. Raise `EngineFailure` if a request failed, or if none can run."""
+        while len(self._in_flight) < self._max_in_flight and (plan := self.engine.plan(time.monotonic())):
+            self._in_flight.append(self.runner.launch(plan))
+        if not self._in_flight:
             raise EngineFailure(f"no request can run, although some are unfinished: {self.engine.snapshot}")
-        rows = self.engine.commit(self.runner.execute(plan))
+        rows = self.engine.commit(self._in_flight.popleft().result())
         for row in rows:
             if row.finish_reason is FinishReason.ERROR:
                 raise EngineFailure(row.detail)
         return rows
 
     def reset(self, ids: Iterable[int]) -> None:
-        """Forget the requests `ids` and any step that an exception interrupted."""
+        """Forget the requests `ids` and all steps in flight."""
         for id in ids:
             self.engine.abort(id)
         self.engine.lose_worker(time.monotonic())
@@ -67,4 +75,5 @@ class InProcessEngine:
 
     def _begin_epoch(self) -> None:
         """Let the engine configure the runner, as after a worker's registration."""
+        self._in_flight.clear()
         self.runner.configure(self.engine.configure(self._worker_info))

@@ -86,6 +86,18 @@ class Slot(Struct):
     tokens: list[int]
 
 
+class FinishedStep:
+    """A step whose result is there."""
+
+    is_done = True
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
 class ScriptedRunner:
     """A runner that follows a script. `life` is the number of processes that ran this script before."""
 
@@ -112,7 +124,10 @@ class ScriptedRunner:
     def configure(self, message: Configure) -> None:
         self.slots = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        return FinishedStep(self._execute(plan))
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         for slot in plan.released_slots:
             del self.slots[slot]
         for new in plan.new_sequences:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows, RowLengths
 from kernels.gpu.launch import INTERPRETED, Configuration, launch, processors
 from kernels.kv_bias import KVBias
 from kernels.layout import LARGEST_QUANTS, KVLayout, has_scales, scales
@@ -88,52 +89,33 @@ _FLOAT32 = Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 2))  # 
 class AttentionPlan(NamedTuple):
     """The batch's rows on the device, the same for all layers."""
 
-    offsets: Tensor  # (rows + 1,) int32 or int64
-    starts: Tensor  # (rows,) int32 or int64
-    block_tables: Tensor  # (rows, M) int32 or int64, entries of a row side by side
+    rows: BatchRows
+    block_tables: Tensor  # (slots, M) int32 or int64, entries of a row side by side
     block_size: int
-    few: int  # the queries of a row up to which each is a tile of its own; 0: no row has so few
-    longer: bool  # whether rows may have more
     batch_invariant: bool
+
+    @property
+    def few(self) -> int:
+        """The queries of a row up to which each is a tile of its own; 0: no row has so few."""
+        return min(FEW, self.rows.lengths.max_queries) if self.rows.lengths.min_queries <= FEW else 0
+
+    @property
+    def has_longer_rows(self) -> bool:
+        return self.rows.lengths.max_queries > FEW
 
 
 def plan_attention(
-    offsets: Tensor,
-    starts: Tensor,
-    block_tables: Tensor,
-    *,
-    block_size: int,
-    num_kv_heads: int,
-    max_queries: int | None = None,
-    batch_invariant: bool = False,
+    rows: BatchRows, block_tables: Tensor, *, block_size: int, num_kv_heads: int, batch_invariant: bool = False
 ) -> AttentionPlan:
-    """Return the rows with what is known of their lengths. Only the reference needs `num_kv_heads`.
+    """Return the rows, which are read on the device. Only the reference needs `num_kv_heads`.
 
-    Offsets and starts may be on the device already. Then nothing is known of them but `max_queries`, no row having
-    more; a row without queries is padding, which costs a program and writes nothing.
+    A row without queries is padding, which costs a program and writes nothing.
     """
     if block_size < 1 or block_size & (block_size - 1) or block_size > 256:
         raise ValueError(f"the GPU's attention takes blocks of 1, 2, 4, ... 256 positions, not {block_size}")
-    few, longer = FEW, True
-    if max_queries is not None:
-        few, longer = min(FEW, max_queries), max_queries > FEW
-    elif offsets.device.type == "cpu" and len(starts):
-        counts = offsets.diff()
-        longest = int(counts.max())
-        longer = longest > FEW
-        few = min(FEW, longest) if bool(((counts > 0) & (counts <= FEW)).any()) else 0
-    device = block_tables.device
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
-    return AttentionPlan(
-        offsets.to(device, non_blocking=True),
-        starts.to(device, non_blocking=True),
-        block_tables,
-        block_size,
-        few,
-        longer,
-        batch_invariant,
-    )
+    return AttentionPlan(rows.to(block_tables.device), block_tables, block_size, batch_invariant)
 
 
 def pack_angles(cos: Tensor, sin: Tensor) -> Tensor:
@@ -170,10 +152,10 @@ def paged_attention(
     )
     if plan.few:
         _attend_few(batch, tiles.invariant if plan.batch_invariant else tiles.few, factors, biases, angles)
-    if plan.longer:
+    if plan.has_longer_rows:
         tile = tiles.invariant if plan.batch_invariant else tiles.many
         queries = tile.rows // batch.group
-        grid = (q.shape[0] // queries + len(plan.starts), batch.kv_heads)
+        grid = (q.shape[0] // queries + len(plan.rows.starts), batch.kv_heads)
         _launch(batch, tile, grid, factors, biases, angles, MERGE=plan.batch_invariant)
     return batch.out
 
@@ -264,10 +246,9 @@ def _configuration(
         options |= {"bias": KVBias(vector, vector), "angles": torch.empty(context, dim, device=meta)}
 
     def run() -> None:
-        offsets, starts = torch.arange(rows + 1) * queries, torch.full((rows,), context - queries)
-        plan = plan_attention(
-            offsets, starts, tables, block_size=16, num_kv_heads=kv_heads, batch_invariant=batch_invariant
-        )
+        numbers = torch.empty(rows + 1, dtype=torch.int32, device=meta)
+        batch_rows = BatchRows(numbers, numbers[1:], numbers[1:], RowLengths(queries, queries, context))
+        plan = plan_attention(batch_rows, tables, block_size=16, num_kv_heads=kv_heads, batch_invariant=batch_invariant)
         paged_attention(q, keys, values, plan, scale=dim**-0.5, **options)
 
     pairs = rows * context if decode else queries * (queries + 1) // 2
@@ -304,8 +285,8 @@ class _Batch(NamedTuple):
 
     @property
     def segments(self) -> int:
-        """The most segments of a query, by the width of the tables and the window."""
-        units = -(-self.plan.block_tables.shape[1] * self.plan.block_size // SEGMENT)
+        """The most segments of a query, by the longest row and the window."""
+        units = -(-self.plan.rows.lengths.max_length // SEGMENT)
         if self.window:
             units = min(units, -(-self.window // SEGMENT) + 1)
         return max(1, min(units, SEGMENTS + 1))
@@ -326,7 +307,7 @@ def _check(q: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPla
 def _attend_few(batch: _Batch, tile: Tile, factors: tuple[float, float], biases: KVBias, angles: Tensor | None) -> None:
     """Attend the rows of few queries: in one launch if each query has one segment, else in two."""
     q, plan, segments = batch.q, batch.plan, batch.segments
-    items = len(plan.starts) * plan.few
+    items = len(plan.rows.starts) * plan.few
     if segments == 1:
         _launch(batch, tile, (items, batch.kv_heads), factors, biases, angles, BY_QUERY=True)
         return
@@ -343,8 +324,8 @@ def _attend_few(batch: _Batch, tile: Tile, factors: tuple[float, float], biases:
         parts,
         stats,
         biases.values,
-        plan.offsets,
-        plan.starts,
+        plan.rows.offsets,
+        plan.rows.starts,
         plan.few,
         segments,
         batch.window,
@@ -388,10 +369,9 @@ def _launch(
         biases.keys,
         biases.values,
         angles if rotated else None,
-        plan.offsets,
-        plan.starts,
+        *plan.rows[:3],
         plan.block_tables,
-        len(plan.starts),
+        len(plan.rows.starts),
         plan.few,
         batch.segments,
         batch.window,
@@ -454,7 +434,7 @@ def _find_row(offsets, rows, tile, QUERIES: tl.constexpr):
 
 
 # Tensors may be views into a step's buffer, with any alignment: Triton must not compile the kernel anew for one.
-_ANYWHERE = ["offsets", "starts", "tables"]
+_ANYWHERE = ["offsets", "starts", "slots", "tables"]
 
 
 @triton.jit(
@@ -474,6 +454,7 @@ def _attend(
     angles,
     offsets,
     starts,
+    slots,
     tables,
     rows,
     few,
@@ -592,7 +573,7 @@ def _attend(
     if key_scales is not None:
         key_scales += kv_head.to(tl.int64) * scale_head_stride
         value_scales += kv_head.to(tl.int64) * scale_head_stride
-    tables += row.to(tl.int64) * table_stride
+    tables += tl.load(slots + row).to(tl.int64) * table_stride
     places = tl.arange(0, BLOCK_N)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -610,14 +591,14 @@ def _attend(
         if PAGE >= BLOCK_N:
             block = tl.load(tables + start // PAGE).to(tl.int64)
             blocks = tl.zeros((BLOCK_N,), tl.int64) + block
-            slots = start % PAGE + places
+            page_slots = start % PAGE + places
         else:
             pages = start // PAGE + tl.arange(0, BLOCK_N // PAGE)
             seen = (pages * PAGE < end) & (pages * PAGE + PAGE > begin)
             entries = tl.load(tables + pages, mask=seen, other=0).to(tl.int64)
             blocks = tl.reshape(tl.broadcast_to(entries[:, None], (BLOCK_N // PAGE, PAGE)), (BLOCK_N,))
-            slots = places % PAGE
-        vectors = (blocks * block_stride + slots * slot_stride)[:, None] + dims[None, :]
+            page_slots = places % PAGE
+        vectors = (blocks * block_stride + page_slots * slot_stride)[:, None] + dims[None, :]
 
         if DIM == BLOCK_D:
             keys = tl.load(key_cache + vectors)
@@ -625,7 +606,7 @@ def _attend(
             keys = tl.load(key_cache + vectors, mask=used_dims[None, :], other=0.0)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if key_scales is not None:
-            scale_at = blocks * scale_block_stride + slots
+            scale_at = blocks * scale_block_stride + page_slots
             scores *= tl.load(key_scales + scale_at, mask=readable, other=0.0)[None, :]
         if key_bias is not None:
             scores += constant[:, None]

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.gpu.filters import find_bounds
 from kernels.gpu.gumbel import choose, score_tiles
 from kernels.gpu.launch import Configuration, launch
-from kernels.gpu.sampling_parameters import load_token, pack
+from kernels.gpu.sampling_parameters import load_token, pack_metadata
 from kernels.gpu.token_keys import LEAST, float_order, key_ids, key_values, make_keys
 from kernels.reference.sampling import GREEDY_BELOW
 from kernels.reference.sampling import LOGPROB_FLOOR as _LOGPROB_FLOOR
@@ -48,7 +48,7 @@ IN_PROMPT = tl.constexpr(1 << 30)
 LOGPROB_FLOOR = tl.constexpr(_LOGPROB_FLOOR)
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None) -> Tensor:
     """Return the likeliest token of each row, or one drawn within min_p, top_k and top_p.
 
     Bytes moved, of float32 logits: 4 V a greedy row, 8 V a drawn one, 12 V one with top_k or top_p.
@@ -58,7 +58,9 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         raise ValueError(f"no such row of logits: there are {len(logits)}")
     is_random = metadata.temperature >= GREEDY_BELOW
     is_filtered = is_random & ((metadata.top_k > 0) | (metadata.top_p < 1))
-    tokens, parameters = pack(metadata, logits.device)
+    if packed is None:
+        packed = torch.from_numpy(pack_metadata(metadata)).to(logits.device)
+    tokens, parameters = packed[: 4 * len(metadata)], packed[4 * len(metadata) :]
     return sample_packed(logits, tokens, parameters, bool(is_random.any()), bool(is_filtered.any()))
 
 

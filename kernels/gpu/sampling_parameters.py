@@ -1,14 +1,13 @@
 """The sampling parameters as they lie on the device: a record of 16 bytes a token, one of 32 bytes a slot.
 
-A token's record names its slot, so records of slots may stay on the device from step to step. `pack` makes slots of
-its own, one a token, for parameters that come from the host.
+A token's record names its slot, so records of slots may stay on the device from step to step. `pack_metadata`
+makes slots of its own, one a token, for parameters that come from the host.
 """
 
 import numpy as np
-import torch
+import numpy.typing as npt
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kernels.reference.sampling import GREEDY_BELOW
 from kernels.sampling_metadata import SamplingMetadata
@@ -30,14 +29,12 @@ PARAMETERS = np.dtype(
 _MAX_INT32 = np.iinfo(np.int32).max
 
 
-def pack(metadata: SamplingMetadata, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the records of tokens and of slots on the device, two int32 views of one copy."""
+def pack_metadata(metadata: SamplingMetadata) -> npt.NDArray[np.int32]:
+    """Return the records of N tokens, then those of as many slots: 12 N words."""
     count = len(metadata)
-    words = torch.empty(count * (TOKEN.itemsize + PARAMETERS.itemsize) // 4, dtype=torch.int32)
-    if device.type == "cuda":
-        words = words.pin_memory()  # only from pinned memory is a copy made without waiting
+    words = np.empty(count * (TOKEN.itemsize + PARAMETERS.itemsize) // 4, np.int32)
     split = count * TOKEN.itemsize // 4
-    tokens, parameters = words[:split].numpy().view(TOKEN), words[split:].numpy().view(PARAMETERS)
+    tokens, parameters = words[:split].view(TOKEN), words[split:].view(PARAMETERS)
     tokens["row"], tokens["slot"], tokens["position"] = metadata.rows, np.arange(count), metadata.positions
     tokens["unused"] = parameters["unused"] = 0
     parameters["seed"], parameters["sample"] = metadata.seeds, metadata.samples
@@ -45,8 +42,7 @@ def pack(metadata: SamplingMetadata, device: torch.device) -> tuple[Tensor, Tens
     parameters["top_p"], parameters["top_k"] = metadata.top_p, np.clip(metadata.top_k, 0, _MAX_INT32)
     with np.errstate(divide="ignore"):
         parameters["min_z"] = np.log(metadata.min_p.astype(np.float64))
-    on_device = words.to(device, non_blocking=True)
-    return on_device[:split], on_device[split:]
+    return words
 
 
 @triton.jit

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.kv_bias import KVBias
 from kernels.layout import has_scales, scales
 from kernels.reference.elementwise import rotary
@@ -39,7 +40,7 @@ def pack_angles(cos: Tensor, sin: Tensor) -> Angles:
 class Piece(NamedTuple):
     """Consecutive queries of a row: all of them, unless the row is long. They sort in the batch's order."""
 
-    row: int
+    slot: int  # the row of the block tables
     first: int  # index of the first query in the batch
     start: int  # its position
     size: int  # queries
@@ -70,15 +71,12 @@ class AttentionPlan:
     groups: list[PieceGroup]
 
 
-def plan_attention(
-    offsets: Tensor, starts: Tensor, block_tables: Tensor, *, block_size: int, num_kv_heads: int
-) -> AttentionPlan:
+def plan_attention(rows: BatchRows, block_tables: Tensor, *, block_size: int, num_kv_heads: int) -> AttentionPlan:
     """Cut the rows into pieces, and group pieces of the same size and similar length."""
+    columns = (rows.slots, rows.offsets[:-1], rows.starts, rows.offsets.diff())
     pieces = [
-        Piece(row, first + done, start + done, min(_MAX_QUERIES, count - done))
-        for row, (first, start, count) in enumerate(
-            zip(offsets[:-1].tolist(), starts.tolist(), offsets.diff().tolist(), strict=True)
-        )
+        Piece(slot, first + done, start + done, min(_MAX_QUERIES, count - done))
+        for slot, first, start, count in zip(*(column.tolist() for column in columns), strict=True)
         for done in range(0, count, _MAX_QUERIES)
     ]
     groups = list(_group_pieces(pieces, block_size))
@@ -136,11 +134,11 @@ def _group_pieces(pieces: list[Piece], block_size: int) -> Iterator[list[Piece]]
 
 
 def _make_group(pieces: list[Piece], block_tables: Tensor, block_size: int, heads: int, whole: bool) -> PieceGroup:
-    rows, firsts, starts, sizes = torch.tensor(pieces).T
+    slots, firsts, starts, sizes = torch.tensor(pieces).T
     ends = starts + sizes
     width = -(-int(ends.max()) // block_size)
     device, indices = block_tables.device, torch.arange(pieces[0].size)
-    blocks = block_tables[rows.to(device), :width].long()
+    blocks = block_tables[slots.to(device), :width].long()
     is_padding = torch.arange(width * block_size) >= ends[:, None]
     return PieceGroup(
         queries=None if whole else (firsts[:, None] + indices).flatten().to(device),

@@ -20,7 +20,8 @@ from kernels.reference.elementwise import (
 )
 from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.linear import embedding, linear, logits, pack_linear
-from kernels.reference.sampling import logprobs, penalties, sample
+from kernels.reference.prepare import copy_segments, prepare_inputs
+from kernels.reference.sampling import logprobs, pack_metadata, penalties, sample
 
 # Caches of float8_e4m3fn work too, but only as the measure of the GPU's: int8 is as small and more exact.
 kv_cache_dtypes = frozenset({torch.int8})

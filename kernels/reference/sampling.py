@@ -26,7 +26,11 @@ LOGPROB_FLOOR = -9999.0
 """Replaces lower log-probabilities and -inf, which JSON cannot represent."""
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+def pack_metadata(metadata: SamplingMetadata) -> None:
+    """Return None: the parameters are read on the host."""
+
+
+def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None) -> Tensor:
     """Return the likeliest token of each row (N,), or a random one within min_p, top_k and top_p."""
     is_greedy = metadata.temperature < GREEDY_BELOW
     if is_greedy.all():

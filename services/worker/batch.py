@@ -1,4 +1,4 @@
-"""The ragged batch of a step: a plan's rows as index tensors.
+"""The ragged batch of a step: a plan's rows.
 
 A row may have one token or a thousand: nothing here tells prefill from decode.
 """
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kernels.layout import KVLayout, flat_slots
+from kernels.batch_rows import BatchRows, RowLengths
 from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs
-from services.worker.sequence_states import SequenceStates
+from services.worker.sequence_states import SequenceStates, StateChanges
 from shared.protocol import Row
 
 Ints = npt.NDArray[np.int64]
@@ -23,36 +22,42 @@ Ints = npt.NDArray[np.int64]
 class Batch:
     """R rows with T tokens in all. The arrays are (R,), on the host, with the fields of `Row`."""
 
-    inputs: Inputs
     slots: Ints
     starts: Ints
     counts: Ints
     samples: Ints
     offsets: Ints  # (R + 1,): the tokens of row r are those from offsets[r] to offsets[r + 1] - 1
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
 
-def build_batch(rows: Sequence[Row], states: SequenceStates, layout: KVLayout, ops: Ops) -> Batch:
+    @property
+    def lengths(self) -> RowLengths:
+        counts = self.counts
+        return RowLengths(int(counts.min()), int(counts.max()), int((self.starts + counts).max()))
+
+    def stage(self, states: SequenceStates, changes: StateChanges, *, padded_to: int = 0) -> BatchRows:
+        """Add the rows, and as many empty ones as are missing to `padded_to`, to `changes`. Return all of them."""
+        missing = max(0, padded_to - len(self.slots))
+        slots, starts = (np.pad(array, (0, missing)) if missing else array for array in (self.slots, self.starts))
+        offsets = np.pad(self.offsets, (0, missing), mode="edge") if missing else self.offsets
+        states.stage_rows(slots, starts, offsets, changes)
+        return states.rows(len(slots), self.lengths)
+
+
+def build_batch(rows: Sequence[Row]) -> Batch:
     """Return the batch of `rows`, of which there is at least one."""
     columns = np.array([(row.slot, row.start, row.count, row.samples) for row in rows], np.int64)
     slots, starts, counts, samples = np.ascontiguousarray(columns.T)
     offsets = np.concatenate((np.zeros(1, np.int64), counts.cumsum()))
-    row_of = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(offsets[-1]) - offsets[row_of] + starts[row_of]
+    return Batch(slots, starts, counts, samples, offsets)
 
-    device = states.device
-    token_slots, token_positions = (torch.from_numpy(array).to(device) for array in (slots[row_of], positions))
-    width = -(-int((starts + counts).max()) // layout.block_size)
-    attention = ops.plan_attention(
-        torch.from_numpy(offsets),
-        torch.from_numpy(starts),
-        states.block_tables[torch.from_numpy(slots).to(device), :width],
-        block_size=layout.block_size,
-        num_kv_heads=layout.num_kv_heads,
+
+def prepare_inputs(rows: BatchRows, num_tokens: int, states: SequenceStates, num_kv_heads: int, ops: Ops) -> Inputs:
+    """Return the model's inputs for `num_tokens` tokens of `rows`; those after the last row's are padding."""
+    tokens, positions, slot_mapping = ops.prepare_inputs(
+        rows, states.tokens, states.block_tables, num_tokens=num_tokens, block_size=states.block_size
     )
-    inputs = Inputs(
-        tokens=states.tokens[token_slots, token_positions],
-        positions=token_positions,
-        slot_mapping=flat_slots(states.block_tables, token_slots, token_positions, layout.block_size),
-        attention=attention,
-    )
-    return Batch(inputs, slots, starts, counts, samples, offsets)
+    attention = ops.plan_attention(rows, states.block_tables, block_size=states.block_size, num_kv_heads=num_kv_heads)
+    return Inputs(tokens, positions, slot_mapping, attention)

@@ -21,10 +21,24 @@ class WorkerInfo(Struct, frozen=True):
     token_seconds: float  # the cost of one more token in a step, measured
 
 
+class PendingStep(Protocol):
+    """A step that was launched. It may still be running on the device."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result. It may be called in another thread than `launch`."""
+
+
 class Runner(Protocol):
-    """A model on a device. `configure` comes before the first `execute` of an epoch; plans come in order."""
+    """A model on a device. `configure` comes before the first `launch` of an epoch; plans come in order.
+
+    A step that waits for its device in `launch` is done when that returns.
+    """
 
     @property
     def info(self) -> WorkerInfo: ...
     def configure(self, message: Configure) -> None: ...
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> PendingStep: ...

@@ -1,9 +1,9 @@
 """The log-probabilities that requests ask for, as messages (`TokenLogprobs`)."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kernels.ops import Ops
@@ -11,60 +11,70 @@ from services.worker.batch import Batch
 from services.worker.models.causal_lm import CausalLM
 from services.worker.sampler import SamplingBatch
 from services.worker.sequence_states import SequenceStates
+from services.worker.transfers import Section, StepBuffer
 from shared.protocol import TokenLogprobs
 
 _CHUNK = 256
 """Prompt positions whose logits are computed at once. The logits of a long prompt would take gigabytes."""
 
 
-def sampled_logprobs(
-    logits: Tensor, tokens: Tensor, batch: SamplingBatch, states: SequenceStates, ops: Ops
-) -> dict[int, list[TokenLogprobs]]:
-    """Return the log-probabilities of the sampled `tokens` (N,), by slot, for the requests that ask for them.
+class LogprobRows(NamedTuple):
+    """Log-probabilities on the device, N rows of them."""
+
+    slots: Sequence[int]  # (N,): whose they are
+    counts: Sequence[int]  # (N,): how many alternatives are to be listed
+    columns: tuple[Tensor, Tensor, Tensor, Tensor]  # from `Ops.logprobs`
+
+    def entries(self, columns: Sequence[Tensor]) -> Iterator[tuple[int, TokenLogprobs]]:
+        """Yield a message for each row with its slot, from `columns` on the host."""
+        lists = [column.tolist() for column in columns]
+        for slot, count, logprob, rank, ids, values in zip(self.slots, self.counts, *lists, strict=True):
+            yield slot, TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids[:count], top_logprobs=values[:count])
+
+
+class StagedLogprobs(NamedTuple):
+    """The tokens of a `SamplingBatch` whose requests ask for log-probabilities."""
+
+    slots: list[int]
+    counts: list[int]
+    tokens: Section  # their indices in the batch
+    rows: Section  # their rows of the logits
+
+
+def stage_logprobs(batch: SamplingBatch, states: SequenceStates, buffer: StepBuffer) -> StagedLogprobs | None:
+    """Add to `buffer` which tokens of `batch` need log-probabilities. Return None if none does."""
+    requested = np.flatnonzero(states.num_logprobs[batch.slots] >= 0)
+    if not len(requested):
+        return None
+    slots = batch.slots[requested]
+    counts = states.num_logprobs[slots].tolist()
+    return StagedLogprobs(slots.tolist(), counts, buffer.add(requested), buffer.add(batch.rows[requested]))
+
+
+def sampled_logprobs(logits: Tensor, tokens: Tensor, staged: StagedLogprobs, ops: Ops) -> LogprobRows:
+    """Return the log-probabilities of the sampled `tokens` (N,).
 
     `logits` (L, V) are those of the model, before bias, masks and penalties.
     """
-    requested = np.flatnonzero(states.num_logprobs[batch.slots] >= 0)
-    if not len(requested):
-        return {}
-    slots = batch.slots[requested]
-    counts = states.num_logprobs[slots].tolist()
-    token_index, logit_rows = (
-        torch.from_numpy(array).to(logits.device) for array in (requested, batch.rows[requested])
-    )
-    entries = _entries(ops.logprobs(logits[logit_rows], tokens[token_index], max(counts)), counts)
-    return {slot: [entry] for slot, entry in zip(slots.tolist(), entries, strict=True)}
+    rows, chosen = logits.index_select(0, staged.rows.tensor), tokens.index_select(0, staged.tokens.tensor)
+    return LogprobRows(staged.slots, staged.counts, ops.logprobs(rows, chosen, max(staged.counts)))
 
 
 def prompt_logprobs(
     hidden: Tensor, batch: Batch, states: SequenceStates, model: CausalLM, ops: Ops
-) -> dict[int, list[TokenLogprobs]]:
-    """Return the log-probabilities of prompt tokens, by slot, for the rows of `batch` whose requests ask for them.
+) -> Iterator[LogprobRows]:
+    """Yield the log-probabilities of prompt tokens for the rows of `batch` whose requests ask for them, in order.
 
     A row gives the log-probabilities of positions start + 1 to min(start + count, prompt_len - 1), since the hidden
     state at a position predicts the next token. `hidden` (T, H) is the result of the forward pass.
     """
-    by_slot: dict[int, list[TokenLogprobs]] = {}
-    for row, slot in enumerate(batch.slots.tolist()):
+    for row in np.flatnonzero(states.num_prompt_logprobs[batch.slots] >= 0).tolist():
+        slot, start = int(batch.slots[row]), int(batch.starts[row])
         num_logprobs = int(states.num_prompt_logprobs[slot])
-        if num_logprobs < 0:
-            continue
-        start = int(batch.starts[row])
         count = min(int(batch.counts[row]), int(states.prompt_len[slot]) - 1 - start)
-        entries: list[TokenLogprobs] = []
         for done in range(0, count, _CHUNK):
             size = min(_CHUNK, count - done)
             first = int(batch.offsets[row]) + done
             targets = states.tokens[slot, start + done + 1 : start + done + 1 + size].long()
             logits = model.logits(hidden[first : first + size])
-            entries += _entries(ops.logprobs(logits, targets, num_logprobs), [num_logprobs] * size)
-        if entries:
-            by_slot[slot] = entries
-    return by_slot
-
-
-def _entries(columns: tuple[Tensor, Tensor, Tensor, Tensor], counts: Sequence[int]) -> Iterator[TokenLogprobs]:
-    """Yield a message for each row of what `Ops.logprobs` returned, with the first `counts[row]` alternatives."""
-    lists = [column.tolist() for column in columns]
-    for logprob, rank, ids, values, count in zip(*lists, counts, strict=True):
-        yield TokenLogprobs(logprob=logprob, rank=rank, top_ids=ids[:count], top_logprobs=values[:count])
+            yield LogprobRows([slot] * size, [num_logprobs] * size, ops.logprobs(logits, targets, num_logprobs))

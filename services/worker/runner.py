@@ -1,28 +1,39 @@
 """`ModelRunner`: a model on a device, which computes one plan after the other.
 
 It owns weights, KV memory and the state of running sequences. It knows nothing of sockets, queues or clients. The
-worker's service and the offline `LLM` both `configure` it and then `execute` plans. `start.py` loads the model and
+worker's service and the offline `LLM` both `configure` it and then `launch` plans. `start.py` loads the model and
 tunes the process.
 """
 
+import logging
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows, RowLengths
 from kernels.layout import KVLayout
+from kernels.load import report_compilations
 from kernels.ops import Ops
-from services.worker.batch import Batch, build_batch
+from services.worker.batch import Batch, build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
+from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
 from services.worker.interface import WorkerInfo
 from services.worker.kv_memory import kv_memory
-from services.worker.logprobs import prompt_logprobs, sampled_logprobs
+from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
+from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
 from services.worker.models.load import LoadedModel
-from services.worker.sampler import Sampler, SamplingBatch, build_sampling_batch
-from services.worker.sequence_states import SequenceStates
-from services.worker.warmup import warm_up
-from shared.protocol import Configure, ModelInfo, SampledRow, StepPlan, StepResult, TokenLogprobs
+from services.worker.sampler import Sampler, StagedSampling, build_sampling_batch
+from services.worker.sequence_states import SequenceStates, StateChanges
+from services.worker.transfers import Section, StepBuffer
+from services.worker.warmup import kernel_plans, warm_up
+from shared.protocol import Configure, Epoch, ModelInfo, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,25 @@ class _EpochState:
     sampler: Sampler
 
 
+class _Sampling(NamedTuple):
+    """What sampling needs on the device, staged."""
+
+    last_tokens: Section  # of the rows that sample, by their index in the batch
+    tokens: StagedSampling
+    logprobs: StagedLogprobs | None
+
+
+class _StagedStep(NamedTuple):
+    """What a plan says, in a buffer that goes to the device with the changes."""
+
+    changes: StateChanges
+    block_copies: Section | None
+    batch: Batch | None
+    rows: BatchRows | None  # of the batch; padded to `graph_size`
+    graph_size: int  # rows of the graph that the batch runs in; 0: none
+    sampling: _Sampling | None
+
+
 class ModelRunner:
     """Runs a `loaded` model on `device`; `info` describes it to other processes.
 
@@ -43,14 +73,26 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, info: ModelInfo, config: WorkerConfig, device: torch.device, ops: Ops
+        self,
+        loaded: LoadedModel,
+        info: ModelInfo,
+        config: WorkerConfig,
+        device: torch.device,
+        ops: Ops,
+        *,
+        capture: Capture | None = None,
     ) -> None:
+        """`capture` makes graphs of decodes; None: all steps are launched kernel by kernel."""
         self.device = device
         self._ops = ops
         self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
         self._state: _EpochState | None = None
+        self._sizes: Configure | None = None
+        self._capture: Capture | None = None
+        self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
-        self._state = None
+        self._state = self._sizes = None
+        self._capture = capture
         self._info = WorkerInfo(
             model=info,
             device=str(device),
@@ -65,23 +107,35 @@ class ModelRunner:
         return self._info
 
     def configure(self, message: Configure) -> None:
-        """Begin an epoch: drop all sequences and KV, and allocate KV memory of `num_blocks` blocks."""
-        self._state = None  # frees the old memory before the new is taken
-        self._state = self._allocate(message)
-        self._model.prepare_positions(self._state.sequences.tokens.shape[1])
+        """Begin an epoch: drop all sequences and KV. Memory and graphs of another epoch with these sizes are kept."""
+        sizes = replace(message, epoch=Epoch("", 0))
+        if self._state is not None and self._sizes == sizes:
+            self._state.sequences.clear()
+            return
+        self._state = self._graphs = None  # frees the old memory before the new is taken
+        self._state, self._sizes = self._allocate(message), sizes
+        self._model.prepare_positions(self._state.sequences.max_length)
+        if self.device.type != "cpu":
+            self._compile_kernels(message)
+        if self._capture:
+            self._graphs = self._capture_graphs(self._state, self._capture, message.max_num_seqs)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step of the epoch that was configured, and wait for its result."""
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step of the epoch that was configured."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Let the device compute one step of the epoch that was configured. On a GPU this waits for nothing.
+
+        Steps are computed in the order of their launches. What a plan says goes to the device in one copy, and what it
+        has computed comes back in one.
+        """
         if self._state is None:
             raise RuntimeError("a plan came before any configuration")
-        began = time.perf_counter()
-        self._state.sequences.apply(plan)
-        if plan.block_copies:
-            sources, destinations = torch.tensor(plan.block_copies, device=self.device).T
-            self._ops.copy_blocks(self._state.storage, sources, destinations)
-        rows = self._compute(plan, self._state) if plan.rows else []
-        return StepResult(epoch=plan.epoch, step=plan.step, rows=rows, seconds=time.perf_counter() - began)
+        timer = StepTimer(self.device)
+        outputs = self._compute(self._stage(plan, self._state), self._state)
+        return LaunchedStep(plan, outputs, timer)
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
@@ -93,28 +147,67 @@ class ModelRunner:
         shape = self._model.shape
         return self._ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._kv_dtype)
 
-    def _compute(self, plan: StepPlan, state: _EpochState) -> list[SampledRow]:
-        batch = build_batch(plan.rows, state.sequences, state.layout, self._ops)
-        hidden = self._model.forward(batch.inputs, state.caches)
-        prompts = prompt_logprobs(hidden, batch, state.sequences, self._model, self._ops)
-        sampling = build_sampling_batch(batch, plan.forks)
-        tokens, logprobs = self._sample(hidden, batch, sampling, state) if len(sampling) else ([], {})
-        rows = [
-            SampledRow(slot, [token], logprobs.get(slot), prompts.pop(slot, None))
-            for slot, token in zip(sampling.slots.tolist(), tokens, strict=True)
-        ]
-        return rows + [SampledRow(slot, [], None, entries) for slot, entries in prompts.items()]
+    def _compile_kernels(self, sizes: Configure) -> None:
+        """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
+        began = time.perf_counter()
+        for plan in kernel_plans(sizes, self._model.shape.vocab_size):
+            self.launch(plan)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            logger.info("launched all kernels once, in %.1f s", time.perf_counter() - began)
+        report_compilations(lambda kernel: logger.warning("compiled after the start: %s", kernel))
 
-    def _sample(
-        self, hidden: Tensor, batch: Batch, sampling: SamplingBatch, state: _EpochState
-    ) -> tuple[list[int], dict[int, list[TokenLogprobs]]]:
-        """Sample from hidden states (T, H), and store the tokens in their slots.
+    @torch.inference_mode()
+    def _capture_graphs(self, state: _EpochState, capture: Capture, max_num_seqs: int) -> DecodeGraphs:
+        def forward(size: int) -> Tensor:
+            return self._forward(state.sequences.rows(size, RowLengths(1, 1, state.sequences.max_length)), size, state)
 
-        Return the tokens, and the requested log-probabilities by slot.
-        """
-        last = torch.from_numpy(batch.offsets[1:][batch.samples > 0] - 1).to(self.device)
-        logits = self._model.logits(hidden[last])
-        tokens = state.sampler.sample(logits, sampling)
-        slots, positions = (torch.from_numpy(array).to(self.device) for array in (sampling.slots, sampling.positions))
-        state.sequences.store_tokens(slots, positions, tokens)
-        return tokens.tolist(), sampled_logprobs(logits, tokens, sampling, state.sequences, self._ops)
+        return DecodeGraphs(graph_sizes(max_num_seqs), forward, capture)
+
+    def _stage(self, plan: StepPlan, state: _EpochState) -> _StagedStep:
+        """Collect what `plan` says in one buffer."""
+        buffer = StepBuffer(self.device)
+        changes = state.sequences.stage(plan, buffer)
+        batch, rows, graph_size, sampling = None, None, 0, None
+        if plan.rows:
+            batch = build_batch(plan.rows)
+            graph_size = self._graphs.size(batch) if self._graphs else 0
+            rows = batch.stage(state.sequences, changes, padded_to=graph_size)
+            if batch.samples.any():
+                last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)
+                tokens = state.sampler.stage(build_sampling_batch(batch, plan.forks), buffer)
+                logprobs = stage_logprobs(tokens.batch, state.sequences, buffer)
+                sampling = _Sampling(last_tokens, tokens, logprobs)
+        copies = buffer.add(np.array(plan.block_copies, np.int64).T) if plan.block_copies else None
+        return _StagedStep(changes, copies, batch, rows, graph_size, sampling)
+
+    def _compute(self, step: _StagedStep, state: _EpochState) -> StepOutputs:
+        """Launch all of a step, in the order that `StepPlan` demands."""
+        outputs = StepOutputs()
+        step.changes.apply(self._ops)
+        if step.block_copies:
+            self._ops.copy_blocks(state.storage, *step.block_copies.tensor)
+        if step.batch and step.rows:
+            if self._graphs and step.graph_size:
+                hidden = self._graphs.run(step.graph_size)
+            else:
+                hidden = self._forward(step.rows, step.batch.num_tokens, state)
+            outputs.prompts += prompt_logprobs(hidden, step.batch, state.sequences, self._model, self._ops)
+            if step.sampling:
+                self._sample(hidden, step.sampling, state, outputs)
+        return outputs
+
+    def _forward(self, rows: BatchRows, num_tokens: int, state: _EpochState) -> Tensor:
+        """Return the hidden states (T, H) of the tokens of `rows`."""
+        inputs = prepare_inputs(rows, num_tokens, state.sequences, state.layout.num_kv_heads, self._ops)
+        return self._model.forward(inputs, state.caches)
+
+    def _sample(self, hidden: Tensor, sampling: _Sampling, state: _EpochState, outputs: StepOutputs) -> None:
+        """Sample from hidden states (T, H), and store the tokens in their slots."""
+        logits = self._model.logits(hidden.index_select(0, sampling.last_tokens.tensor))
+        staged = sampling.tokens
+        tokens = state.sampler.sample(logits, staged)
+        state.sequences.store_tokens(staged.slots.tensor, staged.positions.tensor, tokens)
+        outputs.slots, outputs.tokens = staged.batch.slots.tolist(), tokens
+        if sampling.logprobs:
+            outputs.sampled = sampled_logprobs(logits, tokens, sampling.logprobs, self._ops)

@@ -5,7 +5,7 @@
 
 A token is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token), so it depends
 only on the logits, parameters and position of its own row. Rows with bias, masks or penalties are copied and edited.
-Other rows are read in place.
+Other rows are read in place. The host knows which are edited, and puts their tokens last.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from kernels.ops import Ops
 from kernels.sampling_metadata import SamplingMetadata
 from services.worker.batch import Batch, Ints
 from services.worker.sequence_states import SequenceStates
+from services.worker.transfers import Array, Section, StepBuffer
 from shared.protocol import Fork
 
 Bools = npt.NDArray[np.bool_]
@@ -33,15 +34,15 @@ class SamplingBatch:
     positions: Ints  # of the token in its sequence
     rows: Ints  # of the logits that the token is sampled from
 
-    def subset(self, mask: Bools) -> "SamplingBatch":
-        return SamplingBatch(self.slots[mask], self.positions[mask], self.rows[mask])
+    def subset(self, chosen: "slice | Bools | Ints") -> "SamplingBatch":
+        return SamplingBatch(self.slots[chosen], self.positions[chosen], self.rows[chosen])
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
 def build_sampling_batch(batch: Batch, forks: Sequence[Fork]) -> SamplingBatch:
-    """Return a token to sample for each sampling row, then one for each child of a fork, from its parent's logits."""
+    """Return a token to sample for each sampling row, and one for each child of a fork, from its parent's logits."""
     sampling = batch.samples > 0
     slots, positions = batch.slots[sampling], (batch.starts + batch.counts)[sampling]
     rows = np.arange(len(slots))
@@ -62,29 +63,39 @@ class Sampler:
         self._states = states
         self._ops = ops
 
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Return the tokens (N,) int64 of `batch` from `logits` (L, V) float32, which are not changed."""
+    def stage(self, batch: SamplingBatch, buffer: StepBuffer) -> "StagedSampling":
+        """Add what sampling `batch` needs on the device to `buffer`."""
         states, slots = self._states, batch.slots
-        output_positions = batch.positions - states.prompt_len[slots]
-        below_min_tokens = output_positions < states.min_tokens[slots]
+        below_min_tokens = batch.positions - states.prompt_len[slots] < states.min_tokens[slots]
         edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
-        if not edited.any():
-            return self._ops.sample(logits, self._metadata(batch, output_positions, batch.rows))
-        tokens = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
-        part = batch.subset(edited)
-        x = self._edit(logits[self._tensor(part.rows)], part, below_min_tokens[edited])
-        parameters = self._metadata(part, output_positions[edited], np.arange(len(part)))
-        tokens[self._tensor(edited)] = self._ops.sample(x, parameters)
-        if not edited.all():
-            part = batch.subset(~edited)
-            parameters = self._metadata(part, output_positions[~edited], part.rows)
-            tokens[self._tensor(~edited)] = self._ops.sample(logits, parameters)
-        return tokens
+        if edited.any():
+            order = np.argsort(edited, kind="stable")
+            batch, below_min_tokens = batch.subset(order), below_min_tokens[order]
+        num_unedited = len(batch) - int(edited.sum())
+        unedited, rest = batch.subset(slice(num_unedited)), batch.subset(slice(num_unedited, None))
+        return StagedSampling(
+            batch=batch,
+            slots=buffer.add(batch.slots),
+            positions=buffer.add(batch.positions),
+            unedited=self._stage_parameters(unedited, unedited.rows, buffer) if num_unedited else None,
+            edited=self._stage_parameters(rest, np.arange(len(rest)), buffer) if len(rest) else None,
+            edits=self._stage_edits(rest, below_min_tokens[num_unedited:], buffer) if len(rest) else None,
+        )
 
-    def _metadata(self, batch: SamplingBatch, output_positions: Ints, rows: Ints) -> SamplingMetadata:
-        """Return the parameters of `batch` for `Ops.sample`. `rows` (N,) are the rows of the logits to sample from."""
+    def sample(self, logits: Tensor, staged: "StagedSampling") -> Tensor:
+        """Return the tokens (N,) int64 of `staged.batch` from `logits` (L, V) float32, which are not changed."""
+        parts = []
+        if staged.unedited:
+            parts.append(staged.unedited.sample(logits, self._ops))
+        if staged.edited and staged.edits:
+            x = staged.edits.apply(logits, self._states.tokens, self._ops)
+            parts.append(staged.edited.sample(x, self._ops))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _stage_parameters(self, batch: SamplingBatch, rows: Ints, buffer: StepBuffer) -> "_Parameters":
+        """Stage the parameters of `batch`. `rows` (N,) are the rows of the logits to sample from."""
         states, slots = self._states, batch.slots
-        return SamplingMetadata(
+        metadata = SamplingMetadata(
             rows=rows,
             temperature=states.temperature[slots],
             top_k=states.top_k[slots],
@@ -92,49 +103,83 @@ class Sampler:
             min_p=states.min_p[slots],
             seeds=states.seed[slots],
             samples=states.sample[slots],
-            positions=output_positions,
+            positions=batch.positions - states.prompt_len[slots],
         )
+        packed = self._ops.pack_metadata(metadata)
+        return _Parameters(metadata, None if packed is None else buffer.add(packed))
 
-    def _edit(self, x: Tensor, batch: SamplingBatch, below_min_tokens: Bools) -> Tensor:
-        """Apply bias, masks and penalties to the logits `x` (N, V), which may be overwritten, and return them."""
+    def _stage_edits(self, batch: SamplingBatch, below_min_tokens: Bools, buffer: StepBuffer) -> "_Edits":
         states = self._states
-        bias = [
+        added = [
             (row, token, value)
             for row, slot in enumerate(batch.slots)
             if states.has_logit_bias[slot] and (sampling := states.sampling[slot])
             for token, value in sampling.logit_bias
         ]
-        if bias:
-            rows, ids, values = (torch.tensor(column, device=x.device) for column in zip(*bias, strict=True))
-            x.index_put_((rows, ids), values.to(x.dtype), accumulate=True)
-        masked = [
-            (row, token)
-            for row in np.flatnonzero(below_min_tokens)
+        added += [
+            (row, token, -np.inf)
+            for row in np.flatnonzero(below_min_tokens).tolist()
             if (sampling := states.sampling[batch.slots[row]])
             for token in sampling.stop_token_ids
             if token < states.vocab_size
         ]
-        if masked:
-            rows, ids = torch.tensor(np.array(masked), device=x.device).T
-            x[rows, ids] = -torch.inf
-        penalized = states.has_penalties[batch.slots]
-        if penalized.all():
-            return self._penalize(x, batch)
-        if penalized.any():
-            rows = self._tensor(np.flatnonzero(penalized))
-            x[rows] = self._penalize(x[rows], batch.subset(penalized))
-        return x
-
-    def _penalize(self, x: Tensor, batch: SamplingBatch) -> Tensor:
-        states, slots = self._states, batch.slots
+        rows, ids, values = zip(*added, strict=True) if added else ((), (), ())
+        columns = np.array(rows, np.int64), np.array(ids, np.int64), np.array(values, np.float32)
+        penalized = np.flatnonzero(states.has_penalties[batch.slots])
+        part = batch.subset(penalized)
         penalties = (states.repetition_penalty, states.presence_penalty, states.frequency_penalty)
-        return self._ops.penalties(
-            x,
-            states.tokens[self._tensor(slots), : int(batch.positions.max())],
-            self._tensor(states.prompt_len[slots]),
-            self._tensor(batch.positions),
-            *(self._tensor(penalty[slots]) for penalty in penalties),
+        arrays: list[Array] = [penalized, part.slots, states.prompt_len[part.slots], part.positions]
+        arrays += [penalty[part.slots] for penalty in penalties]
+        return _Edits(
+            rows=buffer.add(batch.rows),
+            added=[buffer.add(column) for column in columns] if added else None,
+            penalized=[buffer.add(array) for array in arrays] if len(part) else None,
+            all_penalized=len(part) == len(batch),
+            max_length=int(part.positions.max(initial=0)),
         )
 
-    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._states.device)
+
+@dataclass(frozen=True)
+class StagedSampling:
+    """A batch whose parameters were staged: the unedited tokens of `batch` come first."""
+
+    batch: SamplingBatch
+    slots: Section  # (N,) int64
+    positions: Section  # (N,) int64
+    unedited: "_Parameters | None"
+    edited: "_Parameters | None"
+    edits: "_Edits | None"  # of the logits of the edited tokens
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    metadata: SamplingMetadata
+    packed: Section | None
+
+    def sample(self, logits: Tensor, ops: Ops) -> Tensor:
+        return ops.sample(logits, self.metadata, None if self.packed is None else self.packed.tensor)
+
+
+@dataclass(frozen=True)
+class _Edits:
+    """The edits of E rows of logits."""
+
+    rows: Section  # (E,) int64: the rows of the logits to copy
+    added: list[Section] | None  # rows, token ids and what is added to their logits
+    penalized: list[Section] | None  # rows, and for each its slot, prompt length, length and three penalties
+    all_penalized: bool
+    max_length: int  # of the penalized sequences
+
+    def apply(self, logits: Tensor, tokens: Tensor, ops: Ops) -> Tensor:
+        """Return the edited rows (E, V). `tokens` are those of all slots."""
+        x = logits.index_select(0, self.rows.tensor)
+        if self.added:
+            rows, ids, values = (section.tensor for section in self.added)
+            x.index_put_((rows, ids), values.to(x.dtype), accumulate=True)
+        if self.penalized:
+            rows, slots, *arguments = (section.tensor for section in self.penalized)
+            sequences = tokens[:, : self.max_length].index_select(0, slots)
+            if self.all_penalized:
+                return ops.penalties(x, sequences, *arguments)
+            x.index_copy_(0, rows, ops.penalties(x.index_select(0, rows), sequences, *arguments))
+        return x

@@ -2,17 +2,27 @@
 
 Tokens and block tables are on the device, so that a sampled token need not wait for the host before the next step.
 Lengths, limits and sampling parameters are on the host, which decides what a step has to do.
+
+All that lies on the device is one tensor, the state. A step's changes to it are sent as segments, to be copied into it
+by one operation; a second and third are needed only where changes depend on each other.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows, RowLengths
+from kernels.ops import Ops
+from services.worker.transfers import Array, StepBuffer
 from shared.protocol import Configure, Fork, NewSequence, Sampling, StepPlan, TableWrite
 
 _UINT64_RANGE = 2**64  # seeds are unsigned, and the arrays hold int64
+
+Ints = npt.NDArray[np.int64]
 
 
 class SequenceStates:
@@ -20,11 +30,17 @@ class SequenceStates:
 
     def __init__(self, sizes: Configure, vocab_size: int, device: torch.device) -> None:
         slots, length = sizes.max_num_seqs, sizes.max_model_len + 1  # a finished sequence may get one stray row
-        self.block_size = sizes.block_size
+        self.block_size, self.max_length = sizes.block_size, length
         self.vocab_size = vocab_size
         self.device = device
-        self.tokens = torch.zeros((slots, length), dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((slots, -(-length // sizes.block_size)), dtype=torch.int32, device=device)
+        shapes = [(slots, length), (slots, -(-length // sizes.block_size)), (slots + 1,), (slots,), (slots,)]
+        widths = [-(-math.prod(shape) // 4) * 4 for shape in shapes]  # all begin at multiples of 16 bytes
+        self._state = torch.zeros(sum(widths), dtype=torch.int32, device=device)
+        parts = [
+            part[: math.prod(shape)].view(shape)
+            for part, shape in zip(torch.split(self._state, widths), shapes, strict=True)
+        ]
+        self.tokens, self.block_tables, self._offsets, self._starts, self._row_slots = parts
         self.prompt_len = np.zeros(slots, np.int64)
         self.seed, self.sample = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.temperature, self.top_p, self.min_p = (np.zeros(slots, np.float32) for _ in range(3))
@@ -35,37 +51,53 @@ class SequenceStates:
         self.has_logit_bias, self.has_penalties = np.zeros(slots, bool), np.zeros(slots, bool)
         self.sampling: list[Sampling | None] = [None] * slots
 
-    def apply(self, plan: StepPlan) -> None:
-        """Apply the changes of `plan` to the slots, before its rows are computed. The caller copies blocks."""
+    def clear(self) -> None:
+        """Drop all sequences."""
+        self.sampling = [None] * len(self.sampling)
+
+    def stage(self, plan: StepPlan, buffer: StepBuffer) -> "StateChanges":
+        """Apply the changes of `plan` on the host, and return those on the device, whose numbers go to `buffer`."""
+        changes = StateChanges(self._state, buffer)
         for slot in plan.released_slots:
             self.sampling[slot] = None
         for sequence in plan.new_sequences:
-            self._add(sequence)
+            self._add(sequence, changes)
+        lengths = {row.slot: row.start + row.count for row in plan.rows} if plan.forks else {}
         for fork in plan.forks:
-            self._fork(fork)
-        self._write_tables(plan.table_writes)
+            self._fork(fork, lengths.get(fork.parent, 0), changes)
+        # A table that is written or copied in this plan may be changed by it once more.
+        self._write_tables(plan.table_writes, changes, after_copies=bool(plan.new_sequences or plan.forks))
+        return changes
+
+    def rows(self, count: int, lengths: RowLengths) -> BatchRows:
+        """Return the first `count` rows of a step as they lie on the device: at the same address in each step, as a
+        CUDA graph needs.
+        """
+        return BatchRows(self._offsets[: count + 1], self._starts[:count], self._row_slots[:count], lengths)
+
+    def stage_rows(self, slots: Ints, starts: Ints, offsets: Ints, changes: "StateChanges") -> None:
+        """Add the rows of a step, (R,) and offsets (R + 1,), to `changes`."""
+        for part, array in ((self._offsets, offsets), (self._starts, starts), (self._row_slots, slots)):
+            changes.write(part, array)
 
     def store_tokens(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Store sampled tokens at their positions. All three are (N,) int64 on the device."""
         self.tokens[slots, positions] = tokens.int()
 
-    def _add(self, sequence: NewSequence) -> None:
-        slot, device = sequence.slot, self.device
-        tokens = torch.from_numpy(np.frombuffer(sequence.tokens, "<i4").astype(np.int32))
-        self.tokens[slot, : len(tokens)] = tokens.to(device)
-        self.block_tables[slot, : len(sequence.blocks)] = torch.tensor(
-            sequence.blocks, dtype=torch.int32, device=device
-        )
+    def _add(self, sequence: NewSequence, changes: "StateChanges") -> None:
+        slot = sequence.slot
+        changes.write(self.tokens[slot], np.frombuffer(sequence.tokens, "<i4"))
+        changes.write(self.block_tables[slot], np.array(sequence.blocks, np.int32))
         self.prompt_len[slot] = sequence.prompt_len
         self._set_sampling(slot, sequence.sampling, sequence.sample)
 
-    def _fork(self, fork: Fork) -> None:
+    def _fork(self, fork: Fork, length: int, changes: "StateChanges") -> None:
         sampling = self.sampling[fork.parent]
         if sampling is None:
             raise ValueError(f"slot {fork.parent} forks, but holds no sequence")
         for slot, sample in fork.children:
-            self.tokens[slot] = self.tokens[fork.parent]
-            self.block_tables[slot] = self.block_tables[fork.parent]
+            changes.copy(self.tokens[slot], self.tokens[fork.parent], length)
+            changes.copy(self.block_tables[slot], self.block_tables[fork.parent], self.block_tables.shape[1])
             self.prompt_len[slot] = self.prompt_len[fork.parent]
             self._set_sampling(slot, sampling, sample)
 
@@ -84,11 +116,40 @@ class SequenceStates:
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self.has_penalties[slot] = penalties != (1, 0, 0)
 
-    def _write_tables(self, writes: Sequence[TableWrite]) -> None:
-        """Make all writes of a step in one assignment: on a GPU each assignment is a launch."""
-        slots = [write.slot for write in writes for _ in write.blocks]
-        if slots:
-            columns = [write.index + i for write in writes for i in range(len(write.blocks))]
-            blocks = [block for write in writes for block in write.blocks]
-            index = torch.tensor([slots, columns, blocks], device=self.device)
-            self.block_tables[index[0], index[1]] = index[2].int()
+    def _write_tables(self, writes: Sequence[TableWrite], changes: "StateChanges", *, after_copies: bool) -> None:
+        for write in writes:
+            table = self.block_tables[write.slot, write.index :]
+            changes.write(table, np.array(write.blocks, np.int32), after_copies=after_copies)
+
+
+class StateChanges:
+    """Segments to be copied into the state: writes, then copies within the state, then writes that follow these."""
+
+    def __init__(self, state: Tensor, buffer: StepBuffer) -> None:
+        self._state, self._buffer = state, buffer
+        self._writes: list[tuple[int, int, int]] = []
+        self._copies: list[tuple[int, int, int]] = []
+        self._late_writes: list[tuple[int, int, int]] = []
+
+    def write(self, part: Tensor, array: Array, *, after_copies: bool = False) -> None:
+        """Write `array` to the beginning of `part`, a contiguous part of the state."""
+        if len(array):
+            segment = (
+                int(part.storage_offset()),
+                self._buffer.add(array.astype(np.int32, copy=False)).word,
+                len(array),
+            )
+            (self._late_writes if after_copies else self._writes).append(segment)
+
+    def copy(self, part: Tensor, source: Tensor, length: int) -> None:
+        """Copy `length` numbers from one part of the state to another."""
+        self._copies.append((int(part.storage_offset()), int(source.storage_offset()), length))
+
+    def apply(self, ops: Ops) -> None:
+        """Send the buffer, with all that was added to it, and change the state."""
+        sources = ((self._writes, self._buffer), (self._copies, None), (self._late_writes, self._buffer))
+        tables = [(self._buffer.add(np.array(part, np.int64)), source) for part, source in sources if part]
+        self._buffer.send()
+        for table, source in tables:
+            numbers = self._state if source is None else source.words
+            ops.copy_segments(self._state, numbers, table.tensor, int(table.array[:, 2].max()))

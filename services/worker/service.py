@@ -1,15 +1,16 @@
 """The worker's loop: it receives plans and sends results over one DEALER socket.
 
-The loop blocks, without asyncio. A worker has one peer, and computes in the thread that reads from it, so an event loop
-would have nothing to run during a step. It would also cost time: a round trip takes 90 µs between blocking sockets, and
-160 to 280 µs if one side is asyncio. Heartbeats must continue during a step, so they have their own thread
-(`shared.heartbeat`).
+The loop blocks, without asyncio. A worker has one peer, and on a CPU it computes in the thread that reads from it, so
+an event loop would have nothing to run during a step. It would also cost time: a round trip takes 90 µs between
+blocking sockets, and 160 to 280 µs if one side is asyncio. Heartbeats must continue during a step, so they have their
+own thread (`shared.heartbeat`). A GPU's steps are only launched by the loop; another thread waits for them
+(`result_waiter.py`).
 
 The service drives any runner and knows nothing of models. Weights outlive a scheduler: if it is gone, the service
 closes the socket and registers the same runner with the next one under a new identity; the `Configure` that follows
 resets the runner's state. A step that raises ends the process, since the state is unknown then. A step that does not
-return also ends it: `faulthandler` is a watchdog, which exits if the loop has not turned for `--scheduler-timeout`
-seconds.
+return also ends it: `faulthandler` is a watchdog, which exits if the loop has not turned, or the device has finished
+none of its steps, for `--scheduler-timeout` seconds.
 
 After SIGTERM, the loop ends when it is idle next, after the current step. A second signal ends the process at once.
 """
@@ -21,6 +22,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -29,6 +31,7 @@ import zmq
 
 from services.worker.config import WorkerConfig
 from services.worker.interface import Runner
+from services.worker.result_waiter import FailedStep, ResultWaiter
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import (
@@ -39,6 +42,7 @@ from shared.protocol import (
     Fault,
     Register,
     StepPlan,
+    StepResult,
     Stop,
     decode_to_worker,
     encode,
@@ -134,27 +138,33 @@ class _Connection:
         with connect(self._context, self._config.scheduler, name) as (socket, monitor):
             self._service.identity = printable_identity(name)
             socket.send(encode(self._register(printable_identity(name))))
-            reason = self._serve(socket, monitor)
+            with closing(ResultWaiter(self._context)) as waiter:
+                reason = self._serve(socket, monitor, waiter)
             socket.close(linger=LINGER_MS if reason is CloseReason.FAILED else 0)
             return reason
 
-    def _serve(self, socket: "zmq.Socket[bytes]", monitor: Monitor) -> CloseReason:
+    def _serve(self, socket: "zmq.Socket[bytes]", monitor: Monitor, waiter: ResultWaiter) -> CloseReason:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
+        poller.register(waiter.socket, zmq.POLLIN)
         poller.register(monitor.socket, zmq.POLLIN)
         deadline = time.monotonic() + self._config.scheduler_timeout
         while True:
-            self._service.feed_watchdog()
+            if not waiter.num_pending:
+                self._service.feed_watchdog()
             self._service.loop.begin_wait()
             events = dict(poller.poll(int(POLL_INTERVAL * 1000)))
             self._service.loop.begin_turn()
-            if socket in events:  # before the monitor: the scheduler's last messages still count
-                reason = self._handle_message(socket)
+            if waiter.socket in events:
+                self._service.feed_watchdog()
+                reason = self._send_result(socket, waiter.take())
+            elif socket in events:  # before the monitor: the scheduler's last messages still count
+                reason = self._handle_message(socket, waiter)
             elif monitor.drain():
                 logger.warning("the scheduler is gone; waiting for it with the model loaded")
                 reason = CloseReason.STOPPED if self._service.stopping else CloseReason.SCHEDULER_LOST
             else:
-                reason = self._check_idle(bool(monitor.connected), deadline)
+                reason = None if waiter.num_pending else self._check_idle(bool(monitor.connected), deadline)
             if reason is not None:
                 return reason
 
@@ -166,7 +176,7 @@ class _Connection:
             return CloseReason.FAILED
         return None
 
-    def _handle_message(self, socket: "zmq.Socket[bytes]") -> CloseReason | None:
+    def _handle_message(self, socket: "zmq.Socket[bytes]", waiter: ResultWaiter) -> CloseReason | None:
         frames = socket.recv_multipart()
         try:
             message = decode_to_worker(b"".join(frames))
@@ -180,31 +190,39 @@ class _Connection:
             case Configure():
                 return self._configure(socket, message)
             case StepPlan():
-                return self._execute(socket, message)
+                return self._launch(socket, message, waiter)
 
     def _configure(self, socket: "zmq.Socket[bytes]", message: Configure) -> CloseReason | None:
         try:
             self._service.configure(message)
         except Exception:
-            return self._send_fault(socket, message.epoch, 0)
+            return self._send_fault(socket, message.epoch, 0, traceback.format_exc())
         self._epoch = message.epoch
         logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
         socket.send(encode(Configured(message.epoch)))
         return None
 
-    def _execute(self, socket: "zmq.Socket[bytes]", plan: StepPlan) -> CloseReason | None:
+    def _launch(self, socket: "zmq.Socket[bytes]", plan: StepPlan, waiter: ResultWaiter) -> CloseReason | None:
         if plan.epoch != self._epoch:
             logger.warning("ignored a plan of epoch %s", plan.epoch)
             return None
         try:
-            result = self._service.runner.execute(plan)
+            step = self._service.runner.launch(plan)
+            if waiter.num_pending or not step.is_done:
+                waiter.add(plan, step)
+                return None
+            result = step.result()
         except Exception:
-            return self._send_fault(socket, plan.epoch, plan.step)
+            return self._send_fault(socket, plan.epoch, plan.step, traceback.format_exc())
+        return self._send_result(socket, result)
+
+    def _send_result(self, socket: "zmq.Socket[bytes]", result: StepResult | FailedStep) -> CloseReason | None:
+        if isinstance(result, FailedStep):
+            return self._send_fault(socket, *result)
         socket.send(encode(result))
         return None
 
-    def _send_fault(self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int) -> CloseReason:
-        detail = traceback.format_exc()
+    def _send_fault(self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, detail: str) -> CloseReason:
         logger.error("step %d failed:\n%s", step, detail.rstrip())
         socket.send(encode(Fault(epoch, step, detail)))
         return CloseReason.FAILED

@@ -1,10 +1,12 @@
-"""The first steps of a worker, before it registers. They warm up, and measure the cost of a step.
+"""The first steps of a worker. They warm up, and measure the cost of a step.
 
-They are steps like any other, on a small KV memory. The scheduler predicts the time of a step from two numbers that are
-measured here: its fixed cost, and the cost of one more token.
+Those of `warm_up` come before the worker registers, and are steps like any other, on a small KV memory. The scheduler
+predicts the time of a step from two numbers that are measured here: its fixed cost, and the cost of one more token.
+Those of `kernel_plans` come after it was configured, so that a GPU's kernels are compiled for these sizes by then.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,15 +50,14 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
         slot=0, tokens=tokens, prompt_len=count, blocks=list(range(blocks)), sampling=sampling, sample=0
     )
     allocated = _reset_peak(device)
-    runner.execute(
-        StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
-    )
+    plan = StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
+    runner.launch(plan).result()
     activations = _peak(device) - allocated
     prefill, decode = (
         min(
-            runner.execute(
-                StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)])
-            ).seconds
+            runner.launch(StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)]))
+            .result()
+            .seconds
             for _ in range(_REPEATS)
         )
         for start, size in ((0, count), (count - 1, 1))
@@ -64,6 +65,31 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
     token_seconds = max((prefill - decode) / (count - 1), _MIN_SECONDS)
     step_seconds = max(decode - token_seconds, _MIN_SECONDS)
     return Measurements(step_seconds, token_seconds, activations * max(1, _LARGEST_STEP // count))
+
+
+def kernel_plans(sizes: Configure, vocab_size: int) -> Iterator[StepPlan]:
+    """Yield steps that launch every kernel that a later step may need: chunks, short and long contexts, each kind of
+    sampling, log-probabilities in lists of each size that has a kernel of its own, and a copied block.
+
+    They compute with memory that holds no sequence, so what they sample means nothing.
+    """
+    chunk = min(64, sizes.max_num_batched_tokens, sizes.max_model_len)
+    rows = [Row(0, 0, chunk, 1), Row(0, 0, 1, 1), Row(0, sizes.max_model_len - 1, 1, 1)]
+    for step, params in enumerate(_SAMPLING_KINDS):
+        number = min(params["logprobs"], vocab_size)
+        sampling = Sampling(max_tokens=1, seed=0, prompt_logprobs=number, **params | {"logprobs": number})
+        sequence = NewSequence(0, pack_tokens([0] * chunk), chunk, [0], sampling, 0)
+        for row in rows:
+            copies = [(0, 1)] if sizes.num_blocks > 1 else []
+            yield StepPlan(sizes.epoch, step, [row], new_sequences=[sequence], block_copies=copies)
+
+
+_SAMPLING_KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 1.0, "logprobs": 5},
+    {"temperature": 1.0, "top_p": 0.5, "logprobs": 20},
+    {"temperature": 1.0, "top_p": 0.5, "repetition_penalty": 2.0, "logit_bias": [(0, 1.0)], "logprobs": 21},
+]
 
 
 def _reset_peak(device: torch.device) -> int:

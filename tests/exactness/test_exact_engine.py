@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from quire.engine import InProcessEngine
-from services.worker.interface import Runner
+from services.worker.interface import PendingStep, Runner
 from shared.hub.checkpoint import locate
 from shared.params import MAX_LOGPROBS, SamplingParams
-from shared.protocol import NewSequence, StepPlan, StepResult
+from shared.protocol import NewSequence, StepPlan
 from shared.text.tokenizer import Tokenizer
 from tests.exactness.embedded_model import EDGES, Output, Request, draw_requests, engine, serve
 from tests.exactness.equality import EXACT, assert_alike, differ
@@ -125,8 +125,8 @@ class Confused:
         self.runner = runner
         self.spoil = spoil
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.runner.execute(msgspec.structs.replace(plan, new_sequences=self.spoil(plan.new_sequences)))
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return self.runner.launch(msgspec.structs.replace(plan, new_sequences=self.spoil(plan.new_sequences)))
 
 
 def with_other_noise(new: list[NewSequence]) -> list[NewSequence]:

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key
 
 import kernels
+from kernels.batch_rows import BatchRows
 from kernels.gpu.attention import paged_attention, plan_attention
 from kernels.gpu.cache import copy_blocks
 from kernels.gpu.elementwise import add_rms_norm, silu_and_mul
@@ -60,8 +61,8 @@ def launch_all(device: torch.device) -> None:
     keys, values = layout.views(cache)[1]
     q = torch.empty(20, 32, 128, dtype=torch.bfloat16, device=device)
     tables = torch.zeros(4, 40, dtype=torch.int32, device=device)
-    offsets, starts = torch.tensor([0, 1, 2, 3, 20]), torch.tensor([300, 20, 1, 0])
-    plan = plan_attention(offsets, starts, tables, block_size=16, num_kv_heads=8)
+    rows = BatchRows.of(torch.tensor([0, 1, 2, 3, 20]), torch.tensor([300, 20, 1, 0])).to(device)
+    plan = plan_attention(rows, tables, block_size=16, num_kv_heads=8)
     paged_attention(q, keys, values, plan, scale=128**-0.5)
 
 

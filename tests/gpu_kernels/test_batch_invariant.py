@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.decoder_layers import Expert, Projection
 from kernels.gpu import linear as gpu_linear
 from kernels.load import gpu
@@ -193,9 +194,9 @@ def test_attention_in_other_chunks(device: torch.device, dtype: torch.dtype, opt
 
     def attend(start: int, count: int, neighbours: list[int]) -> Tensor:
         parts = [case.row(0, start, count), *(case.row(index) for index in neighbours)]
+        offsets = torch.tensor([0, *(len(part.q) for part in parts)]).cumsum(0)
         plan = OPS.plan_attention(
-            torch.tensor([0, *(len(part.q) for part in parts)]).cumsum(0),
-            torch.cat([part.starts for part in parts]),
+            BatchRows.of(offsets, torch.cat([part.starts for part in parts]).cpu()).to(device),
             torch.cat([part.tables for part in parts]),
             block_size=16,
             num_kv_heads=1,

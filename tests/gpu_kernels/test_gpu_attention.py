@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.gpu import attention
 from kernels.gpu.launch import record
 from kernels.kv_bias import KVBias
@@ -27,14 +28,16 @@ class Case(NamedTuple):
     starts: Tensor
     tables: Tensor
 
-    def run(self, *, max_queries: int | None = None, batch_invariant: bool = False, **options: Any) -> Tensor:
+    @property
+    def rows(self) -> BatchRows:
+        return BatchRows.of(self.offsets.cpu(), self.starts.cpu())
+
+    def run(self, *, batch_invariant: bool = False, **options: Any) -> Tensor:
         plan = attention.plan_attention(
-            self.offsets,
-            self.starts,
+            self.rows,
             self.tables,
             block_size=self.keys.shape[2],
             num_kv_heads=self.keys.shape[1],
-            max_queries=max_queries,
             batch_invariant=batch_invariant,
         )
         return attention.paged_attention(self.q, self.keys, self.values, plan, scale=0.3, **options)
@@ -42,8 +45,7 @@ class Case(NamedTuple):
     def expected(self, **options: Any) -> Tensor:
         """Return the reference's result, in float32."""
         plan = reference.plan_attention(
-            self.offsets.cpu(),
-            self.starts.cpu(),
+            self.rows.to(self.tables.device),
             self.tables.clamp(min=0),
             block_size=self.keys.shape[2],
             num_kv_heads=self.keys.shape[1],
@@ -208,12 +210,13 @@ def test_rows_on_the_device_and_rows_that_are_padding(device: torch.device) -> N
         starts=torch.cat((case.starts, torch.zeros(3, dtype=torch.int64))).to(device),
         tables=torch.cat((case.tables, torch.full_like(case.tables[:3], -1))),
     )
-    plan = attention.plan_attention(*padded[3:], block_size=16, num_kv_heads=2, max_queries=300)
-    assert plan.longer
+    rows = BatchRows(padded.offsets, padded.starts, torch.arange(len(padded.starts), device=device), case.rows.lengths)
+    plan = attention.plan_attention(rows, padded.tables, block_size=16, num_kv_heads=2)
+    assert plan.has_longer_rows
     assert torch.equal(attention.paged_attention(padded.q, padded.keys, padded.values, plan, scale=0.3), expected)
     decodes = make_case(device, DECODES)
-    plan = attention.plan_attention(*decodes[3:], block_size=16, num_kv_heads=2, max_queries=1)
-    assert (plan.few, plan.longer) == (1, False)
+    plan = attention.plan_attention(decodes.rows, decodes.tables, block_size=16, num_kv_heads=2)
+    assert (plan.few, plan.has_longer_rows) == (1, False)
     out = attention.paged_attention(decodes.q, decodes.keys, decodes.values, plan, scale=0.3)
     assert torch.equal(out, decodes.run())
 
@@ -262,7 +265,8 @@ def test_launches_without_a_wait(context: int, counts: list[int], kernels: list[
     keys, values = layout.views(layout.allocate(512, torch.device("meta")))[0]
     tables = torch.empty(len(counts), context // 16, dtype=torch.int32, device="meta")
     offsets = torch.tensor([0, *counts]).cumsum(0)
-    plan = attention.plan_attention(offsets, offsets[:-1] * 0, tables, block_size=16, num_kv_heads=2)
+    rows = BatchRows.of(offsets, context - offsets.diff()).to(torch.device("meta"))
+    plan = attention.plan_attention(rows, tables, block_size=16, num_kv_heads=2)
     q = torch.empty(sum(counts), 6, 64, device="meta", dtype=torch.float16)
     with record() as launches:
         attention.paged_attention(q, keys, values, plan, scale=0.3)
@@ -279,7 +283,7 @@ def test_programs_that_share_segments() -> None:
 def test_shapes_that_are_refused(device: torch.device) -> None:
     case = make_case(device, MIXED)
     with pytest.raises(ValueError, match="blocks of"):
-        attention.plan_attention(case.offsets, case.starts, case.tables, block_size=12, num_kv_heads=2)
+        attention.plan_attention(case.rows, case.tables, block_size=12, num_kv_heads=2)
     with pytest.raises(ValueError, match="do not fit"):
         case._replace(q=case.q[:, :5]).run()
     with pytest.raises(ValueError, match="does not serve"):

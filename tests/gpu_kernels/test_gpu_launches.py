@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.batch_rows import BatchRows, RowLengths
 from kernels.gpu.launch import record
 from kernels.load import gpu
 from services.worker.checkpoint.config_json import ConfigJson
@@ -62,11 +63,12 @@ def count_launches(
     layout = ops.kv_layout(layers, spec.num_kv_heads, spec.head_dim, 16, kv_dtype)
     caches = layout.views(layout.allocate(64, META))
     ids = torch.empty(tokens, dtype=torch.int64, device=META)
-    offsets = torch.arange(rows + 1) * (tokens // rows)
+    queries = tokens // rows
+    numbers = torch.empty(rows + 1, dtype=torch.int32, device=META)
+    lengths = RowLengths(queries, queries, table * layout.block_size)
+    batch_rows = BatchRows(numbers, numbers[1:], numbers[1:], lengths)
     tables = torch.empty(rows, table, dtype=torch.int32, device=META)
-    plan = ops.plan_attention(
-        offsets, offsets[:-1], tables, block_size=layout.block_size, num_kv_heads=spec.num_kv_heads
-    )
+    plan = ops.plan_attention(batch_rows, tables, block_size=layout.block_size, num_kv_heads=spec.num_kv_heads)
     # In inference mode, an operation that is made of several would be counted as one.
     with torch.no_grad(), record() as launches, LaunchCounter() as counter:
         decoder.forward(Inputs(ids, ids, ids, plan), caches)

@@ -1,6 +1,7 @@
 """Whole models on the GPU's operations give transformers' logits, and the tokens of the reference's operations."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
+from services.worker.decode_graphs import Capture, cuda_capture
 from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
@@ -66,10 +68,32 @@ def test_a_runner_samples_the_references_tokens(device: torch.device, tmp_path: 
     assert tokens_of(folder, device, gpu()) == tokens_of(folder, device, reference())
 
 
-def tokens_of(folder: Path, device: torch.device, operations: Ops) -> list[dict[int, list[int]]]:
+def test_graphs_give_the_same_tokens(device: torch.device, tmp_path: Path) -> None:
+    """Decodes run in graphs of more rows than the batch has. On a CPU, a graph runs its function again."""
+    folder = save(llama(), tmp_path)
+    runs = 0
+
+    def recorded(run: Callable[[], object]) -> Callable[[], object]:
+        def replay() -> None:
+            nonlocal runs
+            runs += 1
+            run()
+
+        run()
+        return replay
+
+    capture = recorded if device.type == "cpu" else cuda_capture()
+    assert tokens_of(folder, device, gpu(), capture) == tokens_of(folder, device, gpu())
+    assert runs == 2 or device.type != "cpu"
+
+
+def tokens_of(
+    folder: Path, device: torch.device, operations: Ops, capture: Capture | None = None
+) -> list[dict[int, list[int]]]:
     config = WorkerConfig(model=str(folder), device=device.type, dtype="float32")
     loaded = load_model(folder, config, device, operations)
-    client = RunnerClient(ModelRunner(loaded, model_info(loaded, config, folder), config, device, operations))
+    info = model_info(loaded, config, folder)
+    client = RunnerClient(ModelRunner(loaded, info, config, device, operations, capture=capture))
     params = [
         Sampling(max_tokens=9, seed=1, temperature=0.0, logprobs=2),
         Sampling(max_tokens=9, seed=2, temperature=0.8, top_k=7, repetition_penalty=1.3),

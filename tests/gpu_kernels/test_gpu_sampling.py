@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.gpu import sampling as gpu
 from kernels.gpu.launch import record
-from kernels.gpu.sampling_parameters import pack
+from kernels.gpu.sampling_parameters import pack_metadata
 from kernels.reference import sampling as reference
 from kernels.reference.gumbel import TAIL, token_noise
 from kernels.reference.sampling import LOGPROB_FLOOR
@@ -146,7 +146,8 @@ def test_rows_are_shared_strided_and_independent(device: torch.device) -> None:
 def test_parameters_are_read_by_slot(device: torch.device) -> None:
     """The records of slots lie in any order, and records of tokens name them."""
     x, parameters = normal(len(PARAMETERS), 150, 2.0).to(device), metadata(len(PARAMETERS))
-    tokens, slots = pack(parameters, device)
+    words = torch.from_numpy(pack_metadata(parameters)).to(device)
+    tokens, slots = words[: 4 * len(PARAMETERS)], words[4 * len(PARAMETERS) :]
     order = torch.randperm(len(PARAMETERS), generator=torch.Generator().manual_seed(2)).to(device)
     moved = torch.empty_like(slots).view(-1, 8)
     moved[order] = slots.view(-1, 8)

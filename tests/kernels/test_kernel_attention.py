@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.cpu import extension
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout, flat_slots, has_scales, scales
@@ -40,9 +41,8 @@ class Case:
 
     def run(self, **options: Any) -> Tensor:
         heads = self.keys.shape[1]
-        plan = self.ops.plan_attention(
-            self.offsets, self.starts, self.tables, block_size=self.block_size, num_kv_heads=heads
-        )
+        rows = BatchRows.of(self.offsets, self.starts)
+        plan = self.ops.plan_attention(rows, self.tables, block_size=self.block_size, num_kv_heads=heads)
         return self.ops.paged_attention(self.q, self.keys, self.values, plan, scale=0.3, **options)
 
 
@@ -267,7 +267,7 @@ def test_inputs_are_left_alone(kernels: Ops) -> None:
 
 def test_a_plan_serves_layers_with_different_windows(kernels: Ops) -> None:
     case = make_case(kernels, [(6, 1), (0, 5)])
-    plan = kernels.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
+    plan = kernels.plan_attention(BatchRows.of(case.offsets, case.starts), case.tables, block_size=4, num_kv_heads=2)
     for window in (0, 2, 0, 3):
         out = kernels.paged_attention(case.q, case.keys, case.values, plan, scale=0.3, window=window)
         assert_near(out, by_hand(case, window=window), torch.float32, 10)
@@ -277,14 +277,14 @@ def test_the_reference_gathers_rows_of_similar_length_together() -> None:
     kernels = reference()
     starts = [0, 1, 2, 400, 410, 420]
     case = make_case(kernels, [(start, 1) for start in starts])
-    plan = kernels.plan_attention(case.offsets, case.starts, case.tables, block_size=4, num_kv_heads=2)
+    plan = kernels.plan_attention(BatchRows.of(case.offsets, case.starts), case.tables, block_size=4, num_kv_heads=2)
     assert [group.length for group in plan.groups] == [4, 424]
 
 
 def test_the_reference_cuts_long_rows() -> None:
     kernels = reference()
     case = make_case(kernels, [(3, 300), (0, 1), (1, 600)], heads=2, kv_heads=1, dim=8, block_size=16)
-    plan = kernels.plan_attention(case.offsets, case.starts, case.tables, block_size=16, num_kv_heads=1)
+    plan = kernels.plan_attention(BatchRows.of(case.offsets, case.starts), case.tables, block_size=16, num_kv_heads=1)
     assert sorted(group.size for group in plan.groups) == [1, 44, 88, 256, 256]
     out = case.run()
     assert_near(out[:300:37], by_hand(case, only=range(0, 300, 37))[:300:37], torch.float32, 600)

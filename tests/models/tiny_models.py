@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from kernels.load import ops
 from kernels.ops import Ops
-from services.worker.batch import build_batch
+from services.worker.batch import build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
 from services.worker.models.load import load_model
 from services.worker.sequence_states import SequenceStates
+from services.worker.transfers import StepBuffer
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 EPOCH = Epoch(boot_id="test", count=1)
@@ -152,11 +153,17 @@ class Forward:
             sampling=Sampling(max_tokens=1, seed=0),
             sample=0,
         )
-        self.state.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
+        plan = StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence])
+        self.state.stage(plan, StepBuffer(self.state.device)).apply(self.ops)
 
     def step(self, *rows: tuple[int, int, int]) -> list[Tensor]:
         """Return logits (count, V) of each row (slot, start, count)."""
         with torch.inference_mode():
-            batch = build_batch([Row(*row, samples=0) for row in rows], self.state, self.layout, self.ops)
-            logits = self.decoder.logits(self.decoder.forward(batch.inputs, self.layout.views(self.storage)))
+            plan = StepPlan(epoch=EPOCH, step=0, rows=[Row(*row, samples=0) for row in rows])
+            changes = self.state.stage(plan, StepBuffer(self.state.device))
+            batch = build_batch(plan.rows)
+            batch_rows = batch.stage(self.state, changes)
+            changes.apply(self.ops)
+            inputs = prepare_inputs(batch_rows, batch.num_tokens, self.state, self.layout.num_kv_heads, self.ops)
+            logits = self.decoder.logits(self.decoder.forward(inputs, self.layout.views(self.storage)))
         return list(logits.split([count for _, _, count in rows]))

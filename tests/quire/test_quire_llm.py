@@ -16,8 +16,9 @@ from transformers import OPTForCausalLM
 
 from kernels.cpu import extension
 from quire import LLM, SamplingParams
+from services.worker.interface import PendingStep
 from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
-from shared.protocol import StepPlan, StepResult
+from shared.protocol import StepPlan
 from tests.models.gptq_awq_writer import Scheme, save_packed
 from tests.text.vocabulary import make_vocabulary
 
@@ -253,12 +254,12 @@ def test_an_interrupt_leaves_it_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch
     class Interrupted:
         """A runner that raises `KeyboardInterrupt` in its fourth step."""
 
-        def execute(self, plan: StepPlan) -> StepResult:
+        def launch(self, plan: StepPlan) -> PendingStep:
             nonlocal num_steps
             num_steps += 1
             if num_steps == 4:
                 raise KeyboardInterrupt
-            return runner.execute(plan)
+            return runner.launch(plan)
 
         configure = runner.configure
 

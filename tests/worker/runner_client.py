@@ -58,7 +58,7 @@ class RunnerClient:
             block_copies=list(copies),
             released_slots=list(released),
         )
-        result = self.runner.execute(plan)
+        result = self.runner.launch(plan).result()
         assert (result.epoch, result.step) == (self.epoch, self.step)
         assert result.seconds > 0
         self.step += 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.cpu import extension
 from kernels.load import ops
 from services.worker.config import WorkerConfig
@@ -140,8 +141,7 @@ def test_attention(dim: int, kv_heads: int, options: dict[str, float], dtype: to
     def attend(start: int, count: int, others: list[int]) -> Tensor:
         offsets = torch.tensor([0, count, *(count + 1 + i for i in range(len(others)))])
         plan = OPS.plan_attention(
-            offsets,
-            torch.tensor([start, *others]),
+            BatchRows.of(offsets, torch.tensor([start, *others])),
             table.expand(1 + len(others), -1),
             block_size=16,
             num_kv_heads=kv_heads,
@@ -174,7 +174,7 @@ def test_attention_over_long_contexts(dim: int, kv_heads: int, options: dict[str
         offsets = torch.tensor([0, count, *(count + 1 + i for i in range(len(others)))])
         starts = torch.tensor([start, *others])
         tables = table.expand(len(starts), -1)
-        plan = OPS.plan_attention(offsets, starts, tables, block_size=16, num_kv_heads=kv_heads)
+        plan = OPS.plan_attention(BatchRows.of(offsets, starts), tables, block_size=16, num_kv_heads=kv_heads)
         batch = torch.cat((q[start : start + count], q[others]))
         return OPS.paged_attention(batch, keys, values, plan, scale=0.1, **options)[:count]
 

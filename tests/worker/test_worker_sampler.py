@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from kernels.load import ops
-from services.worker.logprobs import sampled_logprobs
+from services.worker.logprobs import sampled_logprobs, stage_logprobs
 from services.worker.sampler import Sampler, SamplingBatch
 from services.worker.sequence_states import SequenceStates
+from services.worker.transfers import StepBuffer
 from shared.protocol import Configure, Epoch, NewSequence, Sampling, StepPlan, pack_tokens
 from tests.kernels.naive_gumbel import draw_by_levels
 
 EPOCH = Epoch(boot_id="test", count=1)
 CPU = torch.device("cpu")
+OPS = ops(CPU)
 
 
 class Table:
@@ -28,7 +30,7 @@ class Table:
             epoch=EPOCH, block_size=16, num_blocks=4, max_num_seqs=slots, max_model_len=64, max_num_batched_tokens=512
         )
         self.states = SequenceStates(sizes, vocab, CPU)
-        self.sampler = Sampler(self.states, ops(CPU))
+        self.sampler = Sampler(self.states, OPS)
         self.lengths = np.zeros(slots, np.int64)
 
     def enter(
@@ -39,7 +41,8 @@ class Table:
         sequence = NewSequence(
             slot=slot, tokens=pack_tokens(tokens), prompt_len=len(prompt), blocks=[], sampling=sampling, sample=sample
         )
-        self.states.apply(StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence]))
+        plan = StepPlan(epoch=EPOCH, step=0, rows=[], new_sequences=[sequence])
+        self.states.stage(plan, StepBuffer(CPU)).apply(OPS)
         self.lengths[slot] = len(tokens)
 
     def draw(self, logits: Tensor, slots: Sequence[int], rows: Sequence[int] | None = None) -> list[int]:
@@ -49,9 +52,12 @@ class Table:
         batch = SamplingBatch(indices, self.lengths[indices], logit_rows)
         before = logits.clone()
         with torch.inference_mode():
-            tokens: list[int] = self.sampler.sample(logits, batch).tolist()
+            buffer = StepBuffer(CPU)
+            staged = self.sampler.stage(batch, buffer)
+            buffer.send()
+            tokens = dict(zip(staged.batch.slots.tolist(), self.sampler.sample(logits, staged).tolist(), strict=True))
         assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
-        return tokens
+        return [tokens[slot] for slot in slots]
 
 
 def one(logits: Sequence[float], **params: Any) -> int:
@@ -321,11 +327,15 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, -1.0]] * 3)
     tokens = torch.tensor(table.draw(logits, [0, 1, 2]))
     assert tokens.tolist() == [4, 1, 1]
-    batch = SamplingBatch(np.arange(3), np.ones(3, int), np.arange(3))
-    by_slot = sampled_logprobs(logits, tokens, batch, table.states, ops(CPU))
-    assert sorted(by_slot) == [0, 2]
+    buffer = StepBuffer(CPU)
+    staged = stage_logprobs(SamplingBatch(np.arange(3), np.ones(3, int), np.arange(3)), table.states, buffer)
+    assert staged is not None
+    buffer.send()
+    rows = sampled_logprobs(logits, tokens, staged, OPS)
+    entries = dict(rows.entries(rows.columns))
+    assert sorted(entries) == [0, 2]
     expected = torch.log_softmax(logits[0], -1).tolist()
-    (first,), (last,) = by_slot[0], by_slot[2]
+    first, last = entries[0], entries[2]
     assert first.logprob == pytest.approx(expected[4], abs=1e-5)
     assert (first.rank, first.top_ids) == (5, [1, 2])
     assert first.top_logprobs == pytest.approx([expected[1], expected[2]], abs=1e-5)

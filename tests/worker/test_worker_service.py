@@ -1,9 +1,32 @@
-"""Tests the service with a scripted runner, without sockets. The system tests have real ones."""
+"""Tests the service with scripted runners. The system tests have whole processes."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
 
 from services.worker.config import WorkerConfig
-from services.worker.service import Service
-from shared.protocol import Configure, Epoch
+from services.worker.service import POLL_INTERVAL, Service
+from shared.protocol import (
+    Configure,
+    Configured,
+    Epoch,
+    Fault,
+    Heartbeat,
+    Register,
+    StepPlan,
+    StepResult,
+    Stop,
+    WorkerToScheduler,
+    decode_from_worker,
+    encode,
+)
 from tests.scripted_worker import Script, ScriptedRunner
+
+EPOCH = Epoch("test", 1)
 
 
 class LoggingRunner(ScriptedRunner):
@@ -24,3 +47,122 @@ def test_on_configured_is_called_once_after_the_first_configuration() -> None:
     for count in (1, 2):
         service.configure(Configure(Epoch("test", count), 16, 8, 4, 64, 128))
     assert calls == ["configure", "configured", "configure"]
+
+
+class HeldStep:
+    """A step that the device finishes when the test says so."""
+
+    is_done = False
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.finish = threading.Event()
+        self.error = ""
+
+    def result(self) -> StepResult:
+        self.finish.wait()
+        if self.error:
+            raise RuntimeError(self.error)
+        return StepResult(self.plan.epoch, self.plan.step, [])
+
+
+class HeldRunner(ScriptedRunner):
+    """A runner of a device that computes beside the host."""
+
+    def __init__(self) -> None:
+        super().__init__(Script())
+        self.steps: list[HeldStep] = []
+
+    def launch(self, plan: StepPlan) -> HeldStep:  # type: ignore[override]
+        self.steps.append(HeldStep(plan))
+        return self.steps[-1]
+
+
+class ServedRunner:
+    """A service with a `HeldRunner`, and the scheduler that it registered with."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.bind(address)
+        self.runner = HeldRunner()
+        self.service = Service(WorkerConfig(scheduler=address), self.runner)
+        self.thread = threading.Thread(target=self.service.run, daemon=True)
+        self.thread.start()
+        self.worker = b""
+        assert isinstance(self.receive(), Register)
+        self.send(Configure(EPOCH, 16, 8, 4, 64, 128))
+        assert self.receive() == Configured(EPOCH)
+
+    def send(self, message: Configure | StepPlan | Stop) -> None:
+        self.socket.send_multipart([self.worker, encode(message)])
+
+    def receive(self, seconds: float = 5.0) -> WorkerToScheduler | None:
+        """Return the next message that is no heartbeat, or None if none comes in time."""
+        deadline = time.monotonic() + seconds
+        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            worker, data = self.socket.recv_multipart()
+            message = decode_from_worker(data)
+            if not isinstance(message, Heartbeat):
+                self.worker = worker
+                return message
+        return None
+
+    def launch(self, *steps: int) -> None:
+        """Send plans, and wait until the runner has launched them."""
+        count = len(self.runner.steps) + len(steps)
+        for step in steps:
+            self.send(StepPlan(EPOCH, step, []))
+        deadline = time.monotonic() + 5
+        while len(self.runner.steps) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        for step in self.runner.steps:
+            step.finish.set()
+        self.send(Stop())
+        self.thread.join(10)
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedRunner]:
+    served = ServedRunner(f"ipc://{tmp_path}/workers")
+    yield served
+    served.close()
+
+
+def test_a_step_is_launched_while_the_device_computes_another(served: ServedRunner) -> None:
+    served.launch(0, 1)
+    assert served.receive(0.05) is None
+    served.runner.steps[1].finish.set()
+    assert served.receive(0.05) is None, "results come in order"
+    served.runner.steps[0].finish.set()
+    assert [served.receive(), served.receive()] == [StepResult(EPOCH, step, []) for step in (0, 1)]
+
+
+def test_a_step_that_fails_on_the_device_is_a_fault(served: ServedRunner) -> None:
+    served.launch(0, 1)
+    served.runner.steps[0].error = "out of memory"
+    for step in served.runner.steps:
+        step.finish.set()
+    fault = served.receive()
+    assert isinstance(fault, Fault)
+    assert (fault.epoch, fault.step) == (EPOCH, 0)
+    assert "out of memory" in fault.detail
+    served.thread.join(5)
+    assert not served.thread.is_alive()
+
+
+def test_the_watchdog_is_fed_when_a_step_is_finished_and_not_while_it_is_computed(
+    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeds: list[float] = []
+    served.launch(0)
+    monkeypatch.setattr(served.service, "feed_watchdog", lambda: feeds.append(time.monotonic()))
+    time.sleep(3 * POLL_INTERVAL)
+    assert not feeds
+    served.runner.steps[0].finish.set()
+    assert served.receive() == StepResult(EPOCH, 0, [])
+    assert feeds

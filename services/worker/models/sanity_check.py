@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.batch_rows import BatchRows
 from kernels.ops import Ops
 from services.worker.models.causal_lm import CausalLM, Inputs
 from shared.errors import ModelError
@@ -90,8 +91,7 @@ class _CheckedSequence:
             positions=positions,
             slot_mapping=blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE,
             attention=self._ops.plan_attention(
-                torch.tensor([0, count, 2 * count]),
-                torch.tensor([start, start]),
+                BatchRows.of(torch.tensor([0, count, 2 * count]), torch.tensor([start, start])).to(device),
                 self._tables,
                 block_size=_BLOCK_SIZE,
                 num_kv_heads=self._model.shape.num_kv_heads,
