@@ -132,6 +132,24 @@ def test_older_gpus_and_amds_get_the_reference_and_a_line_in_the_log(
     assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
 
 
+def test_a_cpu_takes_the_kernels_if_they_are_interpreted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log and the fingerprint say so. Without Triton's variable, the CPU's own serve."""
+    cpu = torch.device("cpu")
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert (ops(cpu), ops(cpu, batch_invariant=True)) == (gpu(), gpu(batch_invariant=True))
+        versions = {version(cpu), version(cpu, batch_invariant=True)}
+        assert len(caplog.messages) == 2
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert ops(cpu) not in (gpu(), gpu(batch_invariant=True))
+        versions.add(version(cpu))
+    assert len(versions) == 3
+    assert sum("interpreted" in text for text in versions) == 2
+    assert sum("interpreted" in text for text in caplog.messages) == 2
+
+
 @pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_a_gpu_before_ada_takes_no_float8(
     capability: tuple[int, int], taken: bool, monkeypatch: pytest.MonkeyPatch
