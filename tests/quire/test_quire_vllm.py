@@ -119,9 +119,9 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     assert result.gateway.served_model_name == ["foo"]
     assert result.gateway.api_key == ["123"]
     assert (result.scheduler.max_model_len, result.worker.kv_cache_memory) == (2000, 1.0)
+    assert result.worker.enforce_eager
     assert [note.partition(" is accepted")[0] for note in notes] == [
         f"--config {file}: --tensor-parallel-size 1",
-        f"--config {file}: --enforce-eager",
     ]
     file.write_text("kv_cache_memory_bytes: null\n")
     assert settings.read({"config": str(file)}, {}).worker.kv_cache_memory is None
