@@ -23,7 +23,7 @@ from kernels.ops import Ops
 from services.worker.batch import Batch, build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
-from services.worker.interface import WorkerInfo
+from services.worker.interface import OutOfMemory, WorkerInfo
 from services.worker.kv_memory import kv_memory
 from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
 from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
@@ -137,8 +137,16 @@ class ModelRunner:
         if self._state is None:
             raise RuntimeError("a plan came before any configuration")
         timer = StepTimer(self.device)
-        outputs = self._compute(self._stage(plan, self._state), self._state)
-        return LaunchedStep(plan, outputs, timer)
+        try:
+            outputs = self._compute(self._stage(plan, self._state), self._state)
+            return LaunchedStep(plan, outputs, timer)
+        except torch.OutOfMemoryError as error:
+            tokens = sum(row.count for row in plan.rows)
+            raise OutOfMemory(
+                f"out of GPU memory in a step of {tokens} tokens and {len(plan.rows)} sequences: a smaller "
+                "--gpu-memory-utilization leaves more for steps, and a smaller --max-num-batched-tokens or "
+                "--max-num-seqs needs less"
+            ) from error
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)

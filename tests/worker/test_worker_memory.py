@@ -8,6 +8,7 @@ import torch
 
 from kernels.load import ops
 from services.worker.config import WorkerConfig
+from services.worker.interface import OutOfMemory
 from services.worker.kv_memory import GIB, kv_memory
 from services.worker.models.causal_lm import ModelShape
 from services.worker.models.load import load_model
@@ -43,6 +44,23 @@ def test_the_largest_step_has_the_schedulers_sizes() -> None:
     assert all(row.samples and row.start + row.count <= 500 for row in plan.rows)
     small = largest_plan(largest_sizes(WorkerConfig(max_num_seqs=3, max_num_batched_tokens=7), SHAPE, CUDA))
     assert [row.count for row in small.rows] == [1, 1, 5]
+
+
+def test_a_step_without_memory_names_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, operations = WorkerConfig(device="cpu", num_threads=1), ops(CPU)
+    folder = save(llama(), tmp_path)
+    loaded = load_model(folder, settings, CPU, operations)
+    runner = ModelRunner(loaded, model_info(loaded, settings, folder), settings, CPU, operations)
+    sizes = largest_sizes(settings, loaded.model.shape, CPU)
+    runner.configure(sizes)
+
+    def forward(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(loaded.model, "forward", forward)
+    plan = largest_plan(sizes)
+    with pytest.raises(OutOfMemory, match=f"a step of {sum(row.count for row in plan.rows)} tokens and 128 sequences"):
+        runner.launch(plan)
 
 
 @pytest.mark.parametrize("config", [{}, {"max_num_seqs": 1, "max_model_len": 2}], ids=str)
