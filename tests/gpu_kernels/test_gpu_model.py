@@ -10,12 +10,12 @@ import torch
 from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
-from services.worker.decode_graphs import Capture, cuda_capture
+from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
 from services.worker.runner import ModelRunner
-from services.worker.start import choose_ops, model_info
+from services.worker.start import choose_capture, choose_ops, model_info
 from shared.errors import ConfigError
 from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
 from tests.models.family_variants import VARIANTS, qwen2
@@ -130,6 +130,36 @@ def test_older_gpus_and_amds_get_the_reference_and_a_line_in_the_log(
         assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
     assert len(caplog.messages) == (not is_gpu)
     assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
+
+
+def test_a_cpu_takes_the_kernels_if_they_are_interpreted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log and the fingerprint say so. Without Triton's variable, the CPU's own serve."""
+    cpu = torch.device("cpu")
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert (ops(cpu), ops(cpu, batch_invariant=True)) == (gpu(), gpu(batch_invariant=True))
+        versions = {version(cpu), version(cpu, batch_invariant=True)}
+        assert len(caplog.messages) == 2
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert ops(cpu) not in (gpu(), gpu(batch_invariant=True))
+        versions.add(version(cpu))
+    assert len(versions) == 3
+    assert sum("interpreted" in text for text in versions) == 2
+    assert sum("interpreted" in text for text in caplog.messages) == 2
+
+
+def test_interpreted_decodes_are_captured_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu, config = torch.device("cpu"), WorkerConfig(device="cpu")
+    loaded = load_model(save(llama(), tmp_path), config, cpu, gpu())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_capture(loaded, cpu, config) is repeat
+    assert choose_capture(loaded, cpu, WorkerConfig(device="cpu", enforce_eager=True)) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert choose_capture(loaded, cpu, config) is None
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
