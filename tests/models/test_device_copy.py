@@ -118,10 +118,13 @@ def test_a_buffer_waits_for_its_own_copy_alone() -> None:
 
 
 def test_threads_share_the_buffers() -> None:
-    """transformers loads in threads that are not in inference mode, while the buffers were allocated in it."""
+    """transformers loads in threads that are not in inference mode, while the buffers were allocated in it.
+
+    Bytes, such as the masks that old checkpoints hold, are the case in which torch minds.
+    """
     with torch.inference_mode():
         copier, _ = ring()
-    sources = [numbers(23, 9) + index for index in range(40)]
+    sources = [(numbers(23, 9) + index).to((torch.float32, torch.uint8)[index % 2]) for index in range(40)]
 
     def load(source: Tensor) -> Tensor:
         target = torch.zeros_like(source)
