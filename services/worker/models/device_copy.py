@@ -1,9 +1,9 @@
 """`copy_to`: copies the tensors of weight files to a device.
 
-Weight files are memory maps, which a GPU cannot read: torch would copy each tensor to pinned memory and back out, and
-wait for everything launched before. Here, the host fills a ring of pinned buffers, and the GPU reads one while the host
-fills the next, on a stream of its own. The host waits for nothing but a buffer's last copy. Types are converted on the
-GPU, after the copy.
+Weight files are memory maps, which a GPU cannot read by itself: torch would wait for each copy, and for everything that
+was launched before it. So the host fills pinned buffers in turn, and the GPU reads one while the host fills the next. The
+host waits for nothing but the last copy from the buffer that it is about to fill. Copies run on a stream of their own,
+for which the current one waits when a parameter is complete. Types are converted on the GPU, after the copy.
 """
 
 import threading
@@ -60,7 +60,6 @@ class PinnedRing:
         self._size, self._stream = len(buffers[0]), stream
         self._lock = threading.Lock()  # transformers loads in several threads
 
-    @torch.inference_mode()  # else a thread could not write to buffers that another allocated in inference mode
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copy each second tensor, on the host, into the first one. Operations launched later see them all."""
         with self._lock, self._stream.between():
