@@ -1,9 +1,9 @@
 """`copy_to`: copies the tensors of weight files to a device.
 
-Weight files are memory maps, which a GPU cannot read by itself: torch would wait for each copy, and for everything that
-was launched before it. So the host fills pinned buffers in turn, and the GPU reads one while the host fills the next. The
-host waits for nothing but the last copy from the buffer that it is about to fill. Copies run on a stream of their own,
-for which the current one waits when a parameter is complete. Types are converted on the GPU, after the copy.
+Weight files are memory maps, which a GPU cannot read by itself: torch would wait for each copy, and for everything
+that was launched before it. So the host fills pinned buffers in turn, and the GPU reads one while the host fills the
+next. The host waits for nothing but the last copy from the buffer that it is about to fill. Copies run on a stream of
+their own, for which the current one waits when a parameter is complete. Types are converted on the GPU afterwards.
 """
 
 import threading
