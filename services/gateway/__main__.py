@@ -61,7 +61,11 @@ async def serve(config: GatewayConfig, model: ServedModel) -> None:
     )
     lifecycle, stop = Lifecycle(), asyncio.Event()
     _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)
-    metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
+    metrics = Metrics(
+        model.name,
+        lambda: {name: status.snapshot for name, status in backend.statuses().items()},
+        backend.counters,
+    )
     runner = HttpRunner(
         make_app(Gateway(config, model, backend, metrics, lifecycle)),
         handler_cancellation=True,  # without it, a client's disconnect would go unnoticed

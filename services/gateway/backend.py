@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 
 import zmq.asyncio
+from prometheus_client import Counter
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_request import EngineRequest
@@ -61,8 +62,14 @@ class Backend:
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
-        self.num_resumed = 0  # requests that went on after their engine was lost
-        self.num_inexact = 0  # those among them that went to an engine that may compute other tokens
+        self._resumed = Counter(
+            "quire:resumed_requests", "Times that a request went on after its engine was lost.", registry=None
+        )
+        self._inexact = Counter(
+            "quire:inexact_resumes",
+            "Those with output that went on at an engine that may compute other tokens.",
+            registry=None,
+        )
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -85,6 +92,11 @@ class Backend:
                 await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
+
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """Return the metrics of requests that outlived their engine."""
+        return (self._resumed, self._inexact)
 
     @property
     def welcome(self) -> Welcome | None:
@@ -142,9 +154,9 @@ class Backend:
         fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
         before = self._fingerprints.setdefault(request, fingerprint)
         if request.accepted:
-            self.num_resumed += 1
+            self._resumed.inc()
             if request.has_output and fingerprint != before:
-                self.num_inexact += 1
+                self._inexact.inc()
                 logger.warning("a request goes on at engine %s, which may compute other tokens", engine.name)
         engine.place(request)
 
