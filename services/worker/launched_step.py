@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,27 +31,36 @@ class StepOutputs:
 
 
 class StepTimer:
-    """Measures the time that a step takes on its device: from the timer's creation to `stop`, both in its order."""
+    """Tells when the device has finished a step, and how long it took: all that is launched before `stop`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[torch.cuda.Event] = []
         self._is_cuda = device.type == "cuda"
-        self._seconds = 0.0
+        self._events: list[Any] = []  # CUDA's: the beginning and the end
         self._began = time.perf_counter()
+        self._seconds = 0.0
         self._record()
 
     def stop(self) -> None:
+        """Note the end of the step, in the device's order."""
         self._record()
         self._seconds = time.perf_counter() - self._began
 
     @property
-    def seconds(self) -> float:
-        """The time; on a GPU only after the step is done."""
-        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._is_cuda else self._seconds
+    def is_done(self) -> bool:
+        return not self._is_cuda or bool(self._events[-1].query())
+
+    def wait(self) -> float:
+        """Wait for the end of the step. Return the seconds that it took."""
+        if not self._is_cuda:
+            return self._seconds
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
 
     def _record(self) -> None:
         if self._is_cuda:
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            # A wait that spins would keep a core from other work.
+            self._events.append(torch.cuda.Event(enable_timing=True, blocking=True))  # type: ignore[no-untyped-call]
             self._events[-1].record()
 
 
@@ -66,14 +76,15 @@ class LaunchedStep:
     @property
     def is_done(self) -> bool:
         """Whether `result` returns at once."""
-        return self._copy.is_done
+        return self._timer.is_done
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
-        return StepResult(epoch=self._epoch, step=self._step, rows=self._rows(), seconds=self._timer.seconds)
+        seconds = self._timer.wait()
+        return StepResult(epoch=self._epoch, step=self._step, rows=self._rows(), seconds=seconds)
 
     def _rows(self) -> list[SampledRow]:
-        outputs, tensors = self._outputs, iter(self._copy.wait())
+        outputs, tensors = self._outputs, iter(self._copy.result())
         tokens = [] if outputs.tokens is None else next(tensors).tolist()
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}

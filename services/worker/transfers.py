@@ -76,24 +76,16 @@ class HostCopy:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Begin to copy `tensors`, all on one device; their items have 4 or 8 bytes."""
         self._tensors = tensors
-        self._event: torch.cuda.Event | None = None
+        self._on_host: Tensor | None = None
         if tensors and tensors[0].is_cuda:
             words = [tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors]
             self._on_host = torch.empty(sum(map(len, words)), dtype=torch.int32, pin_memory=True)
             self._on_host.copy_(words[0] if len(words) == 1 else torch.cat(words), non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # one that spins would keep a core from other work
-            self._event.record()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> list[Tensor]:
-        """Return the tensors on the host."""
-        if self._event is None:
+    def result(self) -> list[Tensor]:
+        """Return the tensors on the host, once the device has passed the copy."""
+        if self._on_host is None:
             return list(self._tensors)
-        self._event.synchronize()
         sizes = [tensor.numel() * tensor.itemsize // 4 for tensor in self._tensors]
         parts = torch.split(self._on_host, sizes)
         return [  # each copied, since a view of items of 8 bytes must begin at a multiple of 8
