@@ -3,7 +3,7 @@
 A request stays at its engine as long as that lives. If the engine's worker dies, the request continues when the worker
 is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
 engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
-also waits if no engine is there.
+also waits if no engine is there. An engine that drains keeps its requests only if no other is ready.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Backend:
             check_address(address)
         self._context = zmq.asyncio.Context()
         self._connections = [
-            EngineConnection(self._context, address, text_digest, self._short_of_cpu, self._place_waiting)
+            EngineConnection(self._context, address, text_digest, self._short_of_cpu, self._take_status)
             for address in dict.fromkeys(addresses)
         ]
         self._loop_timer = LoopTimer()
@@ -164,6 +164,13 @@ class Backend:
         """Keep a request until an engine is ready for it, maybe at once."""
         self._waiting.setdefault(request, time.monotonic())
         asyncio.get_running_loop().call_soon(self._place_waiting)
+
+    def _take_status(self, connection: EngineConnection) -> None:
+        """Place what waits if the engine is ready. If it drains and another one is ready, that one goes on."""
+        if connection.ready:
+            self._place_waiting()
+        elif connection.draining and self.ready():
+            connection.hand_over()
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""

@@ -69,9 +69,9 @@ class EngineConnection:
         address: str,
         text_digest: str,
         short_of_cpu: Callable[[float], bool],
-        on_ready: Callable[[], None] = lambda: None,
+        on_status: Callable[["EngineConnection"], None] = lambda connection: None,
     ) -> None:
-        """`on_ready` is called for each status by which the engine is `ready`."""
+        """`on_status` is called for each status that has come."""
         self.address = address
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
@@ -79,7 +79,7 @@ class EngineConnection:
         self._text_digest = text_digest
         self._context = context
         self._short_of_cpu = short_of_cpu
-        self._on_ready = on_ready
+        self._on_status = on_status
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
         self._status_time = 0.0  # when `status` came; 0: it no longer holds
@@ -127,6 +127,13 @@ class EngineConnection:
         for attempt in request.attempts_at(self):
             if self._requests.pop(attempt.id, None) is not None and attempt.samples:
                 self.abort(attempt.id)
+
+    def hand_over(self) -> None:
+        """Give up all requests at this engine, so that they go on at another one."""
+        for request in self._take_requests():
+            for attempt in request.attempts_at(self):
+                self.abort(attempt.id)
+            request.lose(self)
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Send an `Abort`."""
@@ -223,8 +230,7 @@ class EngineConnection:
             case Status():
                 self.status, self._status_time, self._num_submitted = message, now, 0
                 self._liveness.note_heartbeat(message.process, now)
-                if self.ready:
-                    self._on_ready()
+                self._on_status(self)
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)

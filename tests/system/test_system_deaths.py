@@ -13,7 +13,7 @@ from shared.errors import EngineFailure, Unavailable
 from shared.protocol import FinishReason, Sampling
 from tests.scripted_worker import CHAIN, Script, ScriptedFailure
 from tests.scripted_worker import expected_chain as expected
-from tests.system.processes import Engine, Output, complete, rest, serving, snapshot
+from tests.system.processes import Engine, Output, complete, engine, rest, serving, snapshot
 from tests.waiting import until
 
 SLOW = Script(delay=0.01)
@@ -153,6 +153,29 @@ async def test_killing_the_scheduler_again_and_again_and_the_worker_with_it() ->
                     system.worker.signal(signal.SIGKILL)
                 await until(lambda life=life: system.scheduler.lives == life + 1)
         await rest(backend)
+
+
+async def test_an_engine_that_drains_hands_its_streams_to_another() -> None:
+    """They go on at once, so the engine ends long before they would have."""
+    async with (
+        engine(SLOW, "--engine=first") as first,
+        engine(SLOW, "--engine=second") as second,
+        Backend([first.address, second.address]) as backend,
+    ):
+        await until(lambda: len(backend.statuses()) == 2 and all(one.ready for one in backend.statuses().values()))
+        prompts = [[CHAIN, 10 + at] for at in range(8)]
+        running = [asyncio.create_task(complete(backend, prompt, 400)) for prompt in prompts]
+        await until(lambda: all(one.snapshot.generation_tokens > 20 for one in backend.statuses().values()))
+        first.scheduler.restart = False
+        first.scheduler.signal(signal.SIGTERM)
+        began = asyncio.get_running_loop().time()
+        assert await first.scheduler.ended() == 0
+        assert asyncio.get_running_loop().time() - began < 2.5, "400 steps take more than four seconds"
+        assert not any(task.done() for task in running)
+        outputs = await asyncio.gather(*running)
+        assert [output.tokens for output in outputs] == [expected(prompt, 400) for prompt in prompts]
+        assert num_resumed(backend) == 4
+        assert backend.statuses()["second"].snapshot.finished_length == 8
 
 
 async def test_a_request_that_comes_while_there_is_no_scheduler_waits_for_it() -> None:
