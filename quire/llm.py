@@ -68,6 +68,7 @@ class LLM:
         kv_cache_dtype: str | None = None,
         model_impl: str | None = None,
         batch_invariant: bool | None = None,
+        enforce_eager: bool | None = None,
         num_threads: int | None = None,
         tokenizer_revision: str | None = None,
         download_dir: str | None = None,
@@ -91,6 +92,7 @@ class LLM:
             "kv_cache_dtype": kv_cache_dtype,
             "model_impl": model_impl,
             "batch_invariant": batch_invariant,
+            "enforce_eager": enforce_eager,
             "num_threads": num_threads,
             "download_dir": download_dir,
         }

@@ -52,8 +52,8 @@ COUNTS = ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "max_num_qu
 """Settings that may be written as `32k` (32,000) or `32K` (32,768), as in vLLM."""
 
 ACCEPTED: dict[str, str] = {
-    "steps are run as they are; nothing is captured or compiled while serving": """
-        enforce_eager! compilation_config optimization_level performance_mode cudagraph_capture_sizes
+    "decodes run in CUDA graphs unless --enforce-eager is set; nothing is compiled while serving": """
+        compilation_config optimization_level performance_mode cudagraph_capture_sizes
         max_cudagraph_capture_size max_seq_len_to_capture cuda_graph_sizes enable_flashinfer_autotune!
         jit_monitor_mode jit_monitor_verbose! disable_frontend_multiprocessing!""",
     "code that comes with a model is never executed; a model that needs it is refused when it is loaded": """

@@ -47,6 +47,32 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = None
 
 
+MaxModelLen = Annotated[
+    Annotated[int, Meta(ge=2)] | None,
+    Meta(description="Tokens of prompt and output; at most, and if unset, the model's own limit. Reduced to fit."),
+]
+MaxNumSeqs = Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at the same time.")]
+MaxNumBatchedTokens = Annotated[
+    Annotated[int, Meta(ge=2, le=2**31 - 1)] | None,
+    Meta(
+        description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 128 more on a "
+        "CPU, 8192 more on a GPU."
+    ),
+]
+"""Sizes of a step. The scheduler plans by them, and a worker on a GPU measures the memory that they need."""
+
+MAX_NUM_SEQS = 128
+CPU_PREFILL_TOKENS = 128
+GPU_PREFILL_TOKENS = 8192
+"""Prompt tokens in a step, besides one token of each running sequence, if `max_num_batched_tokens` is unset."""
+
+
+def tokens_of_largest_step(max_num_batched_tokens: int | None, max_num_seqs: int, device: str) -> int:
+    """Return the tokens that a step on `device` may have."""
+    prefill_tokens = CPU_PREFILL_TOKENS if device.startswith("cpu") else GPU_PREFILL_TOKENS
+    return max_num_batched_tokens or max_num_seqs + prefill_tokens
+
+
 class Knob(NamedTuple):
     """One setting, as help texts and tables show it."""
 

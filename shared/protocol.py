@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -404,7 +404,8 @@ class Fault(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
     epoch: Epoch
     step: Count
-    detail: LongText  # the traceback
+    detail: LongText  # the traceback, or what to do about missing memory
+    out_of_memory: bool = False  # the device had too little for the whole step: no request is to blame
 
 
 class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):

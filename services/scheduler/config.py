@@ -5,17 +5,20 @@ from typing import Annotated, Literal, Protocol
 from msgspec import Meta, Struct
 
 from services.scheduler.core import Limits, check_settings, fit_model_len
-from shared.config import LogLevel
+from shared.config import (
+    MAX_NUM_SEQS,
+    LogLevel,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    tokens_of_largest_step,
+)
 from shared.errors import ConfigError
 from shared.protocol import Configure, Epoch, ModelInfo
 
 MAX_BLOCKS = 2**21
 """Maximum number of blocks of a pool. This process keeps some 100 bytes for each, and sequences that run together
 hardly use more than 33 million tokens of context."""
-
-CPU_PREFILL_TOKENS = 128
-GPU_PREFILL_TOKENS = 8192
-"""Prompt tokens in a step, besides one token of each running sequence, if `max_num_batched_tokens` is unset."""
 
 
 class WorkerCapacity(Protocol):
@@ -41,18 +44,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         "tcp://127.0.0.1:5558"
     )
     engine: Annotated[str, Meta(min_length=1, description="Name of this engine in metrics and logs.")] = "0"
-    max_model_len: Annotated[
-        Annotated[int, Meta(ge=2)] | None,
-        Meta(description="Tokens of prompt and output; at most, and if unset, the model's own limit. Reduced to fit."),
-    ] = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at the same time.")] = 128
-    max_num_batched_tokens: Annotated[
-        Annotated[int, Meta(ge=2, le=2**31 - 1)] | None,
-        Meta(
-            description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 128 more on a "
-            "CPU, 8192 more on a GPU."
-        ),
-    ] = None
+    max_model_len: MaxModelLen = None
+    max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
+    max_num_batched_tokens: MaxNumBatchedTokens = None
     block_size: Annotated[Literal[8, 16, 32, 64, 128, 256], Meta(description="Tokens in a block of KV memory.")] = 16
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] | None,
@@ -107,7 +101,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
     """Return the core's limits for an engine with this worker. Raise `ConfigError` if its memory is too small."""
     num_blocks = count_blocks(config, worker)
-    prefill_tokens = CPU_PREFILL_TOKENS if worker.device.startswith("cpu") else GPU_PREFILL_TOKENS
     max_positions = worker.model.max_positions
     requested = min(config.max_model_len or max_positions, max_positions)
     return Limits(
@@ -115,7 +108,9 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or config.max_num_seqs + prefill_tokens,
+        max_num_batched_tokens=tokens_of_largest_step(
+            config.max_num_batched_tokens, config.max_num_seqs, worker.device
+        ),
         max_model_len=fit_model_len(requested, num_blocks, config.block_size),
         max_queued_requests=config.max_num_queued_reqs,
         max_queued_tokens=config.max_num_queued_tokens,

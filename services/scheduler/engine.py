@@ -105,9 +105,9 @@ class Engine:
         """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan."""
         return self._core.commit(result)
 
-    def lose_worker(self, now: float) -> list[ProgressRow]:
+    def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         """Put running sequences back into the queue. Return the last rows of requests that killed their workers."""
-        return self._core.lose_worker(now)
+        return self._core.lose_worker(now, out_of_memory=out_of_memory)
 
     def drain(self) -> None:
         """Accept no new requests from now on."""

@@ -123,8 +123,9 @@ class Service:
                     self._commit(engine, event)
                 case WorkerReady():
                     self._welcome(engine, now)
-                case WorkerLost():
-                    self._gateways.deliver(engine.lose_worker(now), engine.unfinished)
+                case WorkerLost(out_of_memory=out_of_memory):
+                    rows = engine.lose_worker(now, out_of_memory=out_of_memory)
+                    self._gateways.deliver(rows, engine.unfinished)
                     self._tick(now)
         self._send_plans(engine, now)
 

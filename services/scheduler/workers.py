@@ -44,6 +44,8 @@ MAX_TURN_MESSAGES = 1_000
 class WorkerLost(Struct, frozen=True):
     """The active worker computes no more; what it had in flight is lost."""
 
+    out_of_memory: bool = False  # its device had too little memory for a step
+
 
 class WorkerReady(Struct, frozen=True):
     """The active worker has answered `Configure`."""
@@ -178,7 +180,7 @@ class Workers:
             logger.debug("a message of %s came too late", printable_identity(message.peer))
         elif isinstance(content, Fault):
             logger.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
-            self._remove(worker, "it failed")  # its process ends by itself
+            self._remove(worker, "it failed", out_of_memory=content.out_of_memory)  # its process ends by itself
         else:
             self._handle_answer(self._active, content, now)
 
@@ -225,13 +227,13 @@ class Workers:
             self._send(worker.identity, Stop())
         self._remove(worker, reason)
 
-    def _remove(self, worker: Registration, reason: str) -> None:
+    def _remove(self, worker: Registration, reason: str, *, out_of_memory: bool = False) -> None:
         logger.warning("worker %r is given up: %s", worker, reason)
         del self._registered[worker.identity]
         worker.close()
         if self._active is not None and worker is self._active.worker:
             self._active = None
-            self._events.append(WorkerLost())
+            self._events.append(WorkerLost(out_of_memory))
 
     def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
         try:

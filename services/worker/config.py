@@ -1,14 +1,15 @@
 """The worker's settings.
 
 A process needs them to load a model and to find its scheduler. The scheduler decides the sizes of the KV pool and of a
-step (`Configure`). This module imports nothing else of the worker, so that all of its modules may import it.
+step (`Configure`); those of a step are settings here too, since a GPU must have memory for it beside the KV pool. This
+module imports nothing else of the worker, so that all of its modules may import it.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.config import LogLevel, ModelConfig
+from shared.config import MAX_NUM_SEQS, LogLevel, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs, ModelConfig
 
 
 class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
@@ -61,6 +62,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "or preemptions; it costs speed. On a CPU with the compiled kernels they always do. Needs a family of "
             "Quire's own."
         ),
+    ] = False
+    max_model_len: MaxModelLen = None
+    max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
+    max_num_batched_tokens: MaxNumBatchedTokens = None
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="Launch decodes kernel by kernel on a GPU, without CUDA graphs: less memory, and slower."),
     ] = False
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of the GPU's memory that weights, activations and KV may take.")

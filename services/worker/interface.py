@@ -21,6 +21,10 @@ class WorkerInfo(Struct, frozen=True):
     token_seconds: float  # the cost of one more token in a step, measured
 
 
+class OutOfMemory(RuntimeError):
+    """The device has too little memory for a step. The message says which settings need less."""
+
+
 class PendingStep(Protocol):
     """A step that was launched. It may still be running on the device."""
 
@@ -41,4 +45,5 @@ class Runner(Protocol):
     @property
     def info(self) -> WorkerInfo: ...
     def configure(self, message: Configure) -> None: ...
-    def launch(self, plan: StepPlan) -> PendingStep: ...
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Let the device compute a step. Raise OutOfMemory if it has too little memory for it."""

@@ -1,10 +1,15 @@
 """The memory that KV may take, in bytes. The scheduler computes the number of blocks from it."""
 
+import logging
+
 import torch
 
 from services.worker.config import WorkerConfig
 from services.worker.cpu_tuning import available_memory
+from services.worker.warmup import StepMemory
 from shared.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 HOST_MAXIMUM = 4 * GIB
@@ -12,21 +17,30 @@ HOST_SHARE = 0.25
 """On a CPU, KV takes this share of the free memory, and at most `HOST_MAXIMUM` bytes, unless the user sets its size."""
 
 
-def kv_memory(config: WorkerConfig, device: torch.device, activations: int) -> int:
+def kv_memory(config: WorkerConfig, device: torch.device, needed: StepMemory | None) -> int:
     """Return the bytes for KV on `device`, where the weights are loaded. Raise ConfigError if nothing is left.
 
-    `activations` are the bytes that a step takes at its peak beside the weights, as measured.
+    On a GPU, `needed` is the memory of steps beside the weights, as measured.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
-    if device.type == "cpu":
+    if needed is None:
         return min(HOST_MAXIMUM, int(available_memory() * HOST_SHARE))
     free, total = torch.cuda.mem_get_info(device)
-    allowance = int(total * config.gpu_memory_utilization) - (total - free)
-    left = allowance + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - activations
+    used = total - free  # by other processes too
+    left = int(total * config.gpu_memory_utilization) - used - needed.total
+    parts = {
+        "in use after loading": used,
+        "sequences and positions": needed.states,
+        "the largest step": needed.activations,
+        "graphs": needed.graphs,
+        "KV": max(0, left),
+    }
+    text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    logger.info("GPU memory, of %.1f GiB: %s", total / GIB, text)
     if left <= 0:
         raise ConfigError(
-            f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves no memory for KV: "
-            f"of {total / GIB:.1f} GiB {free / GIB:.1f} are free, and a step needs {activations / GIB:.1f}"
+            f"--gpu-memory-utilization {config.gpu_memory_utilization} leaves no memory for KV. Of {total / GIB:.1f} "
+            f"GiB: {text}. A smaller --max-num-batched-tokens, --max-num-seqs or --max-model-len needs less"
         )
     return left

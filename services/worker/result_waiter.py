@@ -6,7 +6,6 @@ socket within the process: zmq's sockets stay with their threads, and the loop p
 
 import itertools
 import threading
-import traceback
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ class FailedStep(NamedTuple):
 
     epoch: Epoch
     step: int
-    traceback: str
+    error: Exception
 
 
 class ResultWaiter:
@@ -67,7 +66,7 @@ class ResultWaiter:
                 plan, step = item
                 try:
                     self._results.put(step.result())
-                except Exception:
-                    self._results.put(FailedStep(plan.epoch, plan.step, traceback.format_exc()))
+                except Exception as error:
+                    self._results.put(FailedStep(plan.epoch, plan.step, error))
                 socket.send(b"")
             socket.close(linger=0)

@@ -7,6 +7,7 @@ tunes the process.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from kernels.ops import Ops
 from services.worker.batch import Batch, build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
-from services.worker.interface import WorkerInfo
+from services.worker.interface import OutOfMemory, WorkerInfo
 from services.worker.kv_memory import kv_memory
 from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
 from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_logprobs, stage_logprobs
@@ -30,7 +31,7 @@ from services.worker.models.load import LoadedModel
 from services.worker.sampler import Sampler, StagedSampling, build_sampling_batch
 from services.worker.sequence_states import SequenceStates, StateChanges
 from services.worker.transfers import Section, StepBuffer
-from services.worker.warmup import kernel_plans, warm_up
+from services.worker.warmup import StepMemory, kernel_plans, largest_plan, largest_sizes, warm_up
 from shared.protocol import Configure, Epoch, ModelInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -91,13 +92,14 @@ class ModelRunner:
         self._capture: Capture | None = None
         self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
+        needed = self._measure_memory(config, capture) if device.type == "cuda" else None
         self._state = self._sizes = None
         self._capture = capture
         self._info = WorkerInfo(
             model=info,
             device=str(device),
             kv_bytes_per_token=self._layout(block_size=1).bytes_per_token,
-            kv_memory=kv_memory(config, device, measured.activation_bytes),
+            kv_memory=kv_memory(config, device, needed),
             step_seconds=measured.step_seconds,
             token_seconds=measured.token_seconds,
         )
@@ -118,7 +120,8 @@ class ModelRunner:
         if self.device.type != "cpu":
             self._compile_kernels(message)
         if self._capture:
-            self._graphs = self._capture_graphs(self._state, self._capture, message.max_num_seqs)
+            forward = self._graph_forward(self._state)
+            self._graphs = DecodeGraphs(graph_sizes(message.max_num_seqs), forward, self._capture)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step of the epoch that was configured, and wait for its result."""
@@ -134,8 +137,16 @@ class ModelRunner:
         if self._state is None:
             raise RuntimeError("a plan came before any configuration")
         timer = StepTimer(self.device)
-        outputs = self._compute(self._stage(plan, self._state), self._state)
-        return LaunchedStep(plan, outputs, timer)
+        try:
+            outputs = self._compute(self._stage(plan, self._state), self._state)
+            return LaunchedStep(plan, outputs, timer)
+        except torch.OutOfMemoryError as error:
+            tokens = sum(row.count for row in plan.rows)
+            raise OutOfMemory(
+                f"out of GPU memory in a step of {tokens} tokens and {len(plan.rows)} sequences: a smaller "
+                "--gpu-memory-utilization leaves more for steps, and a smaller --max-num-batched-tokens or "
+                "--max-num-seqs needs less"
+            ) from error
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
@@ -147,6 +158,34 @@ class ModelRunner:
         shape = self._model.shape
         return self._ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._kv_dtype)
 
+    def _measure_memory(self, config: WorkerConfig, capture: Capture | None) -> StepMemory:
+        """Return the GPU memory of the largest steps. It gives back what torch keeps of freed memory."""
+        sizes = largest_sizes(config, self._model.shape, self.device)
+        self._state = None
+        before = torch.cuda.memory_allocated(self.device)
+        self.configure(sizes)
+        assert self._state is not None
+        allocated = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.launch(largest_plan(sizes)).result()
+        activations = torch.cuda.max_memory_allocated(self.device) - allocated
+        graphs = self._measure_graphs(self._state, capture, config.max_num_seqs) if capture else 0
+        self._state = None
+        torch.cuda.empty_cache()
+        return StepMemory(allocated - before, activations, graphs)
+
+    def _measure_graphs(self, state: _EpochState, capture: Capture, max_num_seqs: int) -> int:
+        """Return the memory of all graphs, by that of the two largest: all others share the first one's."""
+        *_, second, first = [0, *graph_sizes(max_num_seqs)]
+        free = [torch.cuda.mem_get_info(self.device)[0]]
+        graphs = []
+        for size in (first, second):
+            if size:
+                graphs.append(DecodeGraphs([size], self._graph_forward(state), capture))
+                torch.cuda.synchronize(self.device)
+            free.append(torch.cuda.mem_get_info(self.device)[0])
+        return (free[0] - free[1]) + (free[1] - free[2]) * (len(graph_sizes(max_num_seqs)) - 1)
+
     def _compile_kernels(self, sizes: Configure) -> None:
         """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
         began = time.perf_counter()
@@ -157,12 +196,15 @@ class ModelRunner:
             logger.info("launched all kernels once, in %.1f s", time.perf_counter() - began)
         report_compilations(lambda kernel: logger.warning("compiled after the start: %s", kernel))
 
-    @torch.inference_mode()
-    def _capture_graphs(self, state: _EpochState, capture: Capture, max_num_seqs: int) -> DecodeGraphs:
-        def forward(size: int) -> Tensor:
-            return self._forward(state.sequences.rows(size, RowLengths(1, 1, state.sequences.max_length)), size, state)
+    def _graph_forward(self, state: _EpochState) -> Callable[[int], Tensor]:
+        """Return a function that computes the hidden states of the first decodes in `state`, whatever their lengths."""
+        lengths = RowLengths(1, 1, state.sequences.max_length)
 
-        return DecodeGraphs(graph_sizes(max_num_seqs), forward, capture)
+        @torch.inference_mode()
+        def forward(size: int) -> Tensor:
+            return self._forward(state.sequences.rows(size, lengths), size, state)
+
+        return forward
 
     def _stage(self, plan: StepPlan, state: _EpochState) -> _StagedStep:
         """Collect what `plan` says in one buffer."""

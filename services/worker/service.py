@@ -30,7 +30,7 @@ from typing import Any
 import zmq
 
 from services.worker.config import WorkerConfig
-from services.worker.interface import Runner
+from services.worker.interface import OutOfMemory, Runner
 from services.worker.result_waiter import FailedStep, ResultWaiter
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
@@ -195,8 +195,8 @@ class _Connection:
     def _configure(self, socket: "zmq.Socket[bytes]", message: Configure) -> CloseReason | None:
         try:
             self._service.configure(message)
-        except Exception:
-            return self._send_fault(socket, message.epoch, 0, traceback.format_exc())
+        except Exception as error:
+            return self._send_fault(socket, message.epoch, 0, error)
         self._epoch = message.epoch
         logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
         socket.send(encode(Configured(message.epoch)))
@@ -212,8 +212,8 @@ class _Connection:
                 waiter.add(plan, step)
                 return None
             result = step.result()
-        except Exception:
-            return self._send_fault(socket, plan.epoch, plan.step, traceback.format_exc())
+        except Exception as error:
+            return self._send_fault(socket, plan.epoch, plan.step, error)
         return self._send_result(socket, result)
 
     def _send_result(self, socket: "zmq.Socket[bytes]", result: StepResult | FailedStep) -> CloseReason | None:
@@ -222,7 +222,12 @@ class _Connection:
         socket.send(encode(result))
         return None
 
-    def _send_fault(self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, detail: str) -> CloseReason:
+    def _send_fault(self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, error: Exception) -> CloseReason:
+        if isinstance(error, OutOfMemory):
+            logger.error("step %d: %s", step, error)
+            socket.send(encode(Fault(epoch, step, str(error), out_of_memory=True)))
+            return CloseReason.FAILED
+        detail = "".join(traceback.format_exception(error))
         logger.error("step %d failed:\n%s", step, detail.rstrip())
         socket.send(encode(Fault(epoch, step, detail)))
         return CloseReason.FAILED

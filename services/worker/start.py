@@ -11,6 +11,8 @@ from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
 from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
+from services.worker.decode_graphs import cuda_capture
+from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
 from services.worker.runner import ModelRunner
 from shared.errors import ConfigError
@@ -29,7 +31,9 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
-    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops)
+    is_native = isinstance(loaded.model, Decoder)  # transformers' code may wait for the device, which no graph holds
+    capture = cuda_capture() if device.type == "cuda" and is_native and not config.enforce_eager else None
+    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, capture=capture)
 
 
 def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
+from services.worker.config import WorkerConfig
 from services.worker.interface import Runner
 from services.worker.models.causal_lm import ModelShape
+from shared.config import tokens_of_largest_step
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
 
 _BLOCK_SIZE = 16
 _PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}
 _REPEATS = 3
-_LARGEST_STEP = 8192  # tokens; activations are extrapolated to it, since the scheduler's limit is not known yet
 _MIN_SECONDS = 1e-7  # differences of measured times can be anything
 
 
@@ -26,7 +28,18 @@ class Measurements(NamedTuple):
 
     step_seconds: float  # of any step
     token_seconds: float  # of one more token
-    activation_bytes: int  # that a large step takes on a GPU, beside weights and KV
+
+
+class StepMemory(NamedTuple):
+    """The bytes that steps of the largest size take on a GPU, beside weights and KV."""
+
+    states: int  # of the sequences, and tables by position
+    activations: int  # at the peak of a step
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurements:
@@ -49,10 +62,8 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
     sequence = NewSequence(
         slot=0, tokens=tokens, prompt_len=count, blocks=list(range(blocks)), sampling=sampling, sample=0
     )
-    allocated = _reset_peak(device)
     plan = StepPlan(epoch=epoch, step=0, new_sequences=[sequence], rows=[Row(slot=0, start=0, count=count, samples=1)])
     runner.launch(plan).result()
-    activations = _peak(device) - allocated
     prefill, decode = (
         min(
             runner.launch(StepPlan(epoch=epoch, step=1, rows=[Row(slot=0, start=start, count=size, samples=1)]))
@@ -64,7 +75,38 @@ def warm_up(runner: Runner, shape: ModelShape, device: torch.device) -> Measurem
     )
     token_seconds = max((prefill - decode) / (count - 1), _MIN_SECONDS)
     step_seconds = max(decode - token_seconds, _MIN_SECONDS)
-    return Measurements(step_seconds, token_seconds, activations * max(1, _LARGEST_STEP // count))
+    return Measurements(step_seconds, token_seconds)
+
+
+def largest_sizes(config: WorkerConfig, shape: ModelShape, device: torch.device) -> Configure:
+    """Return the sizes that the scheduler will choose at most, with a single block of KV."""
+    max_model_len = min(config.max_model_len or shape.max_positions, shape.max_positions)
+    tokens = tokens_of_largest_step(config.max_num_batched_tokens, config.max_num_seqs, device.type)
+    return Configure(
+        epoch=Epoch(boot_id="largest", count=0),
+        block_size=_BLOCK_SIZE,
+        num_blocks=1,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=tokens,
+    )
+
+
+def largest_plan(sizes: Configure) -> StepPlan:
+    """Return a step of the most tokens and rows, all of which sample with filters, penalties and log-probabilities.
+
+    All but one sequence decode at the end of the longest context; the other's prompt takes the tokens that are left, as
+    many as it may have, and gets log-probabilities too. All their blocks are the first one, so it computes nonsense.
+    """
+    last = sizes.max_num_seqs - 1
+    chunk = min(sizes.max_num_batched_tokens - last, sizes.max_model_len)
+    rows = [Row(slot, sizes.max_model_len - 1, 1, 1) for slot in range(last)] + [Row(last, 0, chunk, 1)]
+    params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "frequency_penalty": 1.0, "logprobs": 0}
+    sampling = Sampling(max_tokens=1, seed=0, prompt_logprobs=0, **params)
+    prompt = pack_tokens([0] * (chunk + 1))
+    new = [NewSequence(row.slot, prompt if row.count > 1 else prompt[:4], 1, [0], sampling, 0) for row in rows]
+    new[-1] = replace(new[-1], prompt_len=chunk)
+    return StepPlan(sizes.epoch, 0, rows, new_sequences=new)
 
 
 def kernel_plans(sizes: Configure, vocab_size: int) -> Iterator[StepPlan]:
@@ -90,15 +132,3 @@ _SAMPLING_KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_p": 0.5, "logprobs": 20},
     {"temperature": 1.0, "top_p": 0.5, "repetition_penalty": 2.0, "logit_bias": [(0, 1.0)], "logprobs": 21},
 ]
-
-
-def _reset_peak(device: torch.device) -> int:
-    """Begin to measure the peak of allocated memory. Return the bytes that are allocated now."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

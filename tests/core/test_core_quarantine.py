@@ -65,6 +65,14 @@ def test_two_deaths_alone_in_a_row_show_the_culprit() -> None:
     assert not quarantine.active
 
 
+def test_missing_memory_makes_no_culprit_but_smaller_groups() -> None:
+    quarantine, suspects = Quarantine(), _suspects(2)
+    for group in (suspects, suspects[:1], suspects[:1], suspects[:1]):
+        assert quarantine.lose_worker(group, is_evidence=False) is None
+        assert quarantine.start_group() == suspects[:1]
+    assert suspects[0].suspicion.deaths_alone == 0
+
+
 def test_who_ran_beside_an_aborted_one_was_not_alone() -> None:
     quarantine, (aborted, other) = Quarantine(), _suspects(2)
     aborted.finish_reason = FinishReason.ABORT

@@ -401,8 +401,8 @@ def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
 
 def test_memory_for_kv() -> None:
     cpu = torch.device("cpu")
-    assert kv_memory(WorkerConfig(kv_cache_memory=0.25), cpu, 0) == 2**28
-    assert 0 < kv_memory(WorkerConfig(), cpu, 0) <= 4 * 2**30
+    assert kv_memory(WorkerConfig(kv_cache_memory=0.25), cpu, None) == 2**28
+    assert 0 < kv_memory(WorkerConfig(), cpu, None) <= 4 * 2**30
 
 
 def test_a_missing_gpu_is_said(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Pa
     """API-02: --uds and --uvicorn-log-level have their effect, and a line names the flags that have none."""
     with short_folder() as place:
         path = str(place / "q.sock")
-        flags = [f"--uds={path}", "--uvicorn-log-level", "error", "--enforce-eager", "--max_model_len", "1k"]
+        flags = [f"--uds={path}", "--uvicorn-log-level", "error", "--optimization-level=2", "--max_model_len", "1k"]
         with serving(folder, tmp_path, *flags, place=place) as server:
             wait_for(lambda: f"Quire serves tiny at the socket {path}" in server.out.read_text(), server)
             connection = OnSocket(path)
@@ -64,7 +64,7 @@ def test_a_start_line_of_vllm_serves_at_a_unix_socket(folder: Path, tmp_path: Pa
             assert f"--unix-socket {path} http://localhost/v1/" in command
             assert server.stop(signal.SIGTERM) == 0
         said = server.err.read_text()
-        assert said.startswith("quire: --enforce-eager is accepted without effect: ")
+        assert said.startswith("quire: --optimization-level 2 is accepted without effect: ")
         assert " INFO " not in said
 
 

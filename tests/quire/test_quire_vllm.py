@@ -30,7 +30,7 @@ def parse(line: str) -> tuple[settings.Settings, list[str]]:
 @pytest.mark.parametrize(
     "line",
     [
-        "--enforce-eager",
+        "--performance-mode balanced",
         "--seed 0",
         "--enable-chunked-prefill",
         "--disable-log-requests",
@@ -69,15 +69,16 @@ def test_what_is_renamed_has_its_effect() -> None:
     assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
     assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
     assert parse("--max-logprobs 5")[0].gateway.max_logprobs == 5
+    assert parse("--enforce-eager")[0].worker.enforce_eager
     assert parse("--kv-cache-dtype fp8_per_token_head")[0].worker.kv_cache_dtype == "fp8"
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
-    result, notes = parse("--seed 0 --enforce-eager -tp 1")
+    result, notes = parse("--seed 0 --performance-mode balanced -tp 1")
     assert result == parse("")[0]
     assert [note.partition(" is accepted without effect: ")[0] for note in notes] == [
         "--seed 0",
-        "--enforce-eager",
+        "--performance-mode balanced",
         "--tensor-parallel-size 1",
     ]
 
@@ -118,9 +119,9 @@ def test_files_go_through_the_same_tables(tmp_path: Path) -> None:
     assert result.gateway.served_model_name == ["foo"]
     assert result.gateway.api_key == ["123"]
     assert (result.scheduler.max_model_len, result.worker.kv_cache_memory) == (2000, 1.0)
+    assert result.worker.enforce_eager
     assert [note.partition(" is accepted")[0] for note in notes] == [
         f"--config {file}: --tensor-parallel-size 1",
-        f"--config {file}: --enforce-eager",
     ]
     file.write_text("kv_cache_memory_bytes: null\n")
     assert settings.read({"config": str(file)}, {}).worker.kv_cache_memory is None
@@ -153,7 +154,7 @@ def test_the_variable_of_vllm_makes_the_server_batch_invariant() -> None:
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
-        ({"trust_remote_code": True, "swap_space": 4, "enforce_eager": True, "disable_log_stats": False}, {}),
+        ({"trust_remote_code": True, "swap_space": 4, "disable_log_stats": False}, {}),
         ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
         ({"cpu_offload_gb": 0.0, "logits_processors": [], "lora_modules": [], "hf_overrides": {}}, {}),
         ({"tensor_parallel_size": np.int64(1)}, {}),

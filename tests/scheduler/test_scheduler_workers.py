@@ -139,6 +139,11 @@ def test_a_fault_is_a_loss(harness: WorkersHarness, caplog: pytest.LogCaptureFix
     assert harness.hear(StepResult(EPOCH, 0, [])) == []
 
 
+def test_a_fault_may_be_the_devices(harness: WorkersHarness) -> None:
+    harness.activate()
+    assert harness.hear(Fault(EPOCH, 3, "out of GPU memory", True)) == [WorkerLost(out_of_memory=True)]
+
+
 @pytest.mark.parametrize("how", ["late", "nonsense", "given up"])
 @pytest.mark.parametrize("local", [True, False])
 def test_one_that_is_of_no_use_is_killed_or_told_to_stop(

@@ -91,7 +91,7 @@ TO_WORKER: list[Struct] = [
 FROM_WORKER: list[Struct] = [
     Register(1, "worker-1-a", 0, 1, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005),
     StepResult(EPOCH, 7, [SampledRow(0, [42], LOGPROBS, LOGPROBS)], 0.03),
-    Fault(EPOCH, 7, "Traceback"),
+    Fault(EPOCH, 7, "Traceback", True),
     Heartbeat("worker-1-a", PROCESS),
     Configured(EPOCH),
 ]

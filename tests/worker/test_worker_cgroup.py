@@ -64,7 +64,7 @@ def test_files_that_were_read_are_no_use_of_memory(tree: Tree) -> None:
     tree.is_in("4:memory:/")
     tree.v1("", 8000, 7900, inactive=7600)
     assert cpu_tuning.available_memory() == 7700
-    assert kv_memory(WorkerConfig(), torch.device("cpu"), 0) == 1925
+    assert kv_memory(WorkerConfig(), torch.device("cpu"), None) == 1925
 
 
 def test_files_that_were_read_twice_are_free_unless_they_are_mapped(tree: Tree) -> None:

@@ -1,5 +1,6 @@
 """Tests the service with scripted runners. The system tests have whole processes."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import pytest
 import zmq
 
 from services.worker.config import WorkerConfig
+from services.worker.interface import OutOfMemory
 from services.worker.service import POLL_INTERVAL, Service
 from shared.protocol import (
     Configure,
@@ -153,6 +155,17 @@ def test_a_step_that_fails_on_the_device_is_a_fault(served: ServedRunner) -> Non
     assert "out of memory" in fault.detail
     served.thread.join(5)
     assert not served.thread.is_alive()
+
+
+def test_missing_memory_is_one_line(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
+    def launch(plan: StepPlan) -> HeldStep:
+        raise OutOfMemory("a smaller --max-num-batched-tokens needs less")
+
+    served.runner.launch = launch  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR):
+        served.send(StepPlan(EPOCH, 0, []))
+        assert served.receive() == Fault(EPOCH, 0, "a smaller --max-num-batched-tokens needs less", True)
+    assert caplog.messages == ["step 0: a smaller --max-num-batched-tokens needs less"]
 
 
 def test_the_watchdog_is_fed_when_a_step_is_finished_and_not_while_it_is_computed(

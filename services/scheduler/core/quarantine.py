@@ -40,8 +40,11 @@ class Quarantine:
         """The only sequences that may run while `active`."""
         return self._group
 
-    def lose_worker(self, in_flight: list[Sequence]) -> Sequence | None:
-        """Suspect the sequences in flight at a worker that died. Return the culprit, or None if it is not certain."""
+    def lose_worker(self, in_flight: list[Sequence], *, is_evidence: bool = True) -> Sequence | None:
+        """Suspect the sequences in flight at a worker that died. Return the culprit, or None if it is not certain.
+
+        Without `is_evidence` there is no culprit: they only run again in smaller groups.
+        """
         suspects = [sequence for sequence in in_flight if sequence.finish_reason is None]
         not_run = [sequence for sequence in self._uncleared if sequence not in suspects]
         if not_run:
@@ -51,7 +54,7 @@ class Quarantine:
             suspicion = sequence.suspicion
             # An earlier death counts too: a sequence that is computed again may not have got that far yet.
             suspicion.cleared_at = max(suspicion.cleared_at, sequence.progress.num_scheduled)
-        if len(in_flight) == 1 and suspects:
+        if len(in_flight) == 1 and suspects and is_evidence:
             suspects[0].suspicion.deaths_alone += 1
             if suspects[0].suspicion.deaths_alone >= MAX_DEATHS_ALONE:
                 return suspects[0]

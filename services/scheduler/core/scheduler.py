@@ -96,17 +96,18 @@ class Scheduler:
         self._epoch = epoch
         self._step = 0
 
-    def lose_worker(self, now: float) -> list[ProgressRow]:
+    def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         """Give up the worker, which died, hangs or is at fault. There is no plan before the next epoch.
 
-        No committed token is lost. Return the last rows of a request that killed a worker twice while it ran alone.
+        No committed token is lost. Return the last rows of a request that killed a worker twice while it ran alone,
+        but not `out_of_memory`: whether a step fits is a matter of settings.
         """
         self._now = now
         if self._epoch is None:
             return []
         self._counters.count_worker_loss()
         in_flight = dict.fromkeys(sequence for plan in self._in_flight for sequence in plan.sequences)
-        culprit = self._quarantine.lose_worker(list(in_flight))
+        culprit = self._quarantine.lose_worker(list(in_flight), is_evidence=not out_of_memory)
         self._forget_worker(self._block_manager.pool.num_blocks)
         if culprit is None:
             return []
