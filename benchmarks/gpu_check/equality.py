@@ -49,6 +49,8 @@ def run(settings: Settings, report: Report) -> None:
 
 def _measure(settings: Settings, **options: Any) -> Measured:
     with started_engine(settings, **_options(settings, **options)) as started:
+        if started.has_graphs == options.get("enforce_eager", False):
+            raise RuntimeError(f"with {options}, graphs were {'' if started.has_graphs else 'not '}captured")
         driver = Driver(started.engine)
         return Measured(_generate(driver, settings), _decode_rate(driver, settings))
 

@@ -13,11 +13,12 @@ from benchmarks.gpu_check.report import FAILED, WRONG, YES, Report, Row
 from benchmarks.gpu_check.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 110  # seconds, a little less than the part has
+LIMIT = 105  # seconds, somewhat less than the part has
 MAX_NAMED = 20
 
-_RESULT = re.compile(r"\b(PASSED|FAILED|SKIPPED|ERROR)\b.*%\]|%\] (PASSED|FAILED|SKIPPED|ERROR)\b")
-_REASON = re.compile(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$")
+_OUTCOMES = "(?P<outcome>PASSED|FAILED|SKIPPED|ERROR)"
+_RESULT = re.compile(rf"(?P<test>tests/.*) {_OUTCOMES}\b.*%\]$")
+_RESULT_OF_PROCESS = re.compile(rf"\[gw\d+\] \[ *\d+%\] {_OUTCOMES} (?P<test>tests/.*)")
 
 
 def run(settings: Settings, report: Report) -> None:
@@ -32,17 +33,20 @@ def run(settings: Settings, report: Report) -> None:
 def report_results(lines: Iterable[str], settings: Settings, report: Report) -> None:
     """Add a row for all tests, and one for each that has failed, from what `_pytest_lines` yields."""
     counts: Counter[str] = Counter()
-    reasons: list[Row] = []
+    failed: dict[str, str] = {}  # reasons, which pytest tells at its end
     finished = False
     for text in lines:
-        if result := _RESULT.search(text):
-            counts[result.group(1) or result.group(2)] += 1
-        elif reason := _REASON.match(text):
-            reasons.append(Row(f"test: {reason.group(1)}", reason.group(2) or "no reason given", ok=WRONG))
+        if result := _RESULT.match(text) or _RESULT_OF_PROCESS.match(text):
+            counts[result["outcome"]] += 1
+            if result["outcome"] in ("FAILED", "ERROR"):
+                failed[result["test"].strip()] = "no reason given"
+        for test in failed:
+            _, named, reason = text.partition(f" {test} - ")
+            failed[test] = reason if named else failed[test]
         finished = finished or text.startswith("exit status")
     report.add(_summary(counts, settings, finished=finished))
-    for row in reasons[:MAX_NAMED]:
-        report.add(row)
+    for test, reason_text in list(failed.items())[:MAX_NAMED]:
+        report.add(Row(f"test: {test}", reason_text, ok=WRONG))
 
 
 def _summary(counts: Counter[str], settings: Settings, *, finished: bool) -> Row:
@@ -60,10 +64,14 @@ def _pytest_lines(settings: Settings) -> Iterator[str]:
     files = [f"tests/gpu_kernels/{name}" for name in settings.test_files]
     options = ["-v", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--numprocesses={settings.test_processes}"]
     command = [sys.executable, "-m", "pytest", *options, *(["-m", "gpu"] if settings.is_gpu else []), *files]
-    environment = os.environ | {"TRITON_INTERPRET": "0" if settings.is_gpu else "1", "COLUMNS": "300"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0" if settings.is_gpu else "1",
+        "COLUMNS": "300",
+        "PYTHONUNBUFFERED": "1",
+    }
     # The signal lets pytest end its own processes, and print why tests have failed up to then.
     with subprocess.Popen(
-        ["timeout", "--foreground", "--signal=INT", "--kill-after=5", str(LIMIT), *command],
+        ["timeout", "--foreground", "--signal=INT", "--kill-after=10", str(LIMIT), *command],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

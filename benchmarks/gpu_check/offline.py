@@ -8,14 +8,13 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
-import quire.engine
 from benchmarks.gpu_check.settings import Config, Settings
 from benchmarks.gpu_check.stopwatch import repeat
 from kernels.load import gpu
@@ -23,8 +22,6 @@ from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker import start
 from services.worker.config import WorkerConfig
-from services.worker.decode_graphs import cuda_capture
-from services.worker.models.load import choose_device
 from services.worker.runner import ModelRunner
 from shared.config import resolve
 from shared.protocol import ProgressRow, Sampling, Submit, TokenLogprobs, pack_tokens
@@ -40,11 +37,16 @@ class Output(NamedTuple):
 
 
 class Started(NamedTuple):
-    """An engine, the seconds of its start by phase, and the lines that it has logged."""
+    """An engine, the seconds of its start by phase, and what it logs."""
 
     engine: InProcessEngine
     phases: dict[str, float]
     log: "LogLines"
+    lines_of_start: int  # how many of the log's lines the start has written
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(text.startswith("captured ") for text in self.log.lines)
 
 
 class LogLines(logging.Handler):
@@ -70,37 +72,38 @@ def started_engine(settings: Settings, **options: Any) -> Iterator[Started]:
     logger.setLevel(logging.INFO)
     began = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory() as folder, _timed_phases() as phases:
+        on_cpu = _interpreted_kernels(enforce_eager=options.get("enforce_eager", False))
+        with tempfile.TemporaryDirectory() as folder, nullcontext() if settings.is_gpu else on_cpu:
             _write_config(Path(folder), settings.config)
-            engine = _start(
-                {
-                    "model": folder,
-                    "load_format": "dummy",
-                    "device": settings.device,
-                    "dtype": settings.dtype,
-                    "enable_prefix_caching": False,
-                    **options,
-                }
-            )
+            arguments = {
+                "model": folder,
+                "load_format": "dummy",
+                "device": settings.device,
+                "dtype": settings.dtype,
+                "enable_prefix_caching": False,
+                **options,
+            }
+            with _timed_phases() as phases:
+                engine = InProcessEngine(resolve(SchedulerConfig, arguments, {}), resolve(WorkerConfig, arguments, {}))
         phases["memory, kernels and graphs"] = time.perf_counter() - began - sum(phases.values())
-        yield Started(engine, phases, log)
+        yield Started(engine, phases, log, len(log.lines))
     finally:
         logger.removeHandler(log)
 
 
-def _start(options: dict[str, Any]) -> InProcessEngine:
-    """Start an engine with the GPU's kernels and graphs. A CPU's kernels are interpreted, and run again for a graph."""
-    enforce_eager = options.pop("enforce_eager", False)
+@contextmanager
+def _interpreted_kernels(*, enforce_eager: bool) -> Iterator[None]:
+    """Let a CPU start with the GPU's kernels, and run a step's function again where a GPU has a graph."""
+    runner, capture = start.ModelRunner, None if enforce_eager else repeat
 
-    def start_runner(config: WorkerConfig) -> ModelRunner:
-        device, ops = choose_device(config.device), gpu(batch_invariant=config.batch_invariant)
-        folder = Path(config.model)
-        loaded = start.load_model(folder, config, device, ops)
-        capture = None if enforce_eager else cuda_capture() if device.type == "cuda" else repeat
-        return start.ModelRunner(loaded, start.model_info(loaded, config, folder), config, device, ops, capture=capture)
+    def start_runner(*args: Any, **kwargs: Any) -> ModelRunner:
+        return runner(*args, **kwargs | {"capture": capture})
 
-    with patch.object(quire.engine, "start_runner", start_runner):
-        return InProcessEngine(resolve(SchedulerConfig, options, {}), resolve(WorkerConfig, options, {}))
+    with (
+        patch.object(start, "choose_ops", lambda _, config: gpu(batch_invariant=config.batch_invariant)),
+        patch.object(start, "ModelRunner", start_runner),
+    ):
+        yield
 
 
 @contextmanager

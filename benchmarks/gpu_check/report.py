@@ -10,6 +10,7 @@ YES, MISSED, WRONG, FAILED = "yes", "missed", "WRONG", "FAILED"
 """What `Row.ok` can be. A missed target is a matter of speed. WRONG and FAILED make the exit status 1."""
 
 NONE = "-"
+MAX_TRACEBACK = 3000  # characters on stderr, so that the table is not lost among them
 HEADINGS = ("check", "measured", "floor or torch's", "share", "target", "ok")
 
 
@@ -53,7 +54,7 @@ class Report:
         try:
             yield
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            print(traceback.format_exc(limit=-4)[:MAX_TRACEBACK], file=sys.stderr)
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
             self.add(Row(name, first_line[:300], ok=FAILED))
 

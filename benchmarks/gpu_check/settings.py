@@ -60,7 +60,7 @@ class Settings:
 
     # tests
     test_files: tuple[str, ...] = ("",)  # in tests/gpu_kernels; "": all
-    test_processes: int = 8
+    test_processes: int = 12
 
     # kernels
     decodes: tuple[Prompts, ...] = (Prompts(64, 4096), Prompts(1, 32768))

@@ -13,10 +13,22 @@ from benchmarks.gpu_check import kernel_speed, kernel_tests
 from benchmarks.gpu_check.activities import Activity, idle_between_steps
 from benchmarks.gpu_check.ceilings import Ceilings
 from benchmarks.gpu_check.engine_speed import decode_floor, prefill_floor
-from benchmarks.gpu_check.equality import count_equal_tokens
+from benchmarks.gpu_check.equality import bits_equal, count_equal_tokens
 from benchmarks.gpu_check.offline import Output
 from benchmarks.gpu_check.parts import PARTS, Part, run_part
-from benchmarks.gpu_check.report import FAILED, MISSED, NONE, WRONG, YES, Message, Note, Report, Row, compare_times
+from benchmarks.gpu_check.report import (
+    FAILED,
+    MISSED,
+    NONE,
+    WRONG,
+    YES,
+    Message,
+    Note,
+    Report,
+    Row,
+    compare_times,
+    count_equal,
+)
 from benchmarks.gpu_check.settings import CPU, GPU, Prompts
 from benchmarks.gpu_check.stopwatch import Stopwatch
 from shared.protocol import TokenLogprobs
@@ -118,26 +130,30 @@ def test_nan_is_wrong() -> None:
 def test_tests_that_fail_are_counted(xdist: bool) -> None:
     lines = [
         "tests/gpu_kernels/test_x.py::test_a[1-%] PASSED                  [ 20%]",
-        "tests/gpu_kernels/test_x.py::test_b FAILED                  [ 40%]",
+        "tests/gpu_kernels/test_x.py::test_b[a, b] FAILED                  [ 40%]",
         "tests/gpu_kernels/test_x.py::test_c SKIPPED (no device)         [ 60%]",
         "tests/gpu_kernels/test_x.py::test_d ERROR                  [100%]",
     ]
     if xdist:
         lines = [
             "[gw0] [ 20%] PASSED tests/gpu_kernels/test_x.py::test_a[1-%] ",
-            "[gw3] [ 40%] FAILED tests/gpu_kernels/test_x.py::test_b ",
+            "[gw3] [ 40%] FAILED tests/gpu_kernels/test_x.py::test_b[a, b] ",
             "[gw0] [ 60%] SKIPPED tests/gpu_kernels/test_x.py::test_c ",
             "[gw0] [100%] ERROR tests/gpu_kernels/test_x.py::test_d ",
         ]
     summary = [
-        "FAILED tests/gpu_kernels/test_x.py::test_b - AssertionError: 1 != 2",
+        "FAILED tests/gpu_kernels/test_x.py::test_b[a, b] - AssertionError: 1 != 2",
         "ERROR tests/gpu_kernels/test_x.py::test_d",
     ]
     rows: list[Any] = []
     report = Report(rows.append)
     kernel_tests.report_results([*lines, *summary, "exit status 1"], CPU, report)
     assert rows[0] == Row("kernel tests, interpreted", "1 passed, 2 failed, 1 skipped", target="none fails", ok=WRONG)
-    assert [row.measured for row in rows[1:]] == ["AssertionError: 1 != 2", "no reason given"]
+    folder = "test: tests/gpu_kernels/test_x.py::"
+    assert rows[1:] == [
+        Row(f"{folder}test_b[a, b]", "AssertionError: 1 != 2", ok=WRONG),
+        Row(f"{folder}test_d", "no reason given", ok=WRONG),
+    ]
     rows.clear()
     kernel_tests.report_results(lines[:1], CPU, report)  # it was cut
     assert rows == [Row("kernel tests, interpreted", "1 passed, 0 failed, 0 skipped, and then out of time",
@@ -158,6 +174,18 @@ def test_tokens_may_differ_only_where_two_are_equally_likely() -> None:
     assert count_equal_tokens(ours, [Output([1, 9, 8], [sure] * 3)]) == (1, 1)
     assert count_equal_tokens(ours, [Output([9, 2, 3], [sure] * 3)]) == (0, 1)
     assert count_equal_tokens(ours, [Output([1, 2, 8], [sure] * 3)]) == (2, 3)
+
+
+def test_bits_are_tokens_and_log_probabilities() -> None:
+    ours, last_bit = Output([1], [entry(1.0)]), TokenLogprobs(-1.0 - 2**-23, 1, [5, 6], [-1.0, -2.0])
+    assert bits_equal(ours, Output([1], [entry(1.0)]))
+    assert not bits_equal(ours, Output([2], [entry(1.0)]))
+    assert not bits_equal(ours, Output([1], [last_bit]))
+
+
+@pytest.mark.parametrize(("equal", "total", "ok"), [(4, 4, YES), (3, 4, WRONG), (0, 0, WRONG)])
+def test_all_must_be_equal(equal: int, total: int, ok: str) -> None:
+    assert count_equal("x", equal, total, "tokens") == Row("x", f"{equal} of {total} tokens equal", target="all", ok=ok)
 
 
 # figures
