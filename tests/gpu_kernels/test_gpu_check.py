@@ -65,6 +65,28 @@ def test_the_exit_status_is_about_results(ok: str, status: int, monkeypatch: pyt
     assert gpu_check.main(["--device", "cpu"]) == status
 
 
+@pytest.mark.parametrize(
+    ("argv", "page"),
+    [
+        ([], gpu_check.PAGE),
+        (["--quick"], None),
+        (["--only", "machine"], None),
+        (["--device", "cpu"], None),
+        (["--device", "cpu", "--out", "x.md"], Path("x.md")),
+    ],
+    ids=str,
+)
+def test_only_a_whole_run_on_a_gpu_writes_the_page(
+    argv: list[str], page: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[Path | None] = []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which `main` changes
+    monkeypatch.setattr(gpu_check, "_has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_check, "run", lambda *arguments: pages.append(arguments[-1]) or [])
+    assert gpu_check.main(argv) == 0
+    assert pages == [page]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_machine_without_a_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
