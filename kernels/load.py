@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version as package_version
@@ -31,6 +32,9 @@ def ops(device: torch.device, *, batch_invariant: bool = False) -> Ops:
     """
     match device.type:
         case "cpu":
+            if interpreted(device):
+                logger.warning("TRITON_INTERPRET=1: the GPU's kernels are interpreted, which is very slow")
+                return gpu(batch_invariant=batch_invariant)
             if extension.load():
                 return cpu_ops
             if batch_invariant:
@@ -49,6 +53,11 @@ def ops(device: torch.device, *, batch_invariant: bool = False) -> Ops:
 def reference() -> Ops:
     """Return the reference operations, which run on any device."""
     return reference_ops
+
+
+def interpreted(device: torch.device) -> bool:
+    """Return whether `device` is a CPU that takes the GPU's kernels, for Triton's interpreter to run."""
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def gpu(*, batch_invariant: bool = False) -> Ops:
@@ -79,17 +88,18 @@ def kv_cache_dtypes(ops: Ops, device: torch.device) -> frozenset[torch.dtype]:
 def version(device: torch.device, *, batch_invariant: bool = False) -> str:
     """Return a text that changes whenever the kernels for `device` may compute other bits.
 
-    On a CPU `batch_invariant` changes none.
+    With a CPU's own kernels `batch_invariant` changes none.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and not interpreted(device):
         return str(extension.load())
-    if not _has_gpu_kernels(device):
+    if device.type == "cuda" and not _has_gpu_kernels(device):
         return "reference"
     digest = hashlib.sha256()
     for source in sorted((Path(__file__).parent / "gpu").glob("*.py")):
         digest.update(source.read_bytes())
     mode = " batch-invariant" if batch_invariant else ""
-    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}{mode}"
+    how = " interpreted" if interpreted(device) else ""
+    return f"triton {package_version('triton')} {digest.hexdigest()[:16]}{mode}{how}"
 
 
 def _has_gpu_kernels(device: torch.device) -> bool:

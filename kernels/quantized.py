@@ -31,6 +31,12 @@ class QuantizedWeight(NamedTuple):
     zero_point: int = 0  # where there are no mins
     order: Tensor | None = None  # (in,) int64
 
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """Return the weight with its tensors on `device`."""
+        mins = None if self.mins is None else self.mins.to(device)
+        order = None if self.order is None else self.order.to(device)
+        return self._replace(quants=self.quants.to(device), scales=self.scales.to(device), mins=mins, order=order)
+
     def dequantize(self) -> Tensor:
         """Return the weight (out, in) in float32, with inputs in their original order."""
         quants = self.quants.view(*self.scales.shape, QUANT_GROUP_SIZE).float()

@@ -158,6 +158,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     priority: Annotated[int, Meta(ge=-(2**63), le=_INT64)] = 0  # lower is served first
     arrival: WallTime = 0.0  # when the gateway received the request; orders the queue across gateways
     samples_before: Index = 0  # samples of the same user's request in earlier `Submit`s; sets its turn in the queue
+    resumed: bool = False  # an engine has accepted it before, and was lost; it is never refused for load
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):

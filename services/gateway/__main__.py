@@ -56,10 +56,16 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: GatewayConfig, model: ServedModel) -> None:
     """Serve until a signal comes and the running requests have ended. Raise `ConfigError` if it cannot listen."""
-    backend = Backend(config.engines, model.text_digest, config.supervisor_address)
+    backend = Backend(
+        config.engines, model.text_digest, config.supervisor_address, loss_timeout=config.engine_loss_timeout
+    )
     lifecycle, stop = Lifecycle(), asyncio.Event()
     _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)
-    metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
+    metrics = Metrics(
+        model.name,
+        lambda: {name: status.snapshot for name, status in backend.statuses().items()},
+        backend.counters,
+    )
     runner = HttpRunner(
         make_app(Gateway(config, model, backend, metrics, lifecycle)),
         handler_cancellation=True,  # without it, a client's disconnect would go unnoticed

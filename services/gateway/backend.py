@@ -1,25 +1,38 @@
 """`Backend`: the engines of a gateway. It chooses an engine for each request.
 
-A request stays at its engine. If the engine's worker dies, the request continues when the worker is back; if the
-scheduler dies, the request fails.
+A request stays at its engine as long as that lives. If the engine's worker dies, the request continues when the worker
+is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
+engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
+also waits if no engine is there.
 """
 
 import asyncio
+import logging
+import time
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
 import zmq.asyncio
+from prometheus_client import Counter
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_request import EngineRequest
-from shared.errors import Unavailable
+from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
 from shared.transport import check_address
 
 __all__ = ["Backend", "EngineRequest"]
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 1024
+"""Requests that may wait for an engine before new ones get status 429."""
+
+WAIT_CHECK_INTERVAL = 0.25
+"""Seconds between two checks for requests that have waited too long."""
 
 
 class Backend:
@@ -30,12 +43,14 @@ class Backend:
     there is one, that this gateway is alive.
     """
 
-    def __init__(self, addresses: Sequence[str], text_digest: str = "", supervisor: str = "") -> None:
+    def __init__(
+        self, addresses: Sequence[str], text_digest: str = "", supervisor: str = "", *, loss_timeout: float = 60.0
+    ) -> None:
         for address in addresses:
             check_address(address)
         self._context = zmq.asyncio.Context()
         self._connections = [
-            EngineConnection(self._context, address, text_digest, self._short_of_cpu)
+            EngineConnection(self._context, address, text_digest, self._short_of_cpu, self._place_waiting)
             for address in dict.fromkeys(addresses)
         ]
         self._loop_timer = LoopTimer()
@@ -44,11 +59,23 @@ class Backend:
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._last_welcome: Welcome | None = None
+        self._loss_timeout = loss_timeout
+        self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
+        self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
+        self._resumed = Counter(
+            "quire:resumed_requests", "Times that a request went on after its engine was lost.", registry=None
+        )
+        self._inexact = Counter(
+            "quire:inexact_resumes",
+            "Those with output that went on at an engine that may compute other tokens.",
+            registry=None,
+        )
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
         self._running = [self._tasks.create_task(engine.run()) for engine in self._connections]
         self._running.append(self._tasks.create_task(self._mark_turns()))
+        self._running.append(self._tasks.create_task(self._end_waits()))
         self._heartbeats.__enter__()
         return self
 
@@ -65,6 +92,11 @@ class Backend:
                 await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
+
+    @property
+    def counters(self) -> tuple[Counter, ...]:
+        """Return the metrics of requests that outlived their engine."""
+        return (self._resumed, self._inexact)
 
     @property
     def welcome(self) -> Welcome | None:
@@ -91,14 +123,69 @@ class Backend:
     ) -> AsyncIterator[EngineRequest]:
         """Run a request for the time of the block. On leaving the block, abort its unfinished samples.
 
-        Raise `Unavailable` if no engine can take it.
+        Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
-        engine = self._choose()
-        request = engine.submit(tokens, sampling, n, priority, samples_before)
+        unusable = [engine.unusable for engine in self._connections]
+        if all(unusable):
+            raise Unavailable(unusable[0])
+        request = EngineRequest(
+            tokens,
+            sampling,
+            n=n,
+            priority=priority,
+            samples_before=samples_before,
+            on_unplaced=self._wait_for_engine,
+        )
+        if (engine := self._choose()) is not None:
+            self._place(request, engine)
+        elif len(self._waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} requests wait for an engine already", 1.0)
+        else:
+            self._wait_for_engine(request)
         try:
             yield request
         finally:
-            engine.release(request)
+            self._waiting.pop(request, None)
+            self._fingerprints.pop(request, None)
+            for connection in self._connections:
+                connection.release(request)
+
+    def _place(self, request: EngineRequest, engine: EngineConnection) -> None:
+        fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
+        before = self._fingerprints.setdefault(request, fingerprint)
+        if request.accepted:
+            self._resumed.inc()
+            if request.has_output and fingerprint != before:
+                self._inexact.inc()
+                logger.warning("a request goes on at engine %s, which may compute other tokens", engine.name)
+        engine.place(request)
+
+    def _wait_for_engine(self, request: EngineRequest) -> None:
+        """Keep a request until an engine is ready for it, maybe at once."""
+        self._waiting.setdefault(request, time.monotonic())
+        asyncio.get_running_loop().call_soon(self._place_waiting)
+
+    def _place_waiting(self) -> None:
+        """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""
+        for request in sorted(self._waiting, key=lambda request: request.arrival):
+            engine = self._choose(ready=True)
+            if engine is None:
+                return
+            del self._waiting[request]
+            self._place(request, engine)
+
+    async def _end_waits(self) -> None:
+        """Fail the requests that have waited too long."""
+        while True:
+            await asyncio.sleep(WAIT_CHECK_INTERVAL)
+            now = time.monotonic()
+            for request in [one for one, since in self._waiting.items() if now - since > self._loss_timeout]:
+                del self._waiting[request]
+                limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
+                if request.accepted:
+                    request.fail(EngineFailure(f"the engine was lost, and none was ready {limit}"))
+                else:
+                    request.fail(Unavailable(f"no engine was ready {limit}"))
 
     async def _mark_turns(self) -> None:
         """Mark the turns of the event loop, by which heartbeats show that it does not stand still."""
@@ -109,16 +196,10 @@ class Backend:
     def _short_of_cpu(self, now: float) -> bool:
         return self._heartbeats.short_of_cpu(now)
 
-    def _choose(self) -> EngineConnection:
-        """Return the least loaded engine of those that compute steps, or else of those that queue requests.
-
-        Raise `Unavailable` if there is neither.
+    def _choose(self, *, ready: bool = False) -> EngineConnection | None:
+        """Return the least loaded engine of those that compute steps, or else, unless it must be `ready`, of those
+        that queue requests; None if there is none.
         """
-        connected = [engine for engine in self._connections if engine.welcome is not None]
-        if not connected:
-            reasons = (engine.unusable for engine in self._connections if engine.unusable)
-            raise Unavailable(next(reasons, "no engine is ready yet"))
-        accepting = [engine for engine in connected if not engine.draining]
-        if not accepting:
-            raise Unavailable("the engine is shutting down")
-        return min([engine for engine in accepting if engine.ready] or accepting, key=lambda engine: engine.load)
+        accepting = [engine for engine in self._connections if engine.welcome is not None and not engine.draining]
+        candidates = [engine for engine in accepting if engine.ready] or ([] if ready else accepting)
+        return min(candidates, key=lambda engine: engine.load, default=None)

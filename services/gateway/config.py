@@ -16,6 +16,14 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     engines: Annotated[list[Name], Meta(description="Addresses of the engines' schedulers.")] = field(
         default_factory=lambda: ["tcp://127.0.0.1:5557"]
     )
+    engine_loss_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds that a request waits for an engine, at its start or after its engine was lost, before "
+            "it ends with an error.",
+        ),
+    ] = 60.0
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free port.")] = 8000
     root_path: Annotated[

@@ -2,15 +2,14 @@
 
 One task, `run`, owns the socket. It reads a bounded number of messages in each turn of the event loop, so that clients
 are served in between, and passes their rows to the requests. An engine is lost when its connection ends, when it is
-overdue, when it reads no more messages, or when it has dropped this gateway. Then all its requests fail, the socket is
-closed with the messages still queued in it, and a new one is opened under a new identity.
+overdue, when it reads no more messages, or when it has dropped this gateway. Then its requests are told, so that they
+go on elsewhere, and a new socket is opened under a new identity. The old one is closed with what is queued in it.
 """
 
 import asyncio
 import itertools
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ import zmq.asyncio
 from msgspec import Struct
 
 from services.gateway.engine_request import EngineRequest
-from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
+from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.protocol import (
     VERSION,
@@ -29,14 +28,11 @@ from shared.protocol import (
     Progress,
     Refusal,
     Refused,
-    Sampling,
     Status,
-    Submit,
     UnknownGateway,
     Welcome,
     decode_to_gateway,
     encode,
-    pack_tokens,
 )
 from shared.transport import Monitor, connect, new_identity, printable_identity
 
@@ -48,10 +44,10 @@ CHECK_INTERVAL = 0.5
 STATUS_LIFETIME = 2.0
 """Seconds after which a `Status` is out of date."""
 
-ENGINE_TIMEOUT = 5.0
+ENGINE_TIMEOUT = 2.0
 """Seconds of silence after which an engine counts as dead, unless this process is short of CPU.
 
-An engine sends a `Status` four times a second.
+An engine sends a `Status` four times a second. If it was alive after all, its requests go on under new ids.
 """
 
 RECONNECT_DELAY = 0.05
@@ -68,8 +64,14 @@ class EngineConnection:
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, text_digest: str, short_of_cpu: Callable[[float], bool]
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        text_digest: str,
+        short_of_cpu: Callable[[float], bool],
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_ready` is called for each status by which the engine is `ready`."""
         self.address = address
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
@@ -77,9 +79,10 @@ class EngineConnection:
         self._text_digest = text_digest
         self._context = context
         self._short_of_cpu = short_of_cpu
+        self._on_ready = on_ready
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
-        self._status_time = 0.0  # when `status` came
+        self._status_time = 0.0  # when `status` came; 0: it no longer holds
         self._num_submitted = 0  # samples submitted since then
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
@@ -112,42 +115,36 @@ class EngineConnection:
     def name(self) -> str:
         return self.welcome.engine if self.welcome else self.address
 
-    def submit(
-        self, tokens: "array[int]", sampling: Sampling, n: int, priority: int, samples_before: int = 0
-    ) -> EngineRequest:
-        """Start a request. `samples_before` counts the samples of the same user's earlier `Submit`s."""
-        request = EngineRequest(next(self._ids), n, self.name, self._send)
-        self._requests[request.id] = request
-        self._num_submitted += n
-        self._send(
-            Submit(
-                id=request.id,
-                tokens=pack_tokens(tokens),
-                prompt_len=len(tokens),
-                sampling=sampling,
-                n=n,
-                priority=priority,
-                arrival=time.time(),
-                samples_before=samples_before,
-            )
-        )
-        return request
+    def place(self, request: EngineRequest) -> None:
+        """Submit the samples of a request that are at no engine."""
+        for submit in request.place(self, self._ids):
+            self._requests[submit.id] = request
+            self._num_submitted += submit.n
+            self._send(submit)
 
     def release(self, request: EngineRequest) -> None:
-        """Forget a request, and abort it at the engine if it is unfinished."""
-        if self._requests.pop(request.id, None) is not None and not request.done:
-            self._send(Abort(request.id))
+        """Forget a request, and abort at the engine what is unfinished."""
+        for attempt in request.attempts_at(self):
+            if self._requests.pop(attempt.id, None) is not None and attempt.samples:
+                self.abort(attempt.id)
+
+    def abort(self, id: int, sample: int = -1) -> None:
+        """Send an `Abort`."""
+        self._send(Abort(id, sample))
 
     async def run(self) -> None:
-        """Keep the engine connected until cancelled. When a connection ends, its requests fail."""
-        while True:
-            reason = "the gateway is shutting down"
-            try:
-                reason = "the engine was lost: " + await self._run_connection()
-                logger.warning("engine at %s: %s (%d requests)", self.address, reason, len(self._requests))
-            finally:
-                self._fail_all(reason)
-            await asyncio.sleep(RECONNECT_DELAY)
+        """Keep the engine connected until cancelled. When a connection ends, its requests lose the engine."""
+        try:
+            while True:
+                reason = await self._run_connection()
+                requests = self._take_requests()
+                logger.warning("engine at %s was lost: %s (%d requests)", self.address, reason, len(requests))
+                for request in requests:
+                    request.lose(self)
+                await asyncio.sleep(RECONNECT_DELAY)
+        finally:
+            for request in self._take_requests():
+                request.fail(EngineFailure("the gateway is shutting down"))
 
     async def _run_connection(self) -> str:
         """Open a connection, and handle its messages until the engine is lost. Return the reason."""
@@ -222,17 +219,29 @@ class EngineConnection:
                     if (request := self._requests.get(id)) is not None:
                         request.accept()
             case Refused():
-                if (request := self._requests.get(message.id)) is not None:
-                    request.fail(_to_error(message))
+                self._handle_refusal(message)
             case Status():
                 self.status, self._status_time, self._num_submitted = message, now, 0
                 self._liveness.note_heartbeat(message.process, now)
+                if self.ready:
+                    self._on_ready()
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
                 logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
+
+    def _handle_refusal(self, refused: Refused) -> None:
+        request = self._requests.get(refused.id)
+        if request is None:
+            return
+        if refused.reason in (Refusal.DRAINING, Refusal.NOT_READY):
+            self._status_time = 0.0  # it is not as ready as its last status says
+            del self._requests[refused.id]
+            request.reject(refused.id)
+        else:
+            request.fail(_to_error(refused))
 
     def _send(self, message: Struct) -> None:
         if self._socket is None:
@@ -241,19 +250,18 @@ class EngineConnection:
         if isinstance(sent.exception(), zmq.Again):
             self._loss = "it does not read"  # `_receive` checks this
 
-    def _fail_all(self, reason: str) -> None:
-        requests, self._requests = self._requests, {}
-        for request in requests.values():
-            request.fail(EngineFailure(reason))
+    def _take_requests(self) -> list[EngineRequest]:
+        """Return the requests at the engine, and forget them."""
+        requests = list(dict.fromkeys(self._requests.values()))
+        self._requests = {}
+        return requests
 
 
 def _to_error(refused: Refused) -> QuireError:
     match refused.reason:
         case Refusal.QUEUE_FULL:
             return Overloaded(refused.detail, refused.retry_after)
-        case Refusal.DRAINING | Refusal.NOT_READY:
-            return Unavailable(refused.detail)
         case Refusal.TOO_LONG:
             return InvalidRequest(refused.detail, "prompt")
-        case Refusal.INVALID:
+        case _:
             return InvalidRequest(refused.detail)

@@ -1,44 +1,110 @@
-"""`EngineRequest`: one `Submit` at an engine, and the rows that have come for it. It owns no socket and no task.
+"""`EngineRequest`: a request and the rows that have come for it. It owns no socket and no task.
+
+It outlives the engine that runs it. It keeps its prompt and the output so far, so what an engine has not finished can
+be submitted again, to another one or to the same when it is back, under a new id. Noise is a function of seed, sample
+and position, so the output goes on with the same tokens.
 
 Each row has the output position of its tokens. A row whose tokens have come before is dropped. If tokens are missing,
 the request fails, since a stream with a gap must not continue.
 """
 
 import asyncio
-from collections.abc import Callable
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.errors import EngineFailure, QuireError
-from shared.protocol import Abort, ProgressRow
+from shared.protocol import FinishReason, ProgressRow, Sampling, SchedulingInfo, Submit, pack_tokens
+
+
+class Engine(Protocol):
+    """An engine to which a request is submitted."""
+
+    @property
+    def name(self) -> str: ...
+    def abort(self, id: int, sample: int = -1) -> None:
+        """Send an `Abort`."""
+
+
+class Attempt(Struct, eq=False):
+    """One `Submit`, and the samples that the engine has not finished."""
+
+    id: int
+    engine: Engine
+    samples: set[int]
+
+
+class _Sample:
+    """An unfinished sample: what has come of it, so that it can be submitted again."""
+
+    def __init__(self) -> None:
+        self.output = array("i")
+        self.cached_tokens = -1  # of its first row
+        self.scheduling: SchedulingInfo | None = None  # of its first row
 
 
 class EngineRequest:
-    """A request at the engine named `engine`. The connection adds rows, and one task reads them."""
+    """A request of `n` samples. Connections add rows, and one task reads them.
 
-    def __init__(self, id: int, n: int, engine: str, send: Callable[[Abort], None]) -> None:
-        self.id = id
-        self.engine = engine
-        self._send = send
-        self._num_received = dict.fromkeys(range(n), 0)  # output tokens, of each sample that the engine still runs
-        self._accepted = False
+    `on_unplaced` is called when samples are at no engine any more and the request has not ended.
+    """
+
+    def __init__(
+        self,
+        tokens: "array[int]",
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        samples_before: int = 0,
+        on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
+    ) -> None:
+        """`samples_before` counts the samples of the same user's earlier requests."""
+        self.arrival = time.time()
+        self.accepted = False  # by an engine, now or before
+        self.engine = ""  # the name of the last engine
+        self._tokens, self._sampling, self._n = tokens, sampling, n
+        self._priority, self._samples_before = priority, samples_before
+        self._on_unplaced = on_unplaced
+        self._samples = {sample: _Sample() for sample in range(n)}  # the unfinished ones
+        self._attempts: list[Attempt] = []
+        self._num_prompt_logprobs = 0  # given to the reader
+        self._skip_prompt_logprobs = 0  # that the present attempt will send again
         self._rows: list[ProgressRow] = []
         self._error: QuireError | None = None
         self._loop = asyncio.get_running_loop()  # kept, since get_running_loop is a system call
         self._waiter: asyncio.Future[None] | None = None  # the reader waits on it
 
     def __repr__(self) -> str:
-        return f"<EngineRequest {self.id} at {self.engine}, tokens of running samples: {self._num_received}>"
+        outputs = {index: len(sample.output) for index, sample in self._samples.items()}
+        return f"<EngineRequest at {self.engine or 'no engine'}, tokens of running samples: {outputs}>"
 
     @property
     def done(self) -> bool:
-        """Return whether the engine sends nothing more for this request."""
-        return not self._num_received or self._error is not None
+        """Return whether nothing more comes for this request."""
+        return not self._samples or self._error is not None
+
+    @property
+    def has_output(self) -> bool:
+        """Return whether an unfinished sample has output."""
+        return any(sample.output for sample in self._samples.values())
+
+    @property
+    def unplaced(self) -> list[int]:
+        """Return the unfinished samples that are at no engine."""
+        placed = {sample for attempt in self._attempts for sample in attempt.samples}
+        return [sample for sample in self._samples if sample not in placed]
 
     async def wait_accepted(self) -> None:
-        """Return as soon as the engine has accepted the request, or has sent a first row.
+        """Return as soon as an engine has accepted the request, or has sent a first row.
 
         Raise as `rows` does if the request ended before that.
         """
-        while not (self._accepted or self._rows or self.done):
+        while not (self.accepted or self._rows or self.done):
             await self._wait()
         if self._error is not None and not self._rows:
             raise self._error
@@ -46,11 +112,11 @@ class EngineRequest:
     async def rows(self) -> list[ProgressRow]:
         """Return the rows that have come since the last call, waiting for one if there are none.
 
-        When there are no more rows, raise `Overloaded`, `InvalidRequest` or `Unavailable` if the engine refused the
-        request, and `EngineFailure` if the engine was lost. Do not call this after each sample has had its last row or
-        was aborted.
+        When there are no more rows, raise `Overloaded`, `InvalidRequest` or `Unavailable` if no engine takes the
+        request, and `EngineFailure` if it cannot go on. Do not call this after each sample has had its last row or was
+        aborted.
         """
-        if not self._rows and not self._num_received:
+        if not self._rows and not self._samples:
             raise RuntimeError(f"{self!r} has ended")
         while not self._rows and self._error is None:
             await self._wait()
@@ -60,32 +126,70 @@ class EngineRequest:
         return rows
 
     def abort(self, sample: int) -> None:
-        """End one sample at the engine, and drop its rows. Idempotent."""
-        if sample in self._num_received and self._error is None:
-            del self._num_received[sample]
+        """End one sample, and drop its rows. Idempotent."""
+        if sample in self._samples and self._error is None:
+            del self._samples[sample]
             self._rows = [row for row in self._rows if row.sample != sample]
-            self._send(Abort(self.id, sample))
+            for attempt in self._attempts:
+                if sample in attempt.samples:
+                    attempt.samples.discard(sample)
+                    attempt.engine.abort(attempt.id, sample)
+
+    def place(self, engine: Engine, ids: Iterator[int]) -> list[Submit]:
+        """Return what to send to `engine`, so that it runs the samples that are at no engine, under new `ids`.
+
+        Samples that have output, or whose companions have ended, are submitted one by one.
+        """
+        unplaced = self.unplaced
+        whole = len(unplaced) == self._n and not self.has_output
+        groups = [unplaced] if whole else [[sample] for sample in unplaced]
+        self.engine = engine.name
+        self._skip_prompt_logprobs = self._num_prompt_logprobs
+        return [self._submit(group, engine, next(ids)) for group in groups]
+
+    def attempts_at(self, engine: Engine) -> list[Attempt]:
+        return [attempt for attempt in self._attempts if attempt.engine is engine]
+
+    def lose(self, engine: Engine) -> None:
+        """Note that nothing more comes from `engine`."""
+        self._attempts = [attempt for attempt in self._attempts if attempt.engine is not engine]
+        self._report_unplaced()
+
+    def reject(self, id: int) -> None:
+        """Note that the engine does not take the attempt `id`, and another one may."""
+        self._attempts = [attempt for attempt in self._attempts if attempt.id != id]
+        self._report_unplaced()
 
     def accept(self) -> None:
         """Note that the engine has queued the request."""
-        self._accepted = True
+        self.accepted = True
         self._wake()
 
     def add(self, row: ProgressRow) -> None:
         """Keep a row for the reader, unless the sample has ended or its tokens have come before."""
-        num_received = self._num_received.get(row.sample)
-        if num_received is None or self._error is not None:
+        sample = self._samples.get(row.sample)
+        if sample is None or self._error is not None:
             return
+        if row.finish_reason is FinishReason.ABORT:  # not by this gateway: the engine ends
+            for attempt in self._attempts:
+                attempt.samples.discard(row.sample)
+            self._report_unplaced()
+            return
+        num_received = len(sample.output)
         if row.tokens and row.position < num_received:
             return
         if row.tokens and row.position > num_received:
-            self._send(Abort(self.id))
+            for attempt in self._attempts:
+                attempt.engine.abort(attempt.id)
             self.fail(EngineFailure(f"tokens {num_received} to {row.position - 1} of the output were lost"))
             return
-        if row.finish_reason is None:
-            self._num_received[row.sample] = num_received + len(row.tokens)
-        else:
-            del self._num_received[row.sample]
+        row = self._continued(row, sample)
+        sample.output.extend(row.tokens)
+        if row.finish_reason is not None:
+            del self._samples[row.sample]
+            for attempt in self._attempts:
+                attempt.samples.discard(row.sample)
+        self.accepted = True
         self._rows.append(row)
         self._wake()
 
@@ -94,6 +198,46 @@ class EngineRequest:
         if not self.done:
             self._error = error
             self._wake()
+
+    def _submit(self, samples: list[int], engine: Engine, id: int) -> Submit:
+        self._attempts.append(Attempt(id, engine, set(samples)))
+        first = samples[0]
+        scored = first == 0 and self._num_prompt_logprobs < len(self._tokens) - 1
+        return Submit(
+            id=id,
+            tokens=pack_tokens(self._tokens + self._samples[first].output),
+            prompt_len=len(self._tokens),
+            sampling=self._sampling if scored else replace(self._sampling, prompt_logprobs=-1),
+            n=len(samples),
+            sample=first,
+            priority=self._priority,
+            arrival=self.arrival,
+            samples_before=self._samples_before,
+            resumed=self.accepted,
+        )
+
+    def _continued(self, row: ProgressRow, sample: _Sample) -> ProgressRow:
+        """Return a row as it would be if one engine had run the request from its beginning."""
+        if row.prompt_logprobs and self._skip_prompt_logprobs:
+            known = min(self._skip_prompt_logprobs, len(row.prompt_logprobs))
+            self._skip_prompt_logprobs -= known
+            row = replace(row, prompt_logprobs=row.prompt_logprobs[known:] or None)
+        self._num_prompt_logprobs += len(row.prompt_logprobs or ())
+        if sample.cached_tokens < 0:
+            sample.cached_tokens = row.cached_tokens
+        elif row.cached_tokens != sample.cached_tokens:
+            row = replace(row, cached_tokens=sample.cached_tokens)
+        if row.scheduling is not None:
+            if sample.scheduling is None:
+                sample.scheduling = row.scheduling
+            queued = sample.scheduling.queued_seconds
+            if row.scheduling.queued_seconds != queued:
+                row = replace(row, scheduling=replace(row.scheduling, queued_seconds=queued))
+        return row
+
+    def _report_unplaced(self) -> None:
+        if not self.done and self.unplaced:
+            self._on_unplaced(self)
 
     async def _wait(self) -> None:
         self._waiter = self._loop.create_future()

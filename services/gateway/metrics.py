@@ -106,13 +106,18 @@ class EngineMetrics:
 
 
 class Metrics:
-    """The metrics of one gateway. `snapshots` returns the current snapshots of the engines, by name."""
+    """The metrics of one gateway.
 
-    def __init__(self, model_name: str, snapshots: Callable[[], Mapping[str, Snapshot]]) -> None:
+    `snapshots` returns the current snapshots of the engines, by name; `others` are metrics that are counted elsewhere.
+    """
+
+    def __init__(
+        self, model_name: str, snapshots: Callable[[], Mapping[str, Snapshot]], others: Sequence[Counter] = ()
+    ) -> None:
         self._model_name = model_name
         self._families = _Families()
         self._engines: dict[str, EngineMetrics] = {}
-        self._registry = registry(EngineCollector(lambda: model_name, snapshots), *self._families.all)
+        self._registry = registry(EngineCollector(lambda: model_name, snapshots), *self._families.all, *others)
 
     def engine(self, name: str) -> EngineMetrics:
         """Return the metrics of one engine."""

@@ -81,3 +81,9 @@ def cuda_capture() -> Capture:
         return graph.replay
 
     return capture
+
+
+def repeat(run: Callable[[], object]) -> Callable[[], object]:
+    """Run a function that launches kernels, and return it: the capture of interpreted kernels, which need no graph."""
+    run()
+    return run

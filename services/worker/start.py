@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from kernels.load import interpreted
 from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
 from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
-from services.worker.decode_graphs import cuda_capture
+from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
 from services.worker.runner import ModelRunner
@@ -31,8 +32,7 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
-    is_native = isinstance(loaded.model, Decoder)  # transformers' code may wait for the device, which no graph holds
-    capture = cuda_capture() if device.type == "cuda" and is_native and not config.enforce_eager else None
+    capture = choose_capture(loaded, device, config)
     return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, capture=capture)
 
 
@@ -42,6 +42,15 @@ def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
         return load_ops(device, batch_invariant=config.batch_invariant)
     except ValueError as error:
         raise ConfigError(f"--batch-invariant {error}") from error
+
+
+def choose_capture(loaded: LoadedModel, device: torch.device, config: WorkerConfig) -> Capture | None:
+    """Return what captures graphs of decodes; None: every step is launched kernel by kernel."""
+    if config.enforce_eager or not isinstance(loaded.model, Decoder):
+        return None  # transformers' code may wait for the device, which no graph holds
+    if device.type == "cuda":
+        return cuda_capture()
+    return repeat if interpreted(device) else None
 
 
 def model_info(loaded: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:

@@ -27,8 +27,8 @@ class StepBuffer:
         self.bytes = torch.empty(0, dtype=torch.uint8)  # on the device, after `send`
 
     def add(self, array: Array) -> "Section":
-        """Return where `array` will lie on the device; its items have 4 or 8 bytes."""
-        section = Section(self, array, self._size)
+        """Return where `array` will lie on the device, contiguous; its items have 4 or 8 bytes."""
+        section = Section(self, np.ascontiguousarray(array), self._size)
         self._sections.append(section)
         self._size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return section
@@ -38,8 +38,7 @@ class StepBuffer:
         on_host = torch.empty(self._size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         memory = on_host.numpy()
         for section in self._sections:
-            array = np.ascontiguousarray(section.array)
-            memory[section.start : section.start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            memory[section.start : section.start + section.array.nbytes] = section.array.reshape(-1).view(np.uint8)
         self.bytes = on_host.to(self.device, non_blocking=True)
 
     @property

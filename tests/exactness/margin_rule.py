@@ -40,6 +40,7 @@ class Run(NamedTuple):
     sampling: Sampling
     tokens: list[int]
     entries: list[TokenLogprobs]
+    sample: int = 0  # which of the request's sequences it is
 
 
 class Comparison(NamedTuple):
@@ -56,7 +57,7 @@ def compare(undisturbed: Run, other: Run, vocab_size: int) -> Comparison:
     if len(other.tokens) != total:
         return Comparison(0, total, f"{len(other.tokens)} tokens instead of {total}")
     for position, (token, entry) in enumerate(zip(undisturbed.tokens, undisturbed.entries, strict=True)):
-        sure = sure_token(entry, undisturbed.sampling, position, vocab_size)
+        sure = sure_token(entry, undisturbed.sampling, position, vocab_size, undisturbed.sample)
         if sure is None:
             return Comparison(position, total)
         moved = abs(other.entries[position].logprob - entry.logprob)
@@ -80,7 +81,7 @@ def assert_same(undisturbed: Sequence[Run], others: Sequence[Run], vocab_size: i
     assert compared > MOST * total, f"only {compared} of {total} positions could be compared"
 
 
-def sure_token(entry: TokenLogprobs, sampling: Sampling, position: int, vocab_size: int) -> int | None:
+def sure_token(entry: TokenLogprobs, sampling: Sampling, position: int, vocab_size: int, sample: int = 0) -> int | None:
     """Return the token at output position `position` if no move of logits within the tolerance changes it, else None.
 
     `entry` lists at least two of the likeliest tokens. Raise ValueError if `sampling` edits logits in other ways
@@ -96,25 +97,24 @@ def sure_token(entry: TokenLogprobs, sampling: Sampling, position: int, vocab_si
     rest = _unlisted_mass(entry, sampling, vocab_size)
     kept = kept_of(scaled, sampling, rest, slack)
     near = sum(value >= -REACH - slack for value in scaled[: kept.perhaps])  # these may have noise of their own
-    scores = [
-        value + noise for value, noise in zip(scaled, _noise(sampling, position, entry.top_ids[:near]), strict=False)
-    ]
+    noise = _noise(sampling, sample, position, entry.top_ids[:near])
+    scores = [value + each for value, each in zip(scaled, noise, strict=False)]
     winner = max(range(near), key=scores.__getitem__)
     rivals = scores[:winner] + scores[winner + 1 :]
     if kept.unlisted and scaled[-1] >= -REACH - slack:
         others = sorted(set(range(vocab_size)) - set(entry.top_ids))
-        rivals.append(scaled[-1] + max(_noise(sampling, position, others)))
+        rivals.append(scaled[-1] + max(_noise(sampling, sample, position, others)))
     tail = math.fsum(math.exp(value) for value in scaled[: kept.perhaps] if value < -REACH + slack)
     tail += rest if kept.unlisted else 0.0
     if tail:
-        rivals.append(math.log(tail) + _noise(sampling, position, [TAIL])[0])
+        rivals.append(math.log(tail) + _noise(sampling, sample, position, [TAIL])[0])
     certain = winner < kept.surely and scaled[winner] > -REACH + slack
     return entry.top_ids[winner] if certain and all(scores[winner] - rival > slack for rival in rivals) else None
 
 
-def _noise(sampling: Sampling, position: int, tokens: Sequence[int]) -> list[float]:
+def _noise(sampling: Sampling, sample: int, position: int, tokens: Sequence[int]) -> list[float]:
     seed = sampling.seed if sampling.seed < 2**63 else sampling.seed - 2**64
-    noise = token_noise(torch.tensor(seed), torch.tensor(0), torch.tensor(position), torch.tensor(tokens))
+    noise = token_noise(torch.tensor(seed), torch.tensor(sample), torch.tensor(position), torch.tensor(tokens))
     return [float(value) for value in noise]
 
 

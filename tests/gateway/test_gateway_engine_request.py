@@ -1,18 +1,59 @@
-"""Tests of `EngineRequest`: which rows reach the reader, and what ends a request."""
+"""Tests of `EngineRequest`: which rows reach the reader, what ends a request, and what is submitted again."""
 
 import asyncio
+import itertools
+from array import array
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.gateway.engine_request import EngineRequest
 from shared.errors import EngineFailure, Overloaded, QuireError
-from shared.protocol import Abort, FinishReason, ProgressRow
+from shared.protocol import (
+    Abort,
+    FinishReason,
+    ProgressRow,
+    Sampling,
+    SchedulingInfo,
+    TokenLogprobs,
+    pack_tokens,
+)
+
+PROMPT = array("i", [1, 2, 3])
+
+
+class FakeEngine:
+    """An engine that notes what is aborted there."""
+
+    def __init__(self, name: str = "0") -> None:
+        self.name = name
+        self.aborted: list[Abort] = []
+
+    def abort(self, id: int, sample: int = -1) -> None:
+        self.aborted.append(Abort(id, sample))
 
 
 class EngineRequestHarness:
-    def __init__(self, n: int = 1) -> None:
-        self.sent: list[Abort] = []
-        self.request = EngineRequest(5, n, "0", self.sent.append)
+    """A request that was placed at one engine, with id 5."""
+
+    def __init__(self, n: int = 1, **params: Any) -> None:
+        self.engine = FakeEngine()
+        self.ids = itertools.count(5)
+        self.unplaced: list[list[int]] = []
+        self.request = EngineRequest(
+            PROMPT,
+            Sampling(max_tokens=9, seed=4, **params),
+            n=n,
+            priority=2,
+            samples_before=7,
+            on_unplaced=lambda request: self.unplaced.append(request.unplaced),
+        )
+        self.submits = self.request.place(self.engine, self.ids)
+
+    @property
+    def sent(self) -> list[Abort]:
+        return self.engine.aborted
 
     def take(self, position: int, *tokens: int, sample: int = 0, finish: FinishReason | None = None) -> None:
         self.request.add(ProgressRow(5, sample, position, list(tokens), finish_reason=finish))
@@ -134,5 +175,116 @@ async def test_what_has_ended_does_not_fail_any_more_and_must_not_be_waited_for(
 async def test_a_last_row_needs_no_tokens() -> None:
     harness = EngineRequestHarness()
     harness.take(0, 7)
-    harness.take(1, finish=FinishReason.ABORT)
-    assert [row.finish_reason for row in await harness.request.rows()] == [None, FinishReason.ABORT]
+    harness.take(1, finish=FinishReason.ERROR)
+    assert [row.finish_reason for row in await harness.request.rows()] == [None, FinishReason.ERROR]
+
+
+async def test_a_request_goes_on_where_it_was() -> None:
+    """The other engine gets the output so far, and rows of both are one stream. Late rows change nothing."""
+    harness = EngineRequestHarness()
+    (first,) = harness.submits
+    assert (first.tokens, first.n, first.resumed) == (pack_tokens(PROMPT), 1, False)
+    harness.request.accept()
+    harness.take(0, 7, 8)
+    other = FakeEngine("1")
+    harness.request.lose(harness.engine)
+    assert harness.unplaced == [[0]]
+    (second,) = harness.request.place(other, harness.ids)
+    assert second == replace(first, id=6, tokens=pack_tokens([*PROMPT, 7, 8]), resumed=True)
+    harness.take(1, 8)
+    harness.take(2, 9, finish=FinishReason.LENGTH)
+    assert await harness.tokens() == [7, 8, 9]
+    assert harness.request.done
+    assert harness.request.engine == "1"
+
+
+async def test_each_unfinished_sample_is_submitted_by_itself_once_there_is_output() -> None:
+    harness = EngineRequestHarness(4)
+    assert [(submit.sample, submit.n) for submit in harness.submits] == [(0, 4)]
+    harness.take(0, 7, sample=0)
+    harness.take(0, 8, sample=1, finish=FinishReason.STOP)
+    harness.request.abort(2)
+    harness.request.lose(harness.engine)
+    submits = harness.request.place(FakeEngine(), harness.ids)
+    assert [(one.id, one.sample, one.n, one.tokens) for one in submits] == [
+        (6, 0, 1, pack_tokens([*PROMPT, 7])),
+        (7, 3, 1, pack_tokens(PROMPT)),
+    ]
+    assert all(submit.sampling.seed == 4 and submit.samples_before == 7 for submit in submits)
+
+
+async def test_a_request_without_output_is_submitted_whole() -> None:
+    harness = EngineRequestHarness(3)
+    harness.request.lose(harness.engine)
+    (submit,) = harness.request.place(FakeEngine(), harness.ids)
+    assert submit == replace(harness.submits[0], id=6)
+    assert not submit.resumed, "no engine has accepted it yet, so it may be refused for load"
+
+
+async def test_what_has_ended_is_not_submitted_again() -> None:
+    harness = EngineRequestHarness(2)
+    harness.take(0, 7, sample=0, finish=FinishReason.STOP)
+    harness.request.abort(1)
+    harness.request.lose(harness.engine)
+    assert harness.unplaced == []
+    failed = EngineRequestHarness()
+    failed.request.fail(EngineFailure("poison"))
+    failed.request.lose(failed.engine)
+    assert failed.unplaced == []
+
+
+async def test_an_engine_that_ends_hands_its_samples_back() -> None:
+    harness = EngineRequestHarness(2)
+    harness.take(0, 7, sample=1)
+    harness.take(1, sample=1, finish=FinishReason.ABORT)
+    assert harness.unplaced == [[1]]
+    (submit,) = harness.request.place(FakeEngine(), harness.ids)
+    assert (submit.sample, submit.tokens) == (1, pack_tokens([*PROMPT, 7]))
+    harness.take(0, 9, sample=0)
+    assert await harness.tokens() == [7, 9]
+
+
+async def test_an_engine_that_takes_nothing_is_no_end() -> None:
+    harness = EngineRequestHarness()
+    harness.request.reject(5)
+    assert harness.unplaced == [[0]]
+    assert not harness.request.done
+
+
+async def test_an_aborted_sample_is_aborted_where_it_runs_now() -> None:
+    harness = EngineRequestHarness(2)
+    harness.take(0, 7)
+    harness.request.lose(harness.engine)
+    other = FakeEngine()
+    harness.request.place(other, harness.ids)
+    harness.request.abort(1)
+    assert (harness.sent, other.aborted) == ([], [Abort(7, 1)])
+
+
+async def test_prompt_log_probabilities_come_once() -> None:
+    """Those that came before the loss are left out, and a request that has all asks for none."""
+
+    def scores(*ranks: int) -> list[TokenLogprobs]:
+        return [TokenLogprobs(-1.0, rank, [], []) for rank in ranks]
+
+    harness = EngineRequestHarness(prompt_logprobs=0)
+    harness.request.add(ProgressRow(5, 0, 0, [], None, scores(1)))
+    harness.request.lose(harness.engine)
+    (submit,) = harness.request.place(harness.engine, harness.ids)
+    assert submit.sampling.prompt_logprobs == 0
+    harness.request.add(ProgressRow(6, 0, 0, [7], None, scores(1, 2)))
+    assert [row.prompt_logprobs for row in await harness.request.rows()] == [scores(1), scores(2)]
+    harness.request.lose(harness.engine)
+    (submit,) = harness.request.place(harness.engine, harness.ids)
+    assert submit.sampling.prompt_logprobs == -1
+
+
+async def test_usage_and_times_are_those_of_the_first_engine() -> None:
+    harness = EngineRequestHarness()
+    harness.request.add(ProgressRow(5, 0, 0, [7], cached_tokens=2, scheduling=SchedulingInfo(0.5, 0)))
+    harness.request.lose(harness.engine)
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(6, 0, 1, [8], cached_tokens=0, scheduling=SchedulingInfo(9.0, 1)))
+    rows = await harness.request.rows()
+    assert [row.cached_tokens for row in rows] == [2, 2]
+    assert [row.scheduling for row in rows] == [SchedulingInfo(0.5, 0), SchedulingInfo(0.5, 1)]

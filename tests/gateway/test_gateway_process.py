@@ -36,7 +36,7 @@ from shared.protocol import (
     decode_from_gateway,
     encode,
 )
-from tests.gateway.fakes import ids
+from tests.gateway.fakes import events, ids, texts
 from tests.ports import free_ports
 from tests.text.vocabulary import make_tokenizer, write_model_folder
 from tests.waiting import wait_until
@@ -169,7 +169,8 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path, engine: Engine) -> Iterator[Server]:
-    with gateway(folder, "--engines", f"ipc://{tmp_path}/g.sock") as server:
+    flags = ("--engines", f"ipc://{tmp_path}/g.sock", "--engine-loss-timeout", "0.5")
+    with gateway(folder, *flags) as server:
         server.wait_for_status(200)
         yield server
 
@@ -338,8 +339,8 @@ def test_an_engine_that_dies_before_it_accepts_is_a_status(server: Server, engin
     stopping.start()
     response = server.open(STREAM, "/v1/completions")
     stopping.join()
-    assert response.status == 500
-    assert "the engine was lost" in json.loads(response.read())["error"]["message"]
+    assert response.status == 503
+    assert "no engine was ready for 0.5 s" in json.loads(response.read())["error"]["message"]
 
 
 def test_the_headers_of_an_accepted_stream_do_not_wait_for_a_token(server: Server, engine: Engine) -> None:
@@ -352,15 +353,20 @@ def test_the_headers_of_an_accepted_stream_do_not_wait_for_a_token(server: Serve
 def test_an_engine_that_says_what_is_no_message_is_given_up_and_nobody_waits_for_it(
     server: Server, engine: Engine, stream: bool
 ) -> None:
-    """PRC-26: values out of their range are no message in this direction either; what they should have said is lost."""
-    engine.answer = lambda id: [encode(Refused(id, Refusal.QUEUE_FULL, "full", float("nan")))]
-    response = server.open(STREAM | {"stream": stream}, "/v1/completions")
-    assert response.status == 500
-    assert "is not a message" in json.loads(response.read())["error"]["message"]
-    engine.answer = None
+    """PRC-26: values out of their range are no message in this direction either. What they should have said is lost, so
+    the request is submitted again on a new connection.
+    """
     engine.go_on.set()
-    server.wait_for_status(200)
-    assert server.open({"prompt": "hi"}, "/v1/completions").status == 200
+
+    def answer(id: int) -> list[bytes]:
+        engine.answer = None  # the next time it accepts
+        return [encode(Refused(id, Refusal.QUEUE_FULL, "full", float("nan")))]
+
+    engine.answer = answer
+    response = server.open(STREAM | {"stream": stream}, "/v1/completions")
+    assert response.status == 200
+    body = response.read().decode()
+    assert (texts(events(body))[0] if stream else json.loads(body)["choices"][0]["text"]) == "one two"
 
 
 def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engine) -> None:
@@ -368,7 +374,9 @@ def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engi
     read_event(response)
     engine.stop()
     error, done = response.read().decode().strip().split("\n\n")
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    message = json.loads(error.removeprefix("data: "))["error"]
+    assert message["code"] == 500
+    assert "the engine was lost, and none was ready for 0.5 s" in message["message"]
     assert done == "data: [DONE]"
 
 

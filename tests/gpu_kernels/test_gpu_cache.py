@@ -179,7 +179,8 @@ def test_copies_reach_all_layers_and_nothing_else(
     storage = layout.allocate(7, device)
     storage.view(torch.uint8).random_(0, 60)
     expected = storage.clone()
-    sources, destinations = torch.tensor([0, 3, 0], device=device), torch.tensor([4, 1, 6], device=device)
+    pairs = torch.tensor([(0, 4), (3, 1), (0, 6)], device=device)
+    sources, destinations = pairs.T  # with a stride
     cache.copy_blocks(storage, sources, destinations)
     reference.copy_blocks(expected, sources, destinations)
     assert torch.equal(storage.view(torch.uint8), expected.view(torch.uint8))

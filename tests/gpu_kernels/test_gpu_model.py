@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch
 from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
-from services.worker.decode_graphs import Capture, cuda_capture
+from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
 from services.worker.runner import ModelRunner
-from services.worker.start import choose_ops, model_info
+from services.worker.start import choose_capture, choose_ops, model_info
+from services.worker.warmup import Measurements
 from shared.errors import ConfigError
 from shared.protocol import Fork, NewSequence, Sampling, TableWrite, pack_tokens
 from tests.models.family_variants import VARIANTS, qwen2
@@ -62,14 +64,12 @@ def test_caches_of_other_types_give_nearly_transformers_logits(
     assert 1e-4 < (logits.cpu() - expected).norm() / expected.norm() < bound
 
 
-def test_a_runner_samples_the_references_tokens(device: torch.device, tmp_path: Path) -> None:
-    """Prompts, decodes, a fork and a copied block, with every kind of sampling side by side."""
-    folder = save(llama(), tmp_path)
-    assert tokens_of(folder, device, gpu()) == tokens_of(folder, device, reference())
+@pytest.mark.parametrize("graphs", [False, True], ids=["launched", "graphs"])
+def test_a_runner_samples_the_references_tokens(graphs: bool, device: torch.device, tmp_path: Path) -> None:
+    """Prompts, decodes, a fork and a copied block, with every kind of sampling side by side.
 
-
-def test_graphs_give_the_same_tokens(device: torch.device, tmp_path: Path) -> None:
-    """Decodes run in graphs of more rows than the batch has. On a CPU, a graph runs its function again."""
+    Decodes also run in graphs of more rows than the batch has. On a CPU, a graph runs its function again.
+    """
     folder = save(llama(), tmp_path)
     runs = 0
 
@@ -83,8 +83,9 @@ def test_graphs_give_the_same_tokens(device: torch.device, tmp_path: Path) -> No
         return replay
 
     capture = recorded if device.type == "cpu" else cuda_capture()
-    assert tokens_of(folder, device, gpu(), capture) == tokens_of(folder, device, gpu())
-    assert runs == 2 or device.type != "cpu"
+    ours = tokens_of(folder, device, gpu(), capture if graphs else None)
+    assert ours == tokens_of(folder, device, reference())
+    assert runs == (2 if graphs else 0) or device.type != "cpu"
 
 
 def tokens_of(
@@ -93,7 +94,9 @@ def tokens_of(
     config = WorkerConfig(model=str(folder), device=device.type, dtype="float32")
     loaded = load_model(folder, config, device, operations)
     info = model_info(loaded, config, folder)
-    client = RunnerClient(ModelRunner(loaded, info, config, device, operations, capture=capture))
+    with patch("services.worker.runner.warm_up", lambda *_: Measurements(1.0, 1.0)):  # slow if interpreted
+        runner = ModelRunner(loaded, info, config, device, operations, capture=capture)
+    client = RunnerClient(runner, slots=5)
     params = [
         Sampling(max_tokens=9, seed=1, temperature=0.0, logprobs=2),
         Sampling(max_tokens=9, seed=2, temperature=0.8, top_k=7, repetition_penalty=1.3),
@@ -130,6 +133,36 @@ def test_older_gpus_and_amds_get_the_reference_and_a_line_in_the_log(
         assert ops(torch.device("cuda")) is (gpu() if is_gpu else reference())
     assert len(caplog.messages) == (not is_gpu)
     assert version(torch.device("cuda")).startswith("triton 3." if is_gpu else "reference")
+
+
+def test_a_cpu_takes_the_kernels_if_they_are_interpreted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log and the fingerprint say so. Without Triton's variable, the CPU's own serve."""
+    cpu = torch.device("cpu")
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert (ops(cpu), ops(cpu, batch_invariant=True)) == (gpu(), gpu(batch_invariant=True))
+        versions = {version(cpu), version(cpu, batch_invariant=True)}
+        assert len(caplog.messages) == 2
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert ops(cpu) not in (gpu(), gpu(batch_invariant=True))
+        versions.add(version(cpu))
+    assert len(versions) == 3
+    assert sum("interpreted" in text for text in versions) == 2
+    assert sum("interpreted" in text for text in caplog.messages) == 2
+
+
+def test_interpreted_decodes_are_captured_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu, config = torch.device("cpu"), WorkerConfig(device="cpu")
+    loaded = load_model(save(llama(), tmp_path), config, cpu, gpu())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose_capture(loaded, cpu, config) is repeat
+    assert choose_capture(loaded, cpu, WorkerConfig(device="cpu", enforce_eager=True)) is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert choose_capture(loaded, cpu, config) is None
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])

@@ -1,7 +1,10 @@
 """The compiled kernels are in use where they can be; elsewhere the reference is."""
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,14 @@ def test_without_a_library_the_reference_serves_and_says_so(
 def test_without_an_instruction_set_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "_processor_flags", lambda: {"avx2", "fma"})  # no f16c
     assert ops(torch.device("cpu")) == reference()
+
+
+def test_a_cpu_does_without_triton() -> None:
+    """In a process of its own, since a test may have imported it in this one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = "import sys, torch, services.worker.start as start, kernels.load as load; cpu = torch.device('cpu'); "
+    code += "load.ops(cpu), load.version(cpu); assert 'triton' not in sys.modules and 'kernels.gpu' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_avx2_is_for_processors_without_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

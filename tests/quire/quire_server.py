@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.error import HTTPError
@@ -24,9 +24,14 @@ GONE_WITHIN = 10.0  # seconds after a signal
 
 
 class Server:
-    """A running `quire serve`, its output in files of `folder`, its sockets in a folder of `place`."""
+    """A running `quire serve`, its output in files of `folder`, its sockets in a folder of `place`.
 
-    def __init__(self, model: Path, folder: Path, *flags: str, name: str, place: Path) -> None:
+    `variables` are added to its environment.
+    """
+
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, name: str, place: Path, variables: Mapping[str, str]
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.place = place
         self.out, self.err = folder / "out", folder / "err"
@@ -35,6 +40,7 @@ class Server:
             "PYTHONPATH": str(ROOT),
             "XDG_RUNTIME_DIR": str(self.place),
             "OMP_NUM_THREADS": "1",
+            **variables,
         }
         argv = [sys.executable, "-m", "quire", "serve", str(model), "--host=127.0.0.1", "--port=0"]
         argv += ["--kv-cache-memory=0.05", "--num-threads=1", f"--served-model-name={name}", *flags]
@@ -82,11 +88,18 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, *flags: str, name: str = "tiny", place: Path | None = None) -> Iterator[Server]:
+def serving(
+    model: Path,
+    folder: Path,
+    *flags: str,
+    name: str = "tiny",
+    place: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """Run a server for the time of the block, with its sockets in `place` or else in a folder of its own."""
     with ExitStack() as stack:
         place = place or stack.enter_context(short_folder())
-        server = Server(model, folder, *flags, name=name, place=place)
+        server = Server(model, folder, *flags, name=name, place=place, variables=variables or {})
         try:
             yield server
         finally:

@@ -62,7 +62,7 @@ PROCESS = ProcessStats(0.5, 12.5, 3.25)
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
-    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True),
     Abort(9, 3),
     Heartbeat("gateway-1-a", PROCESS),
 ]

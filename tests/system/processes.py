@@ -160,10 +160,13 @@ async def engine(
 
 @asynccontextmanager
 async def serving(
-    script: Script | None = None, *flags: str, tcp: bool = False
+    script: Script | None = None, *flags: str, tcp: bool = False, loss_timeout: float = 60.0
 ) -> AsyncIterator[tuple[Engine, Backend]]:
     """Run an engine; yield it and a gateway's backend that is connected to it."""
-    async with engine(script, *flags, tcp=tcp) as running, Backend([running.address]) as backend:
+    async with (
+        engine(script, *flags, tcp=tcp) as running,
+        Backend([running.address], loss_timeout=loss_timeout) as backend,
+    ):
         await until(backend.ready)
         yield running, backend
 

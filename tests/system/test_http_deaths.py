@@ -128,18 +128,22 @@ async def broken_stream(at: Listening, prompt: list[int]) -> int:
     return int(error["code"])
 
 
-async def test_a_killed_scheduler_ends_its_streams_with_an_error_and_service_resumes() -> None:
-    async with serving(talk(delay=0.02)) as server:
-        streams = [asyncio.create_task(broken_stream(server, [ENDLESS])) for _ in range(8)]
-        plain = [asyncio.create_task(complete(server, [ENDLESS], 1500)) for _ in range(4)]
+async def test_a_killed_scheduler_is_a_pause() -> None:
+    """Streams, plain answers and those in the queue end as if nothing had happened, with their usage."""
+    async with serving(talk(delay=0.02), "--max-num-seqs=8") as server:
+        prompts = [[CHAIN, 10 + at] for at in range(12)]
+        streams = [asyncio.create_task(stream_text(server, prompt)) for prompt in prompts[:8]]
+        plain = [asyncio.create_task(complete(server, prompt, TOKENS)) for prompt in prompts[8:]]
         await until(lambda: generated(server, 40))
         server.engine.scheduler.signal(signal.SIGKILL)
-        assert await asyncio.gather(*streams) == [500] * 8
-        assert [answer.error["type"] for answer in await asyncio.gather(*plain)] == ["InternalServerError"] * 4
-        await until(server.gateway.healthy)
-        assert await stream_text(server, [CHAIN]) == chained([CHAIN], TOKENS)
+        await until(server.gateway.unhealthy)
+        assert await asyncio.gather(*streams) == [chained(prompt, TOKENS) for prompt in prompts[:8]]
+        for prompt, answer in zip(prompts[8:], await asyncio.gather(*plain), strict=True):
+            assert answer.json["choices"][0]["text"] == chained(prompt, TOKENS)
+            assert answer.json["usage"]["completion_tokens"] == TOKENS
         now = await figures(server)
-        assert ended(now, SAMPLES) == {"error": 12, "length": 1}
+        assert ended(now, SAMPLES) == {"length": 12}
+        assert now["quire:resumed_requests_total"] == 12
         assert (server.engine.scheduler.lives, server.engine.worker.lives) == (2, 1)
         assert "Traceback" not in server.gateway.log
 

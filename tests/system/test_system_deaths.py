@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.gateway.backend import Backend
-from shared.errors import EngineFailure
+from shared.errors import EngineFailure, Unavailable
 from shared.protocol import FinishReason, Sampling
 from tests.scripted_worker import CHAIN, Script, ScriptedFailure
 from tests.scripted_worker import expected_chain as expected
@@ -123,19 +123,61 @@ async def test_a_hung_step_ends_the_worker_and_the_stream_goes_on() -> None:
         await assert_recovered(system, backend)
 
 
-async def test_a_killed_scheduler_fails_its_requests_and_is_found_again() -> None:
-    async with serving(SLOW) as (system, backend):
-        attempts = [asyncio.create_task(complete(backend, [CHAIN, at], TOKENS)) for at in range(8)]
-        await until(lambda: snapshot(backend).running == 8)
-        worker = system.worker.pid
-        system.scheduler.signal(signal.SIGKILL)
-        for one in await asyncio.gather(*attempts, return_exceptions=True):
-            assert isinstance(one, EngineFailure)
-        await until(backend.ready)
-        assert system.scheduler.lives == 2
+def num_resumed(backend: Backend) -> int:
+    resumed, _ = backend.counters
+    return int(next(iter(resumed.collect())).samples[0].value)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
+async def test_a_schedulers_death_loses_and_doubles_no_token(frozen: bool) -> None:
+    """A frozen one is given up after two seconds; here it is killed then."""
+    async with serving(SLOW, "--max-num-seqs=8") as (system, backend):
+        async with streams(backend, 16):  # half of them are queued
+            worker = system.worker.pid
+            system.scheduler.signal(signal.SIGSTOP if frozen else signal.SIGKILL)
+            if frozen:
+                await until(lambda: not backend.ready(), 5.0)
+                system.scheduler.signal(signal.SIGKILL)
+            await until(lambda: system.scheduler.lives == 2)
         assert (system.worker.pid, system.worker.lives) == (worker, 1)  # the weights were kept
-        assert (await complete(backend, [CHAIN], TOKENS)).tokens == expected([CHAIN], TOKENS)
-        assert (await rest(backend)).finished_length == 1
+        assert (await rest(backend)).finished_length == num_resumed(backend) == 16
+
+
+async def test_killing_the_scheduler_again_and_again_and_the_worker_with_it() -> None:
+    async with serving(SLOW) as (system, backend):
+        async with streams(backend, 8):
+            for life in range(1, 4):
+                await until(lambda life=life: backend.ready() and snapshot(backend).generation_tokens > 0)
+                system.scheduler.signal(signal.SIGKILL)
+                if life == 2:
+                    system.worker.signal(signal.SIGKILL)
+                await until(lambda life=life: system.scheduler.lives == life + 1)
+        await rest(backend)
+
+
+async def test_a_request_that_comes_while_there_is_no_scheduler_waits_for_it() -> None:
+    async with serving(SLOW) as (system, backend):
+        system.scheduler.signal(signal.SIGKILL)
+        await until(lambda: not backend.ready())
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+        assert num_resumed(backend) == 0
+
+
+async def test_a_scheduler_that_does_not_come_back_is_waited_for_so_long() -> None:
+    async with serving(SLOW, loss_timeout=1.0) as (system, backend):
+        running = asyncio.create_task(complete(backend, [CHAIN], TOKENS))
+        await until(lambda: snapshot(backend).running == 1)
+        system.scheduler.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineFailure, match=r"none was ready for 1 s \(--engine-loss-timeout\)"):
+                await running
+            with pytest.raises(Unavailable, match="no engine was ready for 1 s"):
+                await complete(backend, [CHAIN], 9)
+        finally:
+            system.scheduler.signal(signal.SIGCONT)
+        await until(backend.ready)
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+        assert (await rest(backend)).finished_abort == 1, "the old attempt has ended at the engine"
 
 
 async def test_a_gateway_that_dies_leaves_nothing_behind() -> None:

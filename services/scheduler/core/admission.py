@@ -5,8 +5,8 @@ gateways send, since a token id out of range would end a worker's process. Bound
 in the types of the messages.
 
 The length limit applies to one sequence, since the samples of a request need not run together; the limit of the queue
-counts them all. A resubmission (a request that comes with output) is never refused for load, since its client has
-already received a part of the output.
+counts them all. A request that another engine has accepted before, or this one's former process, is never refused for
+load: its client was promised an answer, and may have received a part of it.
 """
 
 from array import array
@@ -49,10 +49,10 @@ def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused"
         detail = f"{submit.prompt_len} tokens of prompt and {max_tokens} of output"
         detail += f" are more than the {limits.max_model_len} of the context"
         return Refused(submit.id, Refusal.TOO_LONG, detail)
-    if len(tokens) > submit.prompt_len:
-        return tokens
     if load.draining:
         return Refused(submit.id, Refusal.DRAINING, "the engine is shutting down")
+    if submit.resumed or len(tokens) > submit.prompt_len:
+        return tokens
     if overload := _overload(submit.n, tokens, limits, load):
         return Refused(submit.id, Refusal.QUEUE_FULL, overload, load.retry_after)
     return tokens

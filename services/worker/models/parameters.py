@@ -20,6 +20,7 @@ from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, quantize, stack
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
 from services.worker.models.decoder.layers import Weights
+from services.worker.models.device_copy import copy_to
 from services.worker.models.precision import Precision, Quantization
 from services.worker.models.spec import DecoderSpec, parameter_shapes
 from services.worker.models.tensor_map import ParameterSource, TensorMap
@@ -45,6 +46,7 @@ class CheckpointWeights:
     ) -> None:
         self._files, self._sources = files, sources
         self._precision, self.device = precision, device
+        self._copy = copy_to(device)
         self._report = report  # called with the size of each loaded parameter, in bytes as if it were not quantised
         self.dequantized: list[str] = []  # tensors whose format matmuls cannot use
 
@@ -56,15 +58,19 @@ class CheckpointWeights:
         source = self._sources[name]
         rows = sum(tensor.shape[0] for tensor in source.tensors)
         parameter = _allocate((rows, *source.tensors[0].shape[1:]), self._precision.dtype, self.device)
+        self._copy(self._parts(parameter, source))
+        self._report(parameter.nbytes)
+        return parameter
+
+    def _parts(self, parameter: Tensor, source: ParameterSource) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of `parameter`, each with the stored tensor that belongs there."""
         row = 0
         for tensor in source.tensors:
             stored = self._files.get(tensor.name)
             if tensor.expert is not None:
                 stored = stored[tensor.expert]
-            parameter[row : row + tensor.shape[0]].copy_(stored.T if source.transposed else stored)
+            yield parameter[row : row + tensor.shape[0]], stored.T if source.transposed else stored
             row += tensor.shape[0]
-        self._report(parameter.nbytes)
-        return parameter
 
     def load_matrix(self, name: str) -> Tensor | QuantizedWeight:
         """Return the matrix called `name`: with the checkpoint's quants, rounded to quants, or as floats."""
@@ -74,19 +80,23 @@ class CheckpointWeights:
             matrix = stack([part for part in stored if part is not None]) if all(stored) else None
             if matrix is not None:
                 self._report(sum(math.prod(tensor.shape) for tensor in tensors) * self._precision.dtype.itemsize)
-                return matrix
+                return matrix.to(self.device)
             self.dequantized += [tensor.name for tensor in tensors if self._files.is_quantized(tensor.name)]
         return round_matrix(self.load(name), self._precision.quantization)
 
 
 class RandomWeights:
-    """Random parameters with a fixed seed, to measure an architecture without a checkpoint."""
+    """Random parameters with a fixed seed, to measure an architecture without a checkpoint.
+
+    They are drawn on the device, so devices of different types get different numbers.
+    """
 
     def __init__(self, spec: DecoderSpec, precision: Precision, device: torch.device) -> None:
         self._shapes = dict(parameter_shapes(spec))
         self._ones = spec.norm != "rms_plus_one"
         self._precision, self.device = precision, device
-        self._generator = torch.Generator().manual_seed(0)
+        is_meta = device.type == "meta"  # where nothing is drawn, and there are no generators
+        self._generator = None if is_meta else torch.Generator(device).manual_seed(0)
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -94,10 +104,10 @@ class RandomWeights:
     def load(self, name: str) -> Tensor:
         parts = self._shapes[name]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
-        values = torch.randn(shape, generator=self._generator).mul_(0.02)
+        values = torch.randn(shape, generator=self._generator, device=self.device).mul_(0.02)
         if self._ones and name.endswith("norm.weight"):
             values = values + 1
-        return values.to(self.device, self._precision.dtype)
+        return values.to(self._precision.dtype)
 
     def load_matrix(self, name: str) -> Tensor | QuantizedWeight:
         return round_matrix(self.load(name), self._precision.quantization)

@@ -17,7 +17,7 @@ from kernels.ops import Ops
 from services.worker.models.causal_lm import CausalLM, Inputs
 from shared.errors import ModelError
 
-_BLOCK_SIZE = 4
+_BLOCK_SIZE = 16  # the default of --block-size, with which a GPU's kernels are compiled already
 _LENGTH = 12
 _PIECE_LENGTHS = (5, 1, 6)
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
@@ -69,7 +69,7 @@ class _CheckedSequence:
         self._storage = layout.allocate(2 * blocks, device)
         self._caches = layout.views(self._storage)
         self._tokens = torch.tensor(tokens, device=device)
-        tables = torch.arange(2 * blocks, device=device).view(2, blocks)
+        tables = torch.arange(2 * blocks, dtype=torch.int32, device=device).view(2, blocks)
         self._tables = torch.stack((tables[0], tables[1].flip(0)))
 
     def logits(self, pieces: Sequence[int]) -> Tensor:
@@ -91,12 +91,16 @@ class _CheckedSequence:
             positions=positions,
             slot_mapping=blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE,
             attention=self._ops.plan_attention(
-                BatchRows.of(torch.tensor([0, count, 2 * count]), torch.tensor([start, start])).to(device),
+                BatchRows.of(*map(_int32, ([0, count, 2 * count], [start, start], [0, 1]))).to(device),
                 self._tables,
                 block_size=_BLOCK_SIZE,
                 num_kv_heads=self._model.shape.num_kv_heads,
             ),
         )
+
+
+def _int32(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def _is_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:

@@ -9,12 +9,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
+from services.worker.models.device_copy import Copy, copy_to
 from services.worker.models.fallback.sizes import check_sizes
 from shared.errors import ModelError
 from shared.hub.progress import progress
@@ -42,8 +44,11 @@ def build_model(
             check_sizes(config.get_text_config())
             if getattr(config, "output_router_logits", False):  # only a training loss needs them
                 config.output_router_logits = False
-            model = _random(model_class, config, dtype) if files is None else _load(model_class, config, files, dtype)
-        except ModelError:
+            if files is None:
+                model = _random(model_class, config, dtype, device)
+            else:
+                model = _load(model_class, config, files, dtype, device)
+        except (ModelError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # it checks configs in hundreds of ways, and may raise anything
             raise ModelError(f"{folder}: transformers cannot build {architecture}: {first_line(error)}") from error
@@ -67,23 +72,47 @@ def first_line(error: BaseException) -> str:
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
-def _random(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    with torch.random.fork_rng():
+def _random(model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    with torch.random.fork_rng(), device:
         torch.manual_seed(0)
         return model_class._from_config(config, dtype=dtype, attn_implementation="eager")
 
 
-def _load(model_class: Any, config: Any, files: WeightFiles, dtype: torch.dtype) -> Any:
+class TensorForDevice:
+    """A tensor of a weight file that goes to `device` as transformers reads it.
+
+    transformers reads a tensor by `tensor[...].to(device, dtype)`, and asks for the CPU unless it has a `device_map`,
+    for which it needs another package. Most of a model would then be on the host before any of it is on the device.
+    """
+
+    def __init__(self, stored: Tensor, device: torch.device, copy: Copy) -> None:
+        self._stored, self._device, self._copy = stored, device, copy
+
+    def __getitem__(self, index: EllipsisType) -> "TensorForDevice":
+        return self
+
+    def to(self, device: Any, dtype: torch.dtype) -> Tensor:
+        """Return the whole tensor in `dtype`, on its device instead of `device`."""
+        tensor = torch.empty(self._stored.shape, dtype=dtype, device=self._device)
+        self._copy([(tensor, self._stored)])
+        return tensor
+
+
+def _load(model_class: Any, config: Any, files: WeightFiles, dtype: torch.dtype, device: torch.device) -> Any:
     tensors = {name: files.get(name) for name in files.names}
     with torch.device("meta"):
         outline = model_class._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
     _refuse_unfit(outline, tensors)
     total = sum(tensor.nbytes for tensor in tensors.values())
+    state_dict: dict[str, Any] = dict(tensors)
+    if device.type != "cpu":
+        to_device = copy_to(device)
+        state_dict = {name: TensorForDevice(tensor, device, to_device) for name, tensor in tensors.items()}
     with progress("loading weights", total) as done:
         model, loading_info = model_class.from_pretrained(
             None,
             config=config,
-            state_dict=dict(tensors),
+            state_dict=state_dict,
             dtype=dtype,
             attn_implementation="eager",
             output_loading_info=True,

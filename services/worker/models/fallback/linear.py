@@ -16,15 +16,17 @@ from kernels.ops import Ops
 class PackedLinear(nn.Module):
     """y = x Wᵀ + b over the last dimension of `x`, with a weight that the kernels have packed."""
 
-    def __init__(self, packed: Any, bias: Tensor | None, outputs: int, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(self, weight: Tensor, packed: Any, bias: Tensor | None, ops: Ops) -> None:
+        """`packed` is `weight` (out, in), which is not kept."""
         super().__init__()
-        self._packed, self.bias, self.out_features = packed, bias, outputs
-        self._dtype, self._ops = dtype, ops
+        self._packed, self.bias, self.out_features = packed, bias, len(weight)
+        self._dtype, self._device, self._ops = weight.dtype, weight.device, ops
 
     @property
     def weight(self) -> Tensor:
         """The unpacked weight (out, in), computed at each access, for modelling code that reads it."""
-        return self._ops.embedding(torch.arange(self.out_features), self._packed).to(self._dtype)
+        rows = torch.arange(self.out_features, device=self._device)
+        return self._ops.embedding(rows, self._packed).to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Take `x` (..., in), and return (..., out)."""
@@ -56,4 +58,4 @@ def _pack(module: nn.Module, ops: Ops) -> nn.Module:
     if packed is plain:
         return module
     module.register_parameter("weight", None)  # `replacements` keeps the module alive for a while
-    return PackedLinear(packed, bias.detach() if isinstance(bias, Tensor) else None, len(plain), plain.dtype, ops)
+    return PackedLinear(plain, packed, bias.detach() if isinstance(bias, Tensor) else None, ops)

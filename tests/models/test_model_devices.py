@@ -1,0 +1,163 @@
+"""Loading puts every tensor on the device: shown on the meta device, where nothing else can meet what is there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kernels.load import reference
+from kernels.quantized import QuantizedWeight
+from services.worker.checkpoint.model_folder import ModelFolder
+from services.worker.checkpoint.weight_files import WeightFiles
+from services.worker.models.device_copy import Copy, PinnedRing
+from services.worker.models.fallback import build
+from services.worker.models.fallback.build import TensorForDevice, build_model
+from services.worker.models.fallback.linear import PackedLinear, pack_modules
+from services.worker.models.load import match_family
+from services.worker.models.parameters import RandomWeights, load_weights
+from services.worker.models.precision import Precision
+from services.worker.models.registry import read_supported
+from services.worker.models.spec import DecoderSpec, parameter_shapes
+from tests.models.fallback_models import deepseek_v3, granite
+from tests.models.gptq_awq_writer import Scheme, save_packed
+from tests.models.test_device_copy import LazyStream
+from tests.models.tiny_models import llama, reference_logits, save
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+BFLOAT16 = Precision(torch.bfloat16, None, torch.bfloat16)
+
+
+def spec_of(path: Path) -> DecoderSpec:
+    folder, implementation = read_supported(path, "auto")
+    _, match = match_family(folder.config, implementation, "auto", None)
+    assert match
+    return match.spec
+
+
+def test_random_weights_are_drawn_on_the_device(tmp_path: Path) -> None:
+    """On a CPU by a generator of their own, whose numbers are those of older versions; on meta by none."""
+    spec = spec_of(save(llama(), tmp_path))
+    first, second, norm = "embedding.weight", "layers.0.qkv.weight", "layers.0.attention_norm.weight"
+    state = torch.get_rng_state()
+    weights = RandomWeights(spec, BFLOAT16, META)
+    assert all(weights.load(name).is_meta for name in dict(parameter_shapes(spec)))
+    on_cpu = RandomWeights(spec, BFLOAT16, CPU)
+    drawn = [on_cpu.load(name) for name in (first, second, norm)]
+    assert torch.equal(torch.get_rng_state(), state)
+    generator = torch.Generator().manual_seed(0)
+    for tensor, offset in zip(drawn, (0, 0, 1), strict=True):
+        expected = torch.randn(tensor.shape, generator=generator) * 0.02 + offset
+        assert torch.equal(tensor, expected.bfloat16())
+
+
+@pytest.mark.parametrize("scheme", [Scheme(act_order=True), Scheme(method="awq", symmetric=False)], ids=["gptq", "awq"])
+def test_quantised_weights_are_packed_on_the_device(scheme: Scheme, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder, implementation = read_supported(save_packed(llama(**sizes), tmp_path, scheme), "auto")
+    files = WeightFiles(folder)
+    _, match = match_family(folder.config, implementation, "auto", files)
+    assert match
+    assert match.tensors
+    precision = Precision(torch.float32, files.quantization, torch.float32)  # type: ignore[arg-type]
+    with load_weights(files, match.tensors, precision, META) as weights:
+        matrix = weights.load_matrix("layers.0.out.weight")
+    assert isinstance(matrix, QuantizedWeight)
+    tensors = [matrix.quants, matrix.scales, *(part for part in (matrix.mins, matrix.order) if part is not None)]
+    assert len(tensors) == 3  # with an order, or with mins
+    assert all(tensor.is_meta for tensor in tensors)
+    assert reference().pack_linear(matrix).is_meta
+
+
+# models of transformers' code
+
+
+def record_parameters_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the parameters that are not on the device when the whole model is moved there."""
+    left: list[str] = []
+    move = nn.Module.to
+
+    def recorded(module: nn.Module, device: torch.device) -> nn.Module:
+        left.extend(name for name, parameter in module.named_parameters() if parameter.device != device)
+        return move(module, device)
+
+    monkeypatch.setattr(nn.Module, "to", recorded)
+    return left
+
+
+@pytest.mark.parametrize("make", [granite, deepseek_v3])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_models_weights_go_to_the_device_one_by_one(
+    make: Any, stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time that the whole model is moved, only buffers that are in no file are left. One merges experts."""
+    folder = ModelFolder.read(save(make().to(stored), tmp_path))
+    left = record_parameters_on_the_host(monkeypatch)
+    model = build_model(tmp_path, type(make()).__name__, WeightFiles(folder), torch.bfloat16, META)
+    assert left == []
+    tensors = [*model.parameters(), *model.buffers()]
+    assert len(tensors) > 20
+    assert all(tensor.is_meta for tensor in tensors)
+    monkeypatch.undo()
+    on_cpu = build_model(tmp_path, type(model).__name__, WeightFiles(folder), torch.bfloat16, CPU)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in model.named_parameters()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in on_cpu.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("make", [granite, deepseek_v3])
+def test_a_model_whose_tensors_went_one_by_one_is_the_same(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's memory is the host's here, and tensors come through a ring of pinned buffers."""
+    model = make()
+    folder = ModelFolder.read(save(model, tmp_path))
+    stream = LazyStream()
+    with torch.inference_mode():  # as in the worker
+        ring = PinnedRing([torch.empty(1000, dtype=torch.uint8) for _ in range(2)], stream)
+
+    class TensorForHost(TensorForDevice):
+        def __init__(self, stored: Tensor, device: torch.device, copy: Copy) -> None:
+            super().__init__(stored, CPU, ring.copy)
+
+    monkeypatch.setattr(build, "TensorForDevice", TensorForHost)
+    monkeypatch.setattr(nn.Module, "to", lambda module, device: module)
+    loaded = build_model(tmp_path, type(model).__name__, WeightFiles(folder), torch.float32, META)
+    assert stream.launched > 20
+    tokens = [5, 9, 100, 3]
+    assert torch.equal(reference_logits(loaded, tokens), reference_logits(model, tokens))
+
+
+def test_random_weights_of_transformers_are_drawn_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(granite(), tmp_path)
+    left = record_parameters_on_the_host(monkeypatch)
+    state = torch.get_rng_state()
+    on_cpu, same, _ = (
+        build_model(tmp_path, "GraniteForCausalLM", None, torch.float32, device) for device in (CPU, CPU, META)
+    )
+    assert left == []
+    assert all(map(torch.equal, on_cpu.parameters(), same.parameters()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_unpacked_weight_is_read_on_its_device() -> None:
+    class Ops:
+        """Packs by a copy; an index on the host would be accepted by torch, for a table on meta."""
+
+        def pack_linear(self, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+            assert ids.device == table.device
+            return table[ids]
+
+    model = nn.Sequential(nn.Linear(4, 3, device=META, dtype=torch.bfloat16))
+    pack_modules(model, Ops())  # type: ignore[arg-type]
+    packed = model[0]
+    assert isinstance(packed, PackedLinear)
+    assert packed.weight.is_meta
+    assert packed.weight.shape == (3, 4)
+    assert packed.weight.dtype == torch.bfloat16
