@@ -30,6 +30,9 @@ from benchmarks.gpu_check.parts import PARTS, run_part
 from benchmarks.gpu_check.report import FAILED, HEADINGS, WRONG, Note, Row, line
 from benchmarks.gpu_check.settings import Settings, choose_settings
 
+MAX_SECONDS = 480
+"""The time of all parts. Their own limits leave some for the starts of their processes."""
+
 PAGE = Path(__file__).parents[1] / "results" / "gpu_check.md"
 
 
@@ -69,7 +72,7 @@ def run(settings: Settings, names: list[str], command: str, page: Path | None) -
     for part in PARTS:
         if part.name not in names:
             continue
-        for message in run_part(part, settings):
+        for message in run_part(part, settings, seconds_left=MAX_SECONDS - (time.monotonic() - began)):
             if isinstance(message, Note):
                 notes.append(f"{part.name}: {message.text}")
                 print(message.text, file=sys.stderr, flush=True)

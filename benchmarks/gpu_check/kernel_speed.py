@@ -115,15 +115,15 @@ def _measure_decodes(bench: Bench, prompts: Prompts, target: float) -> None:
     case = _paged(bench, prompts.number, 1, prompts.tokens)
     q, keys, values = case.q[:, :, None], case.contiguous(case.keys), case.contiguous(case.values)
 
-    def torchs() -> Tensor:
+    def by_torch() -> Tensor:
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
-    correct = _near(_attend(case), torchs()[:, :, 0])
+    correct = _near(_attend(case), by_torch()[:, :, 0])
     seconds = bench.stopwatch.seconds(lambda: _attend(case))
     floor = bench.floor(keys.nbytes + values.nbytes + 2 * q.nbytes)
     name = f"decode attention, {prompts}"
     bench.report.add(compare_times(name, seconds, floor, at_least=target, correct=correct))
-    bench.report.add(compare_times(f"{name}, beside SDPA", seconds, bench.stopwatch.seconds(torchs)))
+    bench.report.add(compare_times(f"{name}, beside SDPA", seconds, bench.stopwatch.seconds(by_torch)))
 
 
 def _measure_chunk(bench: Bench) -> None:
@@ -131,10 +131,10 @@ def _measure_chunk(bench: Bench) -> None:
     case = _paged(bench, 1, length, length)
     q, keys, values = case.q.transpose(0, 1)[None], case.contiguous(case.keys), case.contiguous(case.values)
 
-    def torchs() -> Tensor:
+    def by_torch() -> Tensor:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
 
-    correct = _near(_attend(case), torchs()[0].transpose(0, 1))
+    correct = _near(_attend(case), by_torch()[0].transpose(0, 1))
     seconds = bench.stopwatch.seconds(lambda: _attend(case))
     flops = 4 * length * (length + 1) // 2 * case.q.shape[1] * case.q.shape[2]
     name = f"chunk attention, 1 × {length:,}, causal"
@@ -144,7 +144,7 @@ def _measure_chunk(bench: Bench) -> None:
         bench.report.add(compare_rates(name, rate, reference, "TFLOP/s", at_least=CHUNK_TARGET, correct=correct))
     else:
         bench.report.add(compare_times(name, seconds, None, correct=correct))
-    bench.report.add(compare_times(f"{name}, beside SDPA", seconds, bench.stopwatch.seconds(torchs)))
+    bench.report.add(compare_times(f"{name}, beside SDPA", seconds, bench.stopwatch.seconds(by_torch)))
     if bench.settings.is_gpu:
         with bench.report.check(f"{name}, beside varlen_attn"):
             varlen = bench.stopwatch.seconds(_varlen(case, keys, values))
@@ -180,15 +180,15 @@ def _measure_sampling(
     assert words is not None
     packed = torch.from_numpy(words).to(bench.device)
 
-    def torchs() -> Tensor:
+    def by_torch() -> Tensor:
         return _sample_by_sort(logits, top_p) if temperature else logits.argmax(-1)
 
     tokens = ops.sample(logits, metadata, packed)
-    correct = _is_in_nucleus(logits, tokens, top_p) if temperature else torch.equal(tokens, torchs())
+    correct = _is_in_nucleus(logits, tokens, top_p) if temperature else torch.equal(tokens, by_torch())
     seconds = bench.stopwatch.seconds(lambda: ops.sample(logits, metadata, packed))
     name = f"choosing {rows} tokens of {vocab:,}, {method}"
     bench.report.add(compare_times(name, seconds, bench.floor(logits.nbytes), at_least=target, correct=correct))
-    torch_seconds = bench.stopwatch.seconds(torchs, in_graph=not temperature)
+    torch_seconds = bench.stopwatch.seconds(by_torch, in_graph=not temperature)
     how = "a sort" if temperature else "argmax"
     bench.report.add(compare_times(f"{name}, beside torch's, by {how}", seconds, torch_seconds))
 
@@ -249,9 +249,9 @@ def _measure_elementwise(bench: Bench, rows: int) -> None:
             gate_up.nbytes * 3 // 2,
         ),
     }
-    for name, (ours, torchs, bytes_moved) in cases.items():
-        seconds, torch_seconds = bench.stopwatch.seconds(ours), bench.stopwatch.seconds(torchs)
-        check, correct = f"{name}, {rows:,} rows", _near(ours(), torchs())
+    for name, (ours, by_torch, bytes_moved) in cases.items():
+        seconds, torch_seconds = bench.stopwatch.seconds(ours), bench.stopwatch.seconds(by_torch)
+        check, correct = f"{name}, {rows:,} rows", _near(ours(), by_torch())
         bench.report.add(compare_times(check, seconds, bench.floor(bytes_moved), correct=correct))
         bench.report.add(compare_times(f"{check}, beside torch's", seconds, torch_seconds))
 

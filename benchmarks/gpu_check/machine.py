@@ -35,12 +35,12 @@ def _measure_launches(settings: Settings, report: Report) -> None:
     device, count = torch.device(settings.device), settings.launches
     stopwatch, ops = Stopwatch(device, settings.repeats), gpu()
     x, weight = torch.ones(1, 128, device=device), torch.ones(128, device=device)
-    ours, torchs = (lambda: ops.rms_norm(x, weight, 1e-5)), (lambda: x + 1)
+    ours, by_torch = (lambda: ops.rms_norm(x, weight, 1e-5)), (lambda: x + 1)
 
-    eager = [stopwatch.seconds_of_launch(call, count) for call in (ours, torchs)]
+    eager = [stopwatch.seconds_of_launch(call, count) for call in (ours, by_torch)]
     report.add(compare_times("a launch, eager, beside torch's", *eager))
 
-    in_graph = [stopwatch.seconds(partial(_repeatedly, call, count)) / count for call in (ours, torchs)]
+    in_graph = [stopwatch.seconds(partial(_repeatedly, call, count)) / count for call in (ours, by_torch)]
     report.add(compare_times("a launch, in a graph, beside torch's", *in_graph))
 
 

@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,13 +16,10 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu_check.settings import Config, Settings
-from benchmarks.gpu_check.stopwatch import repeat
-from kernels.load import gpu
 from quire.engine import InProcessEngine
 from services.scheduler.config import SchedulerConfig
 from services.worker import start
 from services.worker.config import WorkerConfig
-from services.worker.runner import ModelRunner
 from shared.config import resolve
 from shared.protocol import ProgressRow, Sampling, Submit, TokenLogprobs, pack_tokens
 
@@ -72,8 +69,7 @@ def started_engine(settings: Settings, **options: Any) -> Iterator[Started]:
     logger.setLevel(logging.INFO)
     began = time.perf_counter()
     try:
-        on_cpu = _interpreted_kernels(enforce_eager=options.get("enforce_eager", False))
-        with tempfile.TemporaryDirectory() as folder, nullcontext() if settings.is_gpu else on_cpu:
+        with tempfile.TemporaryDirectory() as folder, _timed_phases() as phases:
             _write_config(Path(folder), settings.config)
             arguments = {
                 "model": folder,
@@ -83,27 +79,11 @@ def started_engine(settings: Settings, **options: Any) -> Iterator[Started]:
                 "enable_prefix_caching": False,
                 **options,
             }
-            with _timed_phases() as phases:
-                engine = InProcessEngine(resolve(SchedulerConfig, arguments, {}), resolve(WorkerConfig, arguments, {}))
+            engine = InProcessEngine(resolve(SchedulerConfig, arguments, {}), resolve(WorkerConfig, arguments, {}))
         phases["memory, kernels and graphs"] = time.perf_counter() - began - sum(phases.values())
         yield Started(engine, phases, log, len(log.lines))
     finally:
         logger.removeHandler(log)
-
-
-@contextmanager
-def _interpreted_kernels(*, enforce_eager: bool) -> Iterator[None]:
-    """Let a CPU start with the GPU's kernels, and run a step's function again where a GPU has a graph."""
-    runner, capture = start.ModelRunner, None if enforce_eager else repeat
-
-    def start_runner(*args: Any, **kwargs: Any) -> ModelRunner:
-        return runner(*args, **kwargs | {"capture": capture})
-
-    with (
-        patch.object(start, "choose_ops", lambda _, config: gpu(batch_invariant=config.batch_invariant)),
-        patch.object(start, "ModelRunner", start_runner),
-    ):
-        yield
 
 
 @contextmanager

@@ -5,6 +5,7 @@ a kernel that hangs cannot be interrupted, so each part has a process that can b
 """
 
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -31,7 +32,7 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("machine", "benchmarks.gpu_check.machine", 20),
+    Part("machine", "benchmarks.gpu_check.machine", 30),
     Part("tests", "benchmarks.gpu_check.kernel_tests", 120),
     Part("kernels", "benchmarks.gpu_check.kernel_speed", 90),
     Part("engine", "benchmarks.gpu_check.engine_speed", 150),
@@ -43,7 +44,7 @@ class _Started(NamedTuple):
     """A process's first message: its part is imported."""
 
 
-def run_part(part: Part, settings: Settings) -> Iterator[Message]:
+def run_part(part: Part, settings: Settings, *, seconds_left: float = math.inf) -> Iterator[Message]:
     """Yield the rows of `part` as they become known, and a last one if it fails or takes too long."""
     context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
     receiver, sender = context.Pipe(duplex=False)
@@ -51,7 +52,7 @@ def run_part(part: Part, settings: Settings) -> Iterator[Message]:
     process.start()
     sender.close()
     try:
-        yield from _receive(part, part.limit * settings.limit_factor, receiver, process)
+        yield from _receive(part, min(part.limit * settings.limit_factor, seconds_left), receiver, process)
     finally:
         _kill(process)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from services.worker.decode_graphs import Capture, cuda_capture
+from services.worker.decode_graphs import Capture, cuda_capture, repeat
 
 WARM_UP = 3
 """Calls on a GPU that come before those that are measured, so that its clock rate has risen."""
@@ -48,12 +48,6 @@ class EventClock:
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1000
-
-
-def repeat(run: Call) -> Call:
-    """Run a function and return it: what stands for a graph on a CPU."""
-    run()
-    return run
 
 
 class Stopwatch:

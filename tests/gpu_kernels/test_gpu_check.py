@@ -115,6 +115,12 @@ def test_a_part_that_fails_is_a_row(way: str, last: str) -> None:
                 wait_for_end(int(note.text))
 
 
+def test_a_part_gets_no_more_than_is_left_of_all_time() -> None:
+    settings = replace(CPU, dtype="hang", limit_factor=1)
+    *_, end = run_part(Part("broken", "tests.gpu_kernels.broken_parts", 30), settings, seconds_left=0.5)
+    assert end.ok == FAILED
+
+
 def wait_for_end(pid: int) -> None:
     """Raise ProcessLookupError once there is no such process, or none that runs."""
     for _ in range(200):
