@@ -80,18 +80,18 @@ def run(settings: Settings, names: list[str], command: str, page: Path | None) -
                 rows.append(message)
                 print(message, flush=True)
             if page:
-                page.write_text(page_text(command, rows, notes, time.monotonic() - began))
+                page.write_text(page_text(settings, command, rows, notes, time.monotonic() - began))
     return rows
 
 
-def page_text(command: str, rows: list[Row], notes: list[str], seconds: float) -> str:
+def page_text(settings: Settings, command: str, rows: list[Row], notes: list[str], seconds: float) -> str:
     """Return the page in Markdown."""
     table = "\n".join(map(line, (HEADINGS, ("---",) * len(HEADINGS), *rows)))
     logged = "\n".join(f"- {note}" for note in notes)
-    introduction = (
-        f"Written by `{command}` in {seconds:.0f} s. Floors follow from the rates that the first rows show; targets "
-        "are those of an H200."
-    )
+    meaning = "Kernels were interpreted on a CPU, so times say nothing."
+    if settings.is_gpu:
+        meaning = "Floors follow from the rates that the first rows show; targets are those of an H200."
+    introduction = f"Written by `{command}` in {seconds:.0f} s. {meaning}"
     return f"# The GPU, checked and measured\n\n{introduction}\n\n{table}\n" + (f"\n{logged}\n" if notes else "")
 
 
