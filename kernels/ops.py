@@ -29,6 +29,7 @@ class Ops(Protocol):
     """The operations of one device."""
 
     kv_cache_dtypes: frozenset[torch.dtype]  # that a cache may have beside the model's own type
+    supports_graphs: bool  # no operation waits for the device, so a CUDA graph can hold them
     quantized_weights: bool  # `pack_linear` and `pack_experts` take weights that are quantised
 
     # attention

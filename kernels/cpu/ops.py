@@ -25,4 +25,5 @@ from kernels.reference.experts import mix_experts, pack_experts, route
 from kernels.reference.sampling import pack_metadata
 
 kv_cache_dtypes = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8})
+supports_graphs = False
 quantized_weights = True

@@ -30,6 +30,7 @@ from kernels.reference.linear import embedding
 from kernels.reference.ops import fuse_layers
 
 kv_cache_dtypes = KV_CACHE_DTYPES
+supports_graphs = True
 quantized_weights = False
 
 plan_attention = partial(attention.plan_attention, batch_invariant=True)

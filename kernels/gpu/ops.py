@@ -25,4 +25,5 @@ from kernels.reference.linear import embedding, linear, pack_linear
 from kernels.reference.ops import fuse_layers
 
 kv_cache_dtypes = KV_CACHE_DTYPES
+supports_graphs = True
 quantized_weights = False

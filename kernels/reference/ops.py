@@ -25,6 +25,7 @@ from kernels.reference.sampling import logprobs, pack_metadata, penalties, sampl
 
 # Caches of float8_e4m3fn work too, but only as the measure of the GPU's: int8 is as small and more exact.
 kv_cache_dtypes = frozenset({torch.int8})
+supports_graphs = False
 quantized_weights = False
 
 

@@ -3,11 +3,11 @@
 `python -m services.worker` and the offline engine both start here.
 """
 
+import logging
 from pathlib import Path
 
 import torch
 
-from kernels.load import interpreted
 from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
@@ -21,6 +21,8 @@ from shared.hub.checkpoint import locate, text_digest
 from shared.hub.embedded import EMBEDDED
 from shared.protocol import ModelInfo
 
+logger = logging.getLogger(__name__)
+
 
 def start_runner(config: WorkerConfig) -> ModelRunner:
     """Load a model and return its warm runner. Raise ModelError or ConfigError if it cannot be found, loaded or run."""
@@ -32,7 +34,11 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
-    capture = choose_capture(loaded, device, config)
+    capture = choose_capture(loaded, ops, device, config)
+    if device.type == "cuda":
+        kernels = "Quire's kernels" if ops.supports_graphs else "plain torch operations"
+        decodes = "in CUDA graphs" if capture else "kernel by kernel"
+        logger.info("computing on %s with %s; decodes run %s", torch.cuda.get_device_name(device), kernels, decodes)
     return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, capture=capture)
 
 
@@ -44,13 +50,11 @@ def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
         raise ConfigError(f"--batch-invariant {error}") from error
 
 
-def choose_capture(loaded: LoadedModel, device: torch.device, config: WorkerConfig) -> Capture | None:
+def choose_capture(loaded: LoadedModel, ops: Ops, device: torch.device, config: WorkerConfig) -> Capture | None:
     """Return what captures graphs of decodes; None: every step is launched kernel by kernel."""
-    if config.enforce_eager or not isinstance(loaded.model, Decoder):
+    if config.enforce_eager or not ops.supports_graphs or not isinstance(loaded.model, Decoder):
         return None  # transformers' code may wait for the device, which no graph holds
-    if device.type == "cuda":
-        return cuda_capture()
-    return repeat if interpreted(device) else None
+    return cuda_capture() if device.type == "cuda" else repeat
 
 
 def model_info(loaded: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:

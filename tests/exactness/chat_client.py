@@ -54,8 +54,10 @@ class ChatClient:
         self._ids = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size)}
         assert len(self._ids) == tokenizer.vocab_size
 
-    async def ask_all(self, questions: Sequence[Question], killed: Server | None = None) -> list[Reply]:
-        """Return the replies to questions that are asked at the same time; meanwhile the worker of `killed` dies."""
+    async def ask_all(
+        self, questions: Sequence[Question], killed: Server | None = None, victim: str = "worker"
+    ) -> list[Reply]:
+        """Return the replies to questions that are asked at the same time; meanwhile a process of `killed` dies."""
         replies = [
             Reply([Answer(Run(question.sampling, [], [], sample)) for sample in range(question.n)])
             for question in questions
@@ -65,7 +67,7 @@ class ChatClient:
                 tasks.create_task(self._ask(question, reply))
             if killed is not None:
                 answers = [answer for reply in replies for answer in reply.answers]
-                tasks.create_task(kill_worker_under_load(killed, answers))
+                tasks.create_task(kill_under_load(killed, victim, answers))
         return replies
 
     async def _ask(self, question: Question, reply: Reply) -> None:
@@ -81,9 +83,16 @@ class ChatClient:
             seed=sampling.seed,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
             logprobs=True,
             top_logprobs=MAX_LOGPROBS,
-            extra_body={"ignore_eos": True, "top_k": sampling.top_k},
+            extra_body={
+                "ignore_eos": True,
+                "top_k": sampling.top_k,
+                "repetition_penalty": sampling.repetition_penalty,
+                "min_tokens": sampling.min_tokens,
+            },
         )
         async for chunk in chunks:
             self._take(chunk, reply)
@@ -118,16 +127,16 @@ async def chat_client(server: Server, name: str, tokenizer: Tokenizer) -> AsyncI
         yield ChatClient(api, name, tokenizer)
 
 
-async def kill_worker_under_load(server: Server, answers: Sequence[Answer]) -> None:
-    """Kill the worker once all streams run; wait until the server is not ready, and then until it is again."""
+async def kill_under_load(server: Server, victim: str, answers: Sequence[Answer]) -> None:
+    """Kill a process once all streams run; wait until the server is not ready, and then until it is again."""
     await until(lambda: min(len(answer.run.tokens) for answer in answers) >= 4, PATIENCE)
     before = server.children()
-    before["worker"].kill()
+    before[victim].kill()
     await until(lambda: status_is(server, 503), PATIENCE)
     assert all(len(answer.run.tokens) < answer.run.sampling.max_tokens for answer in answers)
     await until(lambda: status_is(server, 200), PATIENCE)
     after = server.children()
-    assert {name for name in after if after[name] != before[name]} == {"worker"}
+    assert {name for name in after if after[name] != before[name]} == {victim}
 
 
 async def status_is(server: Server, status: int) -> bool:

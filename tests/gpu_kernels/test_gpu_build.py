@@ -14,6 +14,7 @@ from triton.runtime.cache import FileCacheManager, get_cache_manager
 
 from kernels.gpu import build, build_table, object_cache
 from kernels.gpu.build_table import Row
+from kernels.gpu.launch import Architecture
 from kernels.gpu.objects import blocks_on_sm
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +123,7 @@ def test_objects_that_an_image_lacks_go_to_the_cache(tmp_path: Path, monkeypatch
 def test_only_checked_architectures_decide_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results: dict[build.Architecture, build.Built] = {
+    results: dict[Architecture, build.Built] = {
         90: build.Built(1, [ROW], []),
         89: build.Built(1, [ROW], ["sm_89: it spills"]),
         "gfx942": build.Built(1, [], ["gfx942: it does not fit"]),

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +14,7 @@ from kernels.load import gpu, kv_cache_dtypes, ops, reference, version
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, cuda_capture, repeat
+from services.worker.models.causal_lm import CausalLM
 from services.worker.models.fingerprint import fingerprint
 from services.worker.models.load import load_model
 from services.worker.models.precision import Precision
@@ -71,21 +74,25 @@ def test_a_runner_samples_the_references_tokens(graphs: bool, device: torch.devi
     Decodes also run in graphs of more rows than the batch has. On a CPU, a graph runs its function again.
     """
     folder = save(llama(), tmp_path)
-    runs = 0
-
-    def recorded(run: Callable[[], object]) -> Callable[[], object]:
-        def replay() -> None:
-            nonlocal runs
-            runs += 1
-            run()
-
-        run()
-        return replay
-
     capture = recorded if device.type == "cpu" else cuda_capture()
+    recorded_runs.clear()
     ours = tokens_of(folder, device, gpu(), capture if graphs else None)
     assert ours == tokens_of(folder, device, reference())
-    assert runs == (2 if graphs else 0) or device.type != "cpu"
+    assert len(recorded_runs) == (2 if graphs else 0) or device.type != "cpu"
+
+
+recorded_runs: list[None] = []
+
+
+def recorded(run: Callable[[], object]) -> Callable[[], object]:
+    """Capture a function as `repeat` does, and note each run of its graph."""
+    graph = repeat(run)
+
+    def replay() -> None:
+        recorded_runs.append(None)
+        graph()
+
+    return replay
 
 
 def tokens_of(
@@ -153,16 +160,18 @@ def test_a_cpu_takes_the_kernels_if_they_are_interpreted(
     assert sum("interpreted" in text for text in caplog.messages) == 2
 
 
-def test_interpreted_decodes_are_captured_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cpu, config = torch.device("cpu"), WorkerConfig(device="cpu")
+def test_who_gets_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Models of Quire's own on operations that wait for nothing, unless --enforce-eager is set."""
+    monkeypatch.setattr("services.worker.start.cuda_capture", lambda: recorded)
+    cpu, cuda, config = torch.device("cpu"), torch.device("cuda"), WorkerConfig(device="cpu")
     loaded = load_model(save(llama(), tmp_path), config, cpu, gpu())
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_capture(loaded, cpu, config) is repeat
-    assert choose_capture(loaded, cpu, WorkerConfig(device="cpu", enforce_eager=True)) is None
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert choose_capture(loaded, cpu, config) is None
+    assert choose_capture(loaded, gpu(), cpu, config) is repeat
+    assert choose_capture(loaded, gpu(), cuda, config) is recorded
+    assert choose_capture(loaded, gpu(batch_invariant=True), cuda, config) is recorded
+    assert choose_capture(loaded, reference(), cuda, config) is None
+    assert choose_capture(loaded, gpu(), cuda, WorkerConfig(enforce_eager=True)) is None
+    of_transformers = replace(loaded, model=cast(CausalLM, object()))
+    assert choose_capture(of_transformers, gpu(), cuda, config) is None
 
 
 @pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
