@@ -1,7 +1,7 @@
 """`make compose-test`: tests docker-compose.yml on a real container engine.
 
-It builds the images, starts three gateways, streams through the balancer, kills the worker's container with `kill -9`
-while the streams run, and expects every stream to end as if nothing had happened. In any case it removes containers,
+It builds the images, starts three gateways, streams through the balancer, kills the worker and then the scheduler with
+`kill -9` while streams run, and expects every stream to end as if nothing had happened. In any case it removes containers,
 networks and volumes. It needs docker with its compose plugin, or podman with podman-compose.
 
 Exit status 0: passed. 1: failed, and the containers' logs say more. 75: there is no container engine.
@@ -126,16 +126,18 @@ def test(project: Project) -> None:
             until(partial(project.healthy, containers), f"{service} is not healthy")
     with step(f"{len(PROMPTS)} prompts are streamed undisturbed"):
         expected = dict(zip(PROMPTS, asyncio.run(Streams(project.port, PROMPTS).run()), strict=True))
-    with step(f"{STREAMS} streams of {TOKENS} tokens end well, the worker killed in their midst"):
-        prompts = [PROMPTS[number % len(PROMPTS)] for number in range(STREAMS)]
-        texts = asyncio.run(Streams(project.port, prompts).run(lambda: kill_worker(project)))
-        changed = sum(text != expected[prompt] for prompt, text in zip(prompts, texts, strict=True))
-        expect(not changed, f"{changed} of {STREAMS} streams have other text than undisturbed ones")
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(STREAMS)]
+    for victim in ("worker", "scheduler"):
+        with step(f"{STREAMS} streams of {TOKENS} tokens end well, the {victim} killed in their midst"):
+            texts = asyncio.run(Streams(project.port, prompts).run(partial(kill, project, victim)))
+            changed = sum(text != expected[prompt] for prompt, text in zip(prompts, texts, strict=True))
+            expect(not changed, f"{changed} of {STREAMS} streams have other text than undisturbed ones")
+            until(lambda: answers(f"http://127.0.0.1:{project.port}/health"), "no gateway is ready")
     with step("a client that leaves before its answer begins takes its request with it"):
         leave(project)
     served = [requests_served(project, container) for container in project.containers("gateway")]
     with step(f"each gateway served some: {served}"):
-        expect(all(served) and sum(served) == STREAMS + len(PROMPTS), f"the gateways served {served}")
+        expect(all(served) and sum(served) == 2 * STREAMS + len(PROMPTS), f"the gateways served {served}")
 
 
 class Streams:
@@ -195,17 +197,17 @@ class Streams:
         return text
 
 
-def kill_worker(project: Project) -> None:
-    """End the worker's container as a crash would, and wait until it has come back."""
-    (container,) = project.containers("worker")
+def kill(project: Project, service: str) -> None:
+    """End a service's container as a crash would, and wait until it has come back."""
+    (container,) = project.containers(service)
     pid = project.state(container)["Pid"]
-    expect(isinstance(pid, int) and pid > 1, f"the worker's process is {pid}")
+    expect(isinstance(pid, int) and pid > 1, f"the {service}'s process is {pid}")
     try:
         os.kill(int(str(pid)), signal.SIGKILL)  # the container's restart policy restarts it
     except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
         project.run_engine("kill", container)
         project.run_engine("start", container)
-    until(lambda: project.state(container)["Pid"] not in (0, pid), "the worker's container has not come back")
+    until(lambda: project.state(container)["Pid"] not in (0, pid), f"the {service}'s container has not come back")
 
 
 def leave(project: Project) -> None:
