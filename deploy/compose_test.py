@@ -1,8 +1,8 @@
 """`make compose-test`: tests docker-compose.yml on a real container engine.
 
 It builds the images, starts three gateways, streams through the balancer, kills the worker and then the scheduler with
-`kill -9` while streams run, and expects every stream to end as if nothing had happened. In any case it removes containers,
-networks and volumes. It needs docker with its compose plugin, or podman with podman-compose.
+`kill -9` while streams run, and expects every stream to end as if nothing had happened. In any case it removes
+containers, networks and volumes. It needs docker with its compose plugin, or podman with podman-compose.
 
 Exit status 0: passed. 1: failed, and the containers' logs say more. 75: there is no container engine.
 """
