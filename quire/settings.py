@@ -21,7 +21,9 @@ from shared.config import Knob, knobs, read_file, resolve, to_flags
 from shared.errors import ConfigError
 from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
-INTERNAL = frozenset({"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"})
+INTERNAL = frozenset(
+    {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "zmq_keys", "insecure"}
+)
 
 SECRET = frozenset({"api_key"})
 """Settings that the services get by environment, since every user of a machine can read a process's arguments."""

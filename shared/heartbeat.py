@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
 from shared.cpu_usage import CpuMonitor, mark_helper_thread
+from shared.curve import ConnectionKeys
 from shared.liveness import CpuShortage
 from shared.protocol import Heartbeat, ProcessStats, encode
 from shared.transport import connect_for_heartbeats
@@ -49,6 +50,37 @@ class Watcher(NamedTuple):
 
     address: str
     identity: Callable[[], str]  # the name by which the watcher knows this process; empty while it has none
+    keys: ConnectionKeys | None = None
+
+
+class _Connection:
+    """A connection to a watcher, under one identity of this process.
+
+    There is none while the process has no identity, since the watcher may refuse it then; see `shared.transport`.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", watcher: Watcher) -> None:
+        self._context = context
+        self._watcher = watcher
+        self._identity = ""
+        self._socket: zmq.Socket[Any] | None = None
+        self._stack = ExitStack()
+
+    def send(self, stats: ProcessStats) -> None:
+        """Send a heartbeat if the process has an identity and the watcher is there and reads."""
+        if (identity := self._watcher.identity()) != self._identity:
+            self.close()
+            self._identity = identity
+            if identity:
+                connection = connect_for_heartbeats(self._context, self._watcher.address, self._watcher.keys)
+                self._socket = self._stack.enter_context(connection)
+        if self._socket is not None:
+            with suppress(zmq.Again):
+                self._socket.send(encode(Heartbeat(identity, stats)), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._socket = None
 
 
 class HeartbeatSender:
@@ -79,15 +111,13 @@ class HeartbeatSender:
         mark_helper_thread()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the loop's poll instead
         with zmq.Context() as context, ExitStack() as stack:
-            sockets = [
-                stack.enter_context(connect_for_heartbeats(context, watcher.address)) for watcher in self._watchers
-            ]
+            connections = [_Connection(context, watcher) for watcher in self._watchers]
+            for connection in connections:
+                stack.callback(connection.close)
             while True:
                 self._measure(time.monotonic())
-                for watcher, socket in zip(self._watchers, sockets, strict=True):
-                    if identity := watcher.identity():
-                        with suppress(zmq.Again):  # the watcher is not there or does not read
-                            socket.send(encode(Heartbeat(identity, self.stats)), zmq.NOBLOCK)
+                for connection in connections:
+                    connection.send(self.stats)
                 if self._stop.wait(HEARTBEAT_INTERVAL):
                     return
 

@@ -19,6 +19,7 @@ from prometheus_client import Counter
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_request import EngineRequest
+from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
@@ -40,21 +41,27 @@ class Backend:
 
     Raise `ConfigError` for an invalid address. `text_digest` identifies this gateway's tokenizer files; an engine with
     another digest gets no requests. Heartbeats tell the engines, and the supervisor at the address `supervisor` if
-    there is one, that this gateway is alive.
+    there is one, that this gateway is alive. `keys` encrypt and authenticate connections over tcp.
     """
 
     def __init__(
-        self, addresses: Sequence[str], text_digest: str = "", supervisor: str = "", *, loss_timeout: float = 60.0
+        self,
+        addresses: Sequence[str],
+        text_digest: str = "",
+        supervisor: str = "",
+        *,
+        loss_timeout: float = 60.0,
+        keys: ConnectionKeys | None = None,
     ) -> None:
         for address in addresses:
             check_address(address)
         self._context = zmq.asyncio.Context()
         self._connections = [
-            EngineConnection(self._context, address, text_digest, self._short_of_cpu, self._take_status)
+            EngineConnection(self._context, address, text_digest, self._short_of_cpu, self._take_status, keys)
             for address in dict.fromkeys(addresses)
         ]
         self._loop_timer = LoopTimer()
-        watchers = [Watcher(engine.address, engine.registered_name) for engine in self._connections]
+        watchers = [Watcher(engine.address, engine.registered_name, keys) for engine in self._connections]
         self._heartbeats = HeartbeatSender(self._loop_timer, watchers + supervisor_watcher(supervisor, "gateway"))
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
