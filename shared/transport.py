@@ -54,7 +54,7 @@ HEARTBEAT_RECONNECT_MAX_MS = 200  # a new scheduler expects heartbeats as soon a
 MAX_REFUSED_DELAY = 1.0
 """Maximum seconds between two tries to connect if handshakes fail."""
 
-HANDSHAKE_FAILURES = {
+HANDSHAKE_FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not admit this key (--zmq-keys)",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one of the two has keys (--zmq-keys), or it is no scheduler",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake; if there are keys, they may not match (--zmq-keys)",

@@ -69,6 +69,19 @@ def test_a_new_pair_is_admitted_beside_the_old_one(tmp_path: Path) -> None:
     assert old.scheduler == new.scheduler == listener.public
 
 
+def test_a_new_key_of_the_scheduler_reaches_the_roles_folders(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    old = load_connection_keys(str(tmp_path), "worker")
+    (tmp_path / "scheduler/scheduler.key_secret").unlink()
+    make_keys(tmp_path)
+    new, listener = load_connection_keys(str(tmp_path), "worker"), load_listener_keys(str(tmp_path))
+    assert old is not None
+    assert new is not None
+    assert listener is not None
+    assert new.scheduler == listener.public != old.scheduler
+    assert listener.admitted["worker"] == {new.public} == {old.public}
+
+
 def test_no_folder_means_no_keys() -> None:
     assert load_listener_keys("") is None
     assert load_connection_keys("", "worker") is None
