@@ -119,25 +119,67 @@ async def test_strangers_are_refused_and_counted_and_streams_do_not_notice(keys:
         assert "intruder" not in system.scheduler.log
 
 
-async def test_a_gateway_whose_key_is_not_admitted_says_so_once_and_serves_once_it_is(keys: Path) -> None:
-    """Its key is admitted by a restart of the scheduler with the new list; its heartbeats are let in, too."""
-    with TemporaryDirectory(prefix="q") as name:
-        other = Path(name)
-        make_keys(other)
-        (other / "gateway/scheduler.key").write_bytes((keys / "gateway/scheduler.key").read_bytes())
-        async with (
-            serving(SLOW, tcp=True, keys=str(keys)) as (system, _),
-            Backend([system.address], keys=gateway_keys(other)) as newcomer,
-        ):
-            await asyncio.sleep(2.0)
-            assert newcomer.welcome is None
-            (keys / "scheduler/gateways/new.key").write_bytes((other / "gateway/gateway.key").read_bytes())
+@pytest.fixture
+def other_keys(keys: Path) -> Iterator[Path]:
+    """Keys that know the same scheduler, which does not admit them."""
+    with TemporaryDirectory(prefix="q") as folder:
+        make_keys(Path(folder))
+        for role in ("gateway", "worker"):
+            (Path(folder) / role / "scheduler.key").write_bytes((keys / role / "scheduler.key").read_bytes())
+        yield Path(folder)
+
+
+def admit(keys: Path, other_keys: Path, role: str) -> None:
+    """Admit another key of a role when the scheduler starts next."""
+    (keys / f"scheduler/{role}s/other.key").write_bytes((other_keys / f"{role}/{role}.key").read_bytes())
+
+
+async def test_a_refused_gateway_serves_once_its_key_is_admitted(keys: Path, other_keys: Path) -> None:
+    async with (
+        serving(SLOW, tcp=True, keys=str(keys)) as (system, _),
+        Backend([system.address], keys=gateway_keys(other_keys)) as newcomer,
+    ):
+        await asyncio.sleep(1.5)
+        assert newcomer.welcome is None
+        admit(keys, other_keys, "gateway")
+        system.scheduler.signal(signal.SIGKILL)
+        await until(newcomer.ready)
+        assert (await complete(newcomer, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
+
+
+async def test_a_refused_worker_serves_once_its_key_is_admitted(keys: Path, other_keys: Path) -> None:
+    """Its heartbeats were refused as well, and come through then: without them it would be given up."""
+    async with serving(SLOW, "--worker-timeout=1", tcp=True, keys=str(keys)) as (system, backend):
+        arguments = [f"--scheduler={system.workers}", f"--zmq-keys={other_keys}"]
+        worker = Child("other", system.folder, ["tests/scripted_worker.py", *arguments])
+        try:
+            await worker.start()
+            await until(lambda: "(--zmq-keys)" in worker.log)
+            await asyncio.sleep(0.6)  # time for a heartbeat
+            admit(keys, other_keys, "worker")
+            await system.worker.stop()
             system.scheduler.signal(signal.SIGKILL)
-            await until(newcomer.ready)
-            await asyncio.sleep(3.0)  # longer than a gateway may be silent
-            assert newcomer.ready()
-            assert (await complete(newcomer, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
-            assert "has left: it has been silent" not in system.scheduler.log
+            await until(lambda: "configured" in worker.log and backend.ready())
+            await asyncio.sleep(2.5)
+            assert backend.ready()
+            assert "is given up" not in system.scheduler.log.rpartition("registered")[2]
+            assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
+            assert worker.lives == 1
+        finally:
+            await worker.stop()
+
+
+async def test_a_worker_that_is_refused_ends_after_its_scheduler_timeout(keys: Path) -> None:
+    async with serving(SLOW, tcp=True, keys=str(keys)) as (system, _):
+        arguments = [f"--scheduler={system.workers}", "--scheduler-timeout=1"]
+        worker = Child("without", system.folder, ["tests/scripted_worker.py", *arguments])
+        worker.restart = False
+        try:
+            await worker.start()
+            assert await worker.ended() == 1
+            assert "no scheduler for 1 s" in worker.log
+        finally:
+            await worker.stop()
 
 
 async def test_the_programs_say_what_is_wrong_with_their_keys(keys: Path) -> None:
