@@ -117,7 +117,7 @@ class Engine:
     def end_record(self) -> None:
         """Complete the record, if there is one. Nothing may be called after that."""
         if isinstance(self._core, RecordedScheduler):
-            self._core.close()
+            self._core.end_record()
 
     def _make_core(self) -> Scheduler:
         if not self._config.record:

@@ -1,8 +1,9 @@
 """The format of a record: the inputs of a core in the order in which they came, in files that begin with its state.
 
-A file is `MAGIC`, a `Head`, and then one input after the other, each with its length before it (4 bytes, little-endian).
-The core is a pure function of its inputs, so a head and the inputs behind it lead to the same states again. What the
-core answered is not written, except a digest of each plan, by which a replay notices that it has gone astray.
+A file is `MAGIC`, a `Head`, and then one input after the other, each with its length before it (4 bytes,
+little-endian). The core is a pure function of its inputs, so a head and the inputs behind it lead to the same states
+again. What the core answered is not written, except a digest of each plan, by which a replay notices that it has gone
+astray.
 
 A record holds the token ids of prompts and outputs. Digests would not do: the core compares tokens to find stop tokens
 and equal blocks, whose borders depend on what was generated before. So it is as private as the prompts are.
@@ -10,7 +11,6 @@ and equal blocks, whose borders depend on what was generated before. So it is as
 
 import hashlib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,9 +38,13 @@ class Head(Struct, frozen=True, array_like=True):
     state: bytes  # of the core; see core/state.py
 
 
+# The inputs. Each says when it came; the core was told that time if its method asks for it.
+
+
 class Began(Struct, frozen=True, array_like=True, tag=1):
     """`begin_epoch`."""
 
+    now: float
     epoch: Epoch
     num_blocks: int
 
@@ -55,6 +59,7 @@ class Submitted(Struct, frozen=True, array_like=True, tag=2):
 class Aborted(Struct, frozen=True, array_like=True, tag=3):
     """`abort`."""
 
+    now: float
     id: int
     sample: int
 
@@ -69,6 +74,7 @@ class Planned(Struct, frozen=True, array_like=True, tag=4, gc=False):
 class Committed(Struct, frozen=True, array_like=True, tag=5):
     """`commit`."""
 
+    now: float
     result: StepResult
 
 
@@ -81,6 +87,8 @@ class Lost(Struct, frozen=True, array_like=True, tag=6):
 
 class Drained(Struct, frozen=True, array_like=True, tag=7):
     """`drain`."""
+
+    now: float
 
 
 class Ended(Struct, frozen=True, array_like=True, tag=8):
@@ -157,10 +165,3 @@ def _split(data: bytes) -> tuple[list[tuple[int, bytes]], int]:
         chunks.append((position, data[start:end]))
         position = end
     return chunks, len(data) - position
-
-
-def inputs(record: Record) -> Iterator[Input]:
-    """Yield the inputs of a record in order."""
-    for entry in record.entries:
-        if not isinstance(entry, Ended):
-            yield entry

@@ -1,8 +1,11 @@
 """The flight recorder: a core that writes its inputs to a ring of files.
 
 Each file begins with the state of the core at that moment, so it can be replayed without the files before it, which may
-be gone. Files are written through a buffer that is flushed every `FLUSH_INTERVAL`, and never synced: after SIGKILL the
-last of that time is missing, and after a power failure maybe more.
+be gone.
+
+Inputs are encoded at once, while they are in the CPU's caches: to collect them and encode many together costs half as
+much again. They go through a buffer that is flushed every `FLUSH_INTERVAL` and never synced. After SIGKILL the last of
+that time is missing, and after a power failure maybe more.
 
 Recording never harms serving. If the folder cannot be written to at the start, the start fails; if that happens later,
 one line in the log says so, and recording ends.
@@ -12,6 +15,7 @@ import logging
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +33,7 @@ from services.scheduler.record import (
     Ended,
     Entry,
     Head,
+    Input,
     Lost,
     Planned,
     Submitted,
@@ -46,7 +51,7 @@ FILE_BYTES = 8 * 2**20
 """Bytes of inputs after which the next file begins. Its head, which is the core's state, comes on top of them."""
 
 BUFFER_BYTES = 64 * 1024
-FLUSH_INTERVAL = 0.1
+FLUSH_INTERVAL = 0.1  # seconds
 SUFFIX = ".record"
 
 
@@ -73,11 +78,11 @@ class Recorder:
         self._folder = prepare_folder(folder)
         self._engine = engine
         self._model = model
-        self._clock = clock
+        self.clock = clock
         self._prefix = quote(engine, safe="")
         self._file: BinaryIO | None = None
-        self.size = 0  # bytes of inputs in the file
         self._flushed_at = 0.0
+        self.size = 0  # bytes of inputs in the file
 
     def begin(self, core: Scheduler) -> None:
         """Begin the first file."""
@@ -90,11 +95,17 @@ class Recorder:
         if self._file is not None:
             self._guard(self._open, Head(**self._facts(), continues=True, limits=core.limits, state=state))
 
-    def close(self, core: Scheduler) -> None:
-        """End the last file."""
+    def end(self, core: Scheduler) -> None:
+        """End the last file with the core's state."""
         if self._file is not None:
             self._end(dump_state(core))
-            self._close()
+            self._file = None
+
+    def close(self) -> None:
+        """Close the file. Nothing happens if it is closed already."""
+        if self._file is not None:
+            self._guard(self._file.close)
+            self._file = None
 
     def write(self, entry: Entry) -> None:
         """Write an entry to the buffer."""
@@ -107,7 +118,7 @@ class Recorder:
                 self._give_up(error)
 
     def flush(self, now: float) -> None:
-        """Write the buffer to the file, if the last time is long enough ago."""
+        """Empty the buffer into the file if that was not done just before."""
         if self._file is not None and not 0 <= now - self._flushed_at < FLUSH_INTERVAL:
             self._flushed_at = now
             self._guard(self._file.flush)
@@ -118,7 +129,7 @@ class Recorder:
             self._guard(self._file.close)
 
     def _facts(self) -> dict[str, Any]:
-        started, now = time.time(), self._clock()
+        started, now = time.time(), self.clock()
         return {"protocol": VERSION, "engine": self._engine, "model": self._model, "started": started, "now": now}
 
     def _open(self, head: Head) -> None:
@@ -126,7 +137,7 @@ class Recorder:
             old.unlink(missing_ok=True)
         path = self._folder / f"{self._prefix}-{time.time_ns()}{SUFFIX}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = open(descriptor, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115 - `_close` closes it
+        self._file = open(descriptor, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115 - `close` closes it
         self.size = 0
         self._file.write(MAGIC + pack_entry(head))
         self._file.flush()
@@ -146,9 +157,6 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         logger.error("--record %s: %s: nothing is recorded from now on", self._folder, error.strerror)
-        self._close()
-
-    def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -159,39 +167,37 @@ class RecordedScheduler(Scheduler):
     """A core that writes down each input: before it acts on it, so that a record shows what an exception came from."""
 
     # in slots, since the state of a core is what is in its `vars`
-    __slots__ = ("_held", "_recorder", "_written_now")
+    __slots__ = ("_held", "_recorded_now", "_recorder")
 
     def __init__(self, limits: Limits, recorder: Recorder) -> None:
         super().__init__(limits)
-        self._held: Planned | None = None  # a call that only told the time, not written yet
-        self._written_now = self._now  # the core's time after the last entry that was written
+        self._held: Planned | None = None  # a call that only told the time, not recorded yet
+        self._recorded_now = self._now  # the core's time after the last input that was recorded
         self._recorder = recorder
         recorder.begin(self)
+        weakref.finalize(self, recorder.close)  # also when the process ends by an exception
 
     def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
-        self._record(Began(epoch, num_blocks))
+        self._record(Began(self._recorder.clock(), epoch, num_blocks))
         super().begin_epoch(epoch, num_blocks)
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         self._record(Lost(now, out_of_memory))
-        self._written_now = now
-        self._recorder.flush(now)
+        self._recorded_now = now
         return super().lose_worker(now, out_of_memory=out_of_memory)
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         self._record(Submitted(now, request))
-        self._written_now = now
-        self._recorder.flush(now)
+        self._recorded_now = now
         return super().submit(request, now)
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
-        self._record(Aborted(id, sample))
+        self._record(Aborted(self._recorder.clock(), id, sample))
         return super().abort(id, sample)
 
     def plan(self, now: float) -> StepPlan | None:
         if self._only_tells_time():
-            self._held = None if now == self._written_now else Planned(now, None)
-            self._recorder.flush(now)
+            self._held = None if now == self._recorded_now else Planned(now, None)
             return super().plan(now)
         self._make_room()
         plan = None
@@ -199,47 +205,48 @@ class RecordedScheduler(Scheduler):
             plan = super().plan(now)
         finally:  # its digest is known only now
             self._recorder.write(Planned(now, plan_digest(plan)))
-            self._held = None  # this one tells the time as well
-            self._written_now = now
             self._recorder.flush(now)
+            self._held = None  # this one tells the time as well
+            self._recorded_now = now
         return plan
 
     def commit(self, result: StepResult) -> list[ProgressRow]:
-        self._record(Committed(result))
+        self._record(Committed(self._recorder.clock(), result))
         return super().commit(result)
 
     def drain(self) -> None:
-        self._record(Drained())
+        self._record(Drained(self._recorder.clock()))
         super().drain()
 
-    def close(self) -> None:
+    def end_record(self) -> None:
         """End the record. Nothing may be called after that."""
-        self._write_held()
-        self._recorder.close(self)
+        self._record_held()
+        self._recorder.end(self)
 
     def _only_tells_time(self) -> bool:
         """Return whether a call of `plan` would do nothing but tell the core the time.
 
         The service makes several such calls a step, and four a second when it is idle, which would fill the ring in
-        time. Only the last of them in a row is written, and none if the time is the one that was told before.
+        time. Only the last of them in a row is recorded, and none if the time is the one that was told before.
         """
         full = len(self._in_flight) >= self.limits.depth
         return full or self._epoch is None or not (self._in_flight or self.unfinished or self._quarantine.active)
 
-    def _record(self, entry: Entry) -> None:
-        """Write an input that the core has not seen yet."""
+    def _record(self, entry: Input) -> None:
+        """Record an input that the core has not seen yet."""
         self._make_room()
-        self._write_held()
+        self._record_held()
         self._recorder.write(entry)
+        self._recorder.flush(entry.now)
 
     def _make_room(self) -> None:
         """Begin the next file if this one is full. It must be called between two inputs, never within one."""
         if self._recorder.size >= FILE_BYTES:
-            self._write_held()
+            self._record_held()
             self._recorder.go_on(self)
 
-    def _write_held(self) -> None:
+    def _record_held(self) -> None:
         if self._held is not None:
             self._recorder.write(self._held)
-            self._written_now = self._held.now
+            self._recorded_now = self._held.now
             self._held = None

@@ -1,4 +1,4 @@
-"""`replay`: feed the inputs of a record to a core, and check that it makes the same plans and ends in the same state."""
+"""`replay`: feed a record to a core, and check that it makes the same plans and ends in the same state."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -42,13 +42,12 @@ def load_core(record: Record) -> Scheduler:
         raise ConfigError(f"{record.path}: {error}") from error
 
 
-def replay(record: Record) -> Iterator[Replayed]:
-    """Feed a record to a core, and yield after each input.
+def replay(record: Record, core: Scheduler) -> Iterator[Replayed]:
+    """Feed a record to the core that `load_core` made of it, and yield after each input.
 
     Raise `ReplayFailure` at the first plan that differs from the one that was made when the record was written, at an
     input of which the core raises, or at the end if the state differs.
     """
-    core = load_core(record)
     num_plans = 0
     for number, entry in enumerate(record.entries):
         if isinstance(entry, Ended):
@@ -68,15 +67,15 @@ def replay(record: Record) -> Iterator[Replayed]:
 
 def _apply(core: Scheduler, entry: Input) -> Outcome:
     match entry:
-        case Began(epoch, num_blocks):
+        case Began(_, epoch, num_blocks):
             core.begin_epoch(epoch, num_blocks)
         case Submitted(now, request):
             return core.submit(request, now)
-        case Aborted(id, sample):
+        case Aborted(_, id, sample):
             return core.abort(id, sample)
-        case Planned(now):
+        case Planned(now, _):
             return core.plan(now)
-        case Committed(result):
+        case Committed(_, result):
             try:
                 return core.commit(result)
             except ProtocolError:  # the worker was at fault, and the core has changed nothing

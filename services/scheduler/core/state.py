@@ -4,7 +4,7 @@ They follow the references from the `Scheduler` on and take every attribute that
 class belongs to the state at once, and one of a type that they do not know is an error. Equal states give equal bytes.
 
 Objects with an identity (sequences, queues, ...) are numbered, and stand elsewhere as their numbers. Everything else is
-a value with a tag for its type. It is no pickle: loading makes objects of the classes below and runs none of their code.
+a value with a tag for its type. It is no pickle: loading makes objects of the classes below, and nothing else.
 
 A pool has up to two million blocks, and the engine stands still meanwhile. So lists of plain values are handed to the
 encoder whole, and lists of equal tuples column by column; and an index's keys by block are not written, since its
@@ -44,12 +44,14 @@ from shared.protocol import Epoch, FinishReason, Row, Sampling, SchedulingInfo, 
 
 PLAIN = frozenset({bool, int, float, str, bytes, NoneType})
 
-OBJECTS: tuple[type[Any], ...] = (
-    *(Scheduler, Counters, BlockManager, BlockPool, PrefixIndex, Queues, SortedSequences, Quarantine, Planner),
-    *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, Suspicion),
+OBJECTS: frozenset[type[Any]] = frozenset(
+    (
+        *(Scheduler, Counters, BlockManager, BlockPool, PrefixIndex, Queues, SortedSequences, Quarantine, Planner),
+        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, Suspicion),
+    )
 )
-VALUES: tuple[type[Any], ...] = (Limits, Epoch, Sampling, SchedulingInfo, Row, FinishReason, State)
-TUPLES: tuple[type[Any], ...] = (tuple, Entry, InFlightPlan)
+VALUES: frozenset[type[Any]] = frozenset((Limits, Epoch, Sampling, SchedulingInfo, Row, FinishReason, State))
+TUPLES: frozenset[type[Any]] = frozenset((tuple, Entry, InFlightPlan))
 
 _by_name = {kind.__name__: kind for kind in (*OBJECTS, *VALUES, *TUPLES)}
 _encoder = msgspec.msgpack.Encoder()
@@ -131,9 +133,9 @@ class _Dumper:
         kinds = set(map(type, items))
         if kinds <= PLAIN:
             return ["plain", items]
-        if len(kinds) == 1 and (kind := kinds.pop()) in TUPLES and len(lengths := set(map(len, items))) == 1:
-            if lengths != {0}:
-                return ["columns", kind.__name__, [self._pack_items(column) for column in zip(*items, strict=True)]]
+        if len(kinds) == 1 and kinds <= TUPLES and items[0] and len(set(map(len, items))) == 1:
+            columns = [self._pack_items(column) for column in zip(*items, strict=True)]
+            return ["columns", type(items[0]).__name__, columns]
         return ["packed", [self.pack(item) for item in items]]
 
 
@@ -197,4 +199,3 @@ def _bare(kind: type[Any]) -> Any:
 
 def _tuple(kind: type[Any], items: Any) -> Any:
     return tuple(items) if kind is tuple else kind(*items)
-
