@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -101,12 +100,6 @@ class Recorder:
             self._end(dump_state(core))
             self._file = None
 
-    def close(self) -> None:
-        """Close the file. Nothing happens if it is closed already."""
-        if self._file is not None:
-            self._guard(self._file.close)
-            self._file = None
-
     def write(self, entry: Entry) -> None:
         """Write an entry to the buffer."""
         if self._file is not None:
@@ -175,7 +168,6 @@ class RecordedScheduler(Scheduler):
         self._recorded_now = self._now  # the core's time after the last input that was recorded
         self._recorder = recorder
         recorder.begin(self)
-        weakref.finalize(self, recorder.close)  # also when the process ends by an exception
 
     def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
         self._record(Began(self._recorder.clock(), epoch, num_blocks))
@@ -206,7 +198,6 @@ class RecordedScheduler(Scheduler):
         finally:  # its digest is known only now
             self._recorder.write(Planned(now, plan_digest(plan)))
             self._recorder.flush(now)
-            self._held = None  # this one tells the time as well
             self._recorded_now = now
         return plan
 
@@ -227,10 +218,11 @@ class RecordedScheduler(Scheduler):
         """Return whether a call of `plan` would do nothing but tell the core the time.
 
         The service makes several such calls a step, and four a second when it is idle, which would fill the ring in
-        time. Only the last of them in a row is recorded, and none if the time is the one that was told before.
+        time. Only the last of them in a row is recorded, and none if the time is the one that was told before. Only an
+        input ends such a row, since no time does.
         """
         full = len(self._in_flight) >= self.limits.depth
-        return full or self._epoch is None or not (self._in_flight or self.unfinished or self._quarantine.active)
+        return full or not (self._in_flight or self.unfinished or self._quarantine.active)
 
     def _record(self, entry: Input) -> None:
         """Record an input that the core has not seen yet."""

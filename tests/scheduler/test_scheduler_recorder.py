@@ -121,6 +121,33 @@ def test_an_idle_core_writes_nothing_however_often_it_is_asked(tmp_path: Path) -
     assert dump_state(replayed) == dump_state(core)
 
 
+def test_a_core_that_is_asked_with_enough_in_flight_writes_nothing(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    core.submit(submit(1), 100.0)
+    plans = [core.plan(100.0) for _ in range(10)]
+    assert sum(plan is not None for plan in plans) == LIMITS.depth
+    core.end_record()
+    record = read_record(files(tmp_path)[0])
+    assert sum(isinstance(entry, Planned) for entry in record.entries) == LIMITS.depth
+
+
+def test_an_idle_core_forgets_its_suspects_when_it_is_asked(tmp_path: Path) -> None:
+    """So that call does something, although there is nothing to plan."""
+    core = make_core(tmp_path)
+    for id in (1, 2):
+        core.submit(submit(id), 100.0)
+    assert core.plan(100.0) is not None
+    core.lose_worker(100.0)
+    for id in (1, 2):
+        core.abort(id)
+    core.begin_epoch(replace(EPOCH, count=2), LIMITS.num_blocks)
+    assert core.plan(100.0) is None
+    core.end_record()
+    record = read_record(files(tmp_path)[0])
+    for _ in replay(record, load_core(record)):
+        pass
+
+
 def test_a_file_that_was_cut_off_is_read_up_to_its_last_whole_entry(tmp_path: Path) -> None:
     core = make_core(tmp_path)
     generate(core, 1)

@@ -138,7 +138,7 @@ def test_an_exception_of_the_core_is_in_the_record(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("services.scheduler.core.scheduler.Planner.schedule", fail)
     with pytest.raises(Broken):
         engine.core.plan(engine.now)
-    engine.core._recorder.close()  # as at the end of the process
+    engine.core.end_record()
     (path,) = tmp_path.iterdir()
     file = read_record(path)
     with pytest.raises(ReplayFailure, match=r"the core fails at input 2, Planned\(now=1000.0, .*Broken\('a bug'\)"):

@@ -11,6 +11,7 @@ encoder whole, and lists of equal tuples column by column; and an index's keys b
 entries have them.
 """
 
+import gc
 from array import array
 from collections import OrderedDict, deque
 from types import NoneType
@@ -60,8 +61,14 @@ _encoder = msgspec.msgpack.Encoder()
 def dump_state(core: Scheduler) -> bytes:
     """Return the state of a core. Raise TypeError if it holds something that cannot be written."""
     dumper = _Dumper()
-    dumper.pack(core)
-    return _encoder.encode((dumper.attributes, dumper.objects))
+    collecting = gc.isenabled()
+    gc.disable()  # nothing of this is a cycle, and looking for them would double the time
+    try:
+        dumper.pack(core)
+        return _encoder.encode((dumper.attributes, dumper.objects))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def load_state(data: bytes) -> Scheduler:
