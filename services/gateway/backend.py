@@ -125,9 +125,8 @@ class Backend:
 
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
-        unusable = [engine.unusable for engine in self._connections]
-        if all(unusable):
-            raise Unavailable(unusable[0])
+        if self._unusable:
+            raise Unavailable(self._unusable)
         request = EngineRequest(
             tokens,
             sampling,
@@ -182,17 +181,27 @@ class Backend:
             self._place(request, engine)
 
     async def _end_waits(self) -> None:
-        """Fail the requests that have waited too long."""
+        """Fail the requests that have waited too long, or wait in vain."""
         while True:
             await asyncio.sleep(WAIT_CHECK_INTERVAL)
-            now = time.monotonic()
-            for request in [one for one, since in self._waiting.items() if now - since > self._loss_timeout]:
-                del self._waiting[request]
-                limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
-                if request.accepted:
+            now, unusable = time.monotonic(), self._unusable
+            limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
+            for request, since in list(self._waiting.items()):
+                if unusable:
+                    request.fail(Unavailable(unusable))
+                elif now - since <= self._loss_timeout:
+                    continue
+                elif request.accepted:
                     request.fail(EngineFailure(f"the engine was lost, and none was ready {limit}"))
                 else:
                     request.fail(Unavailable(f"no engine was ready {limit}"))
+                del self._waiting[request]
+
+    @property
+    def _unusable(self) -> str:
+        """Return why none of the engines will ever get a request; empty if one may."""
+        reasons = [engine.unusable for engine in self._connections]
+        return reasons[0] if all(reasons) else ""
 
     async def _mark_turns(self) -> None:
         """Mark the turns of the event loop, by which heartbeats show that it does not stand still."""
