@@ -245,7 +245,7 @@ class EngineConnection:
         if refused.reason in (Refusal.DRAINING, Refusal.NOT_READY):
             self._status_time = 0.0  # it is not as ready as its last status says
             del self._requests[refused.id]
-            request.reject(refused.id)
+            request.reject(self, refused.id)
         else:
             request.fail(_to_error(refused))
 
