@@ -19,7 +19,7 @@ from tests.quire.quire_server import Server, healthy, serving, short_folder
 from tests.waiting import wait_until
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
-SOCKETS = {"gateways.sock", "workers.sock", "heartbeats.sock"}
+SOCKETS = {"gateways-0.sock", "workers-0.sock", "heartbeats.sock"}
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
