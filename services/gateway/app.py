@@ -63,11 +63,11 @@ async def health(request: web.Request) -> web.Response:
     With `?engines=N`, that many must.
     """
     count = request.query.get("engines", "1")
+    if not count.isdecimal() or len(count) > MAX_DIGITS:
+        raise InvalidRequest("engines must be a number of engines")
     try:
-        if not count.isdecimal() or len(count) > MAX_DIGITS:
-            raise InvalidRequest("engines must be a number of engines")
         request.app[GATEWAY].check_ready(int(count))
-    except (InvalidRequest, Unavailable) as error:
+    except Unavailable as error:
         return errors.error_response(errors.to_api_error(error))
     return web.Response()
 

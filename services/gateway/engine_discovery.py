@@ -75,12 +75,16 @@ class Discovery:
 def _may_change(entry: str) -> bool:
     """Return whether an entry is a name or a file. Raise `ConfigError` for an invalid one."""
     if entry.startswith("dns://"):
-        check_address("tcp://" + entry.removeprefix("dns://"))
+        host, _, port = entry.removeprefix("dns://").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"{entry}: must be dns://name:port")
         return True
     if entry.startswith("file://"):
         if not entry.startswith("file:///"):
             raise ConfigError(f"{entry}: must be file:// and an absolute path")
         return True
+    if not entry.startswith(("ipc://", "tcp://")):
+        raise ConfigError(f"{entry}: must begin with ipc://, tcp://, dns:// or file://")
     check_address(entry)
     return False
 
