@@ -42,9 +42,8 @@ class Backend:
     """Connects to engines, one for each address, for the time of an `async with` block.
 
     `engines` are addresses, or names and files where addresses are found. Raise `ConfigError` for an invalid one.
-    `text_digest` identifies this gateway's tokenizer files; an engine with
-    another digest gets no requests. Heartbeats tell the engines, and the supervisor at the address `supervisor` if
-    there is one, that this gateway is alive.
+    `text_digest` identifies this gateway's tokenizer files; an engine with another digest gets no requests. Heartbeats
+    tell the engines, and the supervisor at the address `supervisor` if there is one, that this gateway is alive.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 An entry of `--engines` is one address (`tcp://...`, `ipc://...`), a DNS name that stands for many
 (`dns://NAME:PORT`), or a file with one address a line (`file:///PATH`). `Discovery.find` looks at names and files anew.
-A look that fails (no answer of the DNS, no such file) changes nothing: an engine that works is worth more than a list
-that says so.
+A look that fails (no answer of the DNS, no such file, a line that is no address) changes nothing: an engine that works
+is worth more than a list that says so.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Discovery:
         for entry in filter(_may_change, self._found):
             try:
                 self._found[entry] = await _find(entry)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, ConfigError) as error:
                 self._note(entry, str(error))
             else:
                 self._note(entry, "")
@@ -76,7 +76,7 @@ def _may_change(entry: str) -> bool:
     """Return whether an entry is a name or a file. Raise `ConfigError` for an invalid one."""
     if entry.startswith("dns://"):
         host, _, port = entry.removeprefix("dns://").rpartition(":")
-        if not host or not port.isdecimal():
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"{entry}: must be dns://name:port")
         return True
     if entry.startswith("file://"):
@@ -99,17 +99,14 @@ async def _find(entry: str) -> list[str]:
 
 
 def parse_lines(text: str) -> list[str]:
-    """Return the addresses in a file: one a line, without empty lines and comments (`#`). Skip and log invalid ones."""
-    addresses = []
-    for line in text.splitlines():
-        address = line.partition("#")[0].strip()
-        if not address:
-            continue
-        try:
-            check_address(address)
-            addresses.append(address)
-        except ConfigError as error:
-            logger.error("an engine's address is left out: %s", error)
+    """Return the addresses in a file: one a line, without empty lines and comments (`#`).
+
+    Raise `ConfigError` for an invalid one.
+    """
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    addresses = [line for line in lines if line]
+    for address in addresses:
+        check_address(address)
     return addresses
 
 

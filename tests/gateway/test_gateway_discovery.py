@@ -16,13 +16,11 @@ def test_changes_are_what_is_added_and_what_is_removed_each_once() -> None:
     assert changes(["a", "b"], []) == ([], ["a", "b"])
 
 
-def test_a_file_has_one_address_a_line_and_wrong_lines_hurt_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    text = "# engines\n\n  tcp://a:1  # the first\nipc:///tmp/b.sock\ntcp://c\nhttp://d:1\r\ntcp://e:5"
+def test_a_file_has_one_address_a_line() -> None:
+    text = "# engines\n\n  tcp://a:1  # the first\nipc:///tmp/b.sock\r\ntcp://e:5"
     assert parse_lines(text) == ["tcp://a:1", "ipc:///tmp/b.sock", "tcp://e:5"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "an engine's address is left out: tcp://c: must be tcp://host:port",
-        "an engine's address is left out: http://d:1: must begin with ipc:// or tcp://",
-    ]
+    with pytest.raises(ConfigError, match="http://d:1: must begin with"):
+        parse_lines("tcp://a:1\nhttp://d:1")
 
 
 def test_the_addresses_of_a_name_are_in_order_and_of_one_family() -> None:
@@ -36,6 +34,7 @@ def test_the_addresses_of_a_name_are_in_order_and_of_one_family() -> None:
     [
         ("dns://engines", "dns://engines: must be dns://name:port"),
         ("dns://:5557", "must be dns://name:port"),
+        ("dns://engines:65536", "must be dns://name:port"),
         ("file://engines.txt", "file://engines.txt: must be file:// and an absolute path"),
         ("http://engines:5557", "must begin with ipc://, tcp://, dns:// or file://"),
     ],
@@ -66,7 +65,7 @@ async def test_a_look_that_fails_changes_nothing_and_is_said_once(
     assert await discovery.find() == []
     file.write_text("tcp://b:1\n")
     assert await discovery.find() == ["tcp://b:1"]
-    for spoil in (file.unlink, lambda: file.write_bytes(b"\xff")):
+    for spoil in (file.unlink, lambda: file.write_bytes(b"\xff"), lambda: file.write_text("tcp://c:1\ntcp://d")):
         spoil()
         assert await discovery.find() == ["tcp://b:1"]
         assert await discovery.find() == ["tcp://b:1"]
@@ -75,6 +74,7 @@ async def test_a_look_that_fails_changes_nothing_and_is_said_once(
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "no-such-name" in line]) == 1
     lines = [line.removeprefix(f"file://{file}") for line in said if "no-such-name" not in line]
-    assert len(lines) == 5
-    assert lines[1] == lines[4] == " can be read again"
+    assert len(lines) == 6
+    assert lines[1] == lines[5] == " can be read again"
+    assert lines[4] == ": tcp://d: must be tcp://host:port; its 1 known engines stay"
     assert lines[2].endswith("No such file or directory: '" + str(file) + "'; its 1 known engines stay")
