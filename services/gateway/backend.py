@@ -201,7 +201,7 @@ class Backend:
         """Place what waits if the engine is ready. If it drains and another one is ready, that one goes on."""
         if connection.ready:
             self._place_waiting()
-        elif connection.draining and self._choose(ready=True) is not None:
+        elif connection.status and connection.status.draining and self._choose(ready=True) is not None:
             connection.hand_over()
 
     def _place_waiting(self) -> None:

@@ -77,7 +77,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "requests that wait are forgotten": [
         (f"{BACKEND}._place_waiting", "if engine is None:", "if engine is None and not self._waiting.clear():"),
     ],
-    "nobody hears that an engine is ready": [(f"{CONNECTION}._handle", "self._on_ready()", "pass")],
+    "nobody hears that an engine is ready": [(f"{CONNECTION}._handle", "self._on_status(self)", "pass")],
     "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],
 }
 
