@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -52,12 +52,12 @@ class Watcher(NamedTuple):
 
 
 class HeartbeatSender:
-    """Sends heartbeats to `watchers` for the time of a `with` block."""
+    """Sends heartbeats to `watchers` for the time of a `with` block. `watchers` may be set anew at any time."""
 
     def __init__(self, loop: LoopTimer, watchers: Sequence[Watcher]) -> None:
         self.stats = ProcessStats()  # as last measured
+        self.watchers = watchers
         self._loop = loop
-        self._watchers = watchers
         self._cpu_monitor = CpuMonitor(os.getpid())
         self._shortage = CpuShortage()
         self._stop = threading.Event()
@@ -78,13 +78,10 @@ class HeartbeatSender:
     def _run(self) -> None:
         mark_helper_thread()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the loop's poll instead
-        with zmq.Context() as context, ExitStack() as stack:
-            sockets = [
-                stack.enter_context(connect_for_heartbeats(context, watcher.address)) for watcher in self._watchers
-            ]
+        with zmq.Context() as context, _Sockets(context) as sockets:
             while True:
                 self._measure(time.monotonic())
-                for watcher, socket in zip(self._watchers, sockets, strict=True):
+                for watcher, socket in sockets.of(self.watchers):
                     if identity := watcher.identity():
                         with suppress(zmq.Again):  # the watcher is not there or does not read
                             socket.send(encode(Heartbeat(identity, self.stats)), zmq.NOBLOCK)
@@ -96,6 +93,32 @@ class HeartbeatSender:
             self._loop.busy_seconds(now), time.process_time(), self._cpu_monitor.cpu_wait_seconds()
         )
         self._shortage.add(self.stats.cpu_wait_seconds, now)
+
+
+class _Sockets:
+    """The sockets to the present watchers, for the time of a `with` block."""
+
+    def __init__(self, context: "zmq.Context[Any]") -> None:
+        self._context = context
+        self._sockets: dict[Watcher, tuple[zmq.Socket[Any], ExitStack]] = {}
+
+    def __enter__(self) -> "_Sockets":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.of([])
+
+    def of(self, watchers: Sequence[Watcher]) -> "list[tuple[Watcher, zmq.Socket[Any]]]":
+        """Return the socket of each watcher. Open those that are new, and close all others."""
+        for watcher in self._sockets.keys() - watchers:
+            _, stack = self._sockets.pop(watcher)
+            stack.close()
+        for watcher in watchers:
+            if watcher not in self._sockets:
+                stack = ExitStack()
+                socket = stack.enter_context(connect_for_heartbeats(self._context, watcher.address))
+                self._sockets[watcher] = socket, stack
+        return [(watcher, self._sockets[watcher][0]) for watcher in watchers]
 
 
 def supervisor_watcher(address: str, role: str) -> list[Watcher]:

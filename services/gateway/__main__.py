@@ -76,6 +76,8 @@ async def serve(config: GatewayConfig, model: ServedModel) -> None:
     await runner.setup()
     try:
         await _listen(runner, config)
+        if config.probe_uds is not None:
+            await _listen_on_path(runner, "--probe-uds", config.probe_uds)
         async with backend:
             await stop.wait()
             if not await lifecycle.wait_idle(config.drain_timeout):
@@ -100,7 +102,8 @@ def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bo
 
 async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
     if config.uds is not None:
-        await _listen_on_path(runner, config.uds)
+        await _listen_on_path(runner, "--uds", config.uds)
+        logger.info("listening on unix:%s", config.uds)
         return
     site = web.TCPSite(runner, config.host, config.port, reuse_port=config.reuse_port or None)
     try:
@@ -112,12 +115,11 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
         logger.info("listening on http://%s:%d", *address[:2])
 
 
-async def _listen_on_path(runner: web.AppRunner, path: str) -> None:
+async def _listen_on_path(runner: web.AppRunner, flag: str, path: str) -> None:
     try:
         await web.UnixSite(runner, path).start()
     except OSError as error:
-        raise ConfigError(f"--uds {path} cannot be listened on: {error.strerror or error}") from error
-    logger.info("listening on unix:%s", path)
+        raise ConfigError(f"{flag} {path} cannot be listened on: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Engine(Protocol):
 class Attempt(Struct, eq=False):
     """One `Submit`, and the samples that the engine has not finished."""
 
-    id: int
+    id: int  # at the engine
     engine: Engine
     samples: set[int]
 
@@ -44,7 +44,17 @@ class _Sample:
     def __init__(self) -> None:
         self.output = array("i")
         self.cached_tokens = -1  # of its first row
-        self.scheduling: SchedulingInfo | None = None  # of its first row
+        self.scheduling: SchedulingInfo | None = None  # as given to the reader
+        self.preemptions_before = 0  # at earlier engines
+
+    def leave_engine(self) -> None:
+        """Note that the next rows come from another attempt."""
+        self.preemptions_before = self.scheduling.preemptions if self.scheduling else 0
+
+    def continue_scheduling(self, scheduling: SchedulingInfo) -> SchedulingInfo:
+        """Return the treatment by all engines, of which the last one reports `scheduling`."""
+        queued = self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds
+        return SchedulingInfo(queued, self.preemptions_before + scheduling.preemptions)
 
 
 class EngineRequest:
@@ -145,6 +155,8 @@ class EngineRequest:
         groups = [unplaced] if whole else [[sample] for sample in unplaced]
         self.engine = engine.name
         self._skip_prompt_logprobs = self._num_prompt_logprobs
+        for sample in unplaced:
+            self._samples[sample].leave_engine()
         return [self._submit(group, engine, next(ids)) for group in groups]
 
     def attempts_at(self, engine: Engine) -> list[Attempt]:
@@ -155,9 +167,9 @@ class EngineRequest:
         self._attempts = [attempt for attempt in self._attempts if attempt.engine is not engine]
         self._report_unplaced()
 
-    def reject(self, id: int) -> None:
-        """Note that the engine does not take the attempt `id`, and another one may."""
-        self._attempts = [attempt for attempt in self._attempts if attempt.id != id]
+    def reject(self, engine: Engine, id: int) -> None:
+        """Note that `engine` does not take the attempt `id`, and another one may."""
+        self._attempts = [one for one in self._attempts if one.engine is not engine or one.id != id]
         self._report_unplaced()
 
     def accept(self) -> None:
@@ -228,11 +240,8 @@ class EngineRequest:
         elif row.cached_tokens != sample.cached_tokens:
             row = replace(row, cached_tokens=sample.cached_tokens)
         if row.scheduling is not None:
-            if sample.scheduling is None:
-                sample.scheduling = row.scheduling
-            queued = sample.scheduling.queued_seconds
-            if row.scheduling.queued_seconds != queued:
-                row = replace(row, scheduling=replace(row.scheduling, queued_seconds=queued))
+            before, sample.scheduling = sample.scheduling, sample.continue_scheduling(row.scheduling)
+            row = replace(row, scheduling=sample.scheduling if sample.scheduling != before else None)
         return row
 
     def _report_unplaced(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
-from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
+from services.worker.cpu_tuning import keep_freed_memory, set_threads, take_cpus, use_huge_pages
 from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 def start_runner(config: WorkerConfig) -> ModelRunner:
     """Load a model and return its warm runner. Raise ModelError or ConfigError if it cannot be found, loaded or run."""
     keep_freed_memory()
-    set_threads(config.num_threads)
     device = choose_device(config.device)
+    if device.type == "cpu":
+        take_cpus(config.local_rank, config.local_world_size)
+    set_threads(config.num_threads, config.local_world_size)
     ops = choose_ops(device, config)
     folder = locate(config.model, config.revision, config.download_dir)
     loaded = load_model(folder, config, device, ops)

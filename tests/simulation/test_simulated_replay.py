@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import simulated_engine
 import workloads
-from test_simulation_mutants import MUTANTS, mutated
+from mutants import CORE, mutated
+from test_simulation_mutants import MUTANTS
 
 from services.scheduler import recorder
 from services.scheduler.core import Limits, Scheduler
@@ -90,7 +91,7 @@ def test_a_replay_names_the_first_plan_that_a_wrong_core_makes(name: str, tmp_pa
     for seed in range(600):
         _, (file,) = record(seed, tmp_path / str(seed))
         plans = [one.outcome for one in replay(file, load_core(file)) if isinstance(one.outcome, StepPlan)]
-        with mutated(MUTANTS[name]):
+        with mutated(CORE, MUTANTS[name]):
             same, failure = replay_as_far_as_possible(file)
         assert same == plans[: len(same)]
         if "differs from the recorded one" in failure:

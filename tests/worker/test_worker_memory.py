@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.load import ops
+from services.worker import kv_memory as kv_memory_module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
 from services.worker.kv_memory import GIB, kv_memory
@@ -33,6 +34,14 @@ def test_kv_gets_what_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     ]
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0\.3 leaves .* --max-num-batched-tokens"):
         kv_memory(WorkerConfig(gpu_memory_utilization=0.3), CUDA, needed)
+
+
+def test_workers_of_one_machine_divide_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 12 * GIB)
+    assert [kv_memory(WorkerConfig(local_world_size=count), CPU, None) / GIB for count in (1, 2, 3)] == [3, 1.5, 1]
+    assert kv_memory(WorkerConfig(local_world_size=2, kv_cache_memory=7), CPU, None) == 7 * GIB
+    monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 160 * GIB)
+    assert kv_memory(WorkerConfig(local_world_size=4), CPU, None) == 4 * GIB
 
 
 def test_the_largest_step_has_the_schedulers_sizes() -> None:
