@@ -190,6 +190,7 @@ class RecordedScheduler(Scheduler):
     def plan(self, now: float) -> StepPlan | None:
         if self._only_tells_time():
             self._held = None if now == self._recorded_now else Planned(now, None)
+            self._recorder.flush(now)
             return super().plan(now)
         self._make_room()
         plan = None

@@ -19,7 +19,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.core import Limits
 from services.scheduler.core.state import dump_state
 from services.scheduler.engine import Engine
-from services.scheduler.record import MAGIC, Ended, Planned, Submitted, pack_entry, read_record
+from services.scheduler.record import MAGIC, Committed, Ended, Planned, Submitted, pack_entry, read_record
 from services.scheduler.recorder import RecordedScheduler, Recorder, prepare_folder
 from services.scheduler.replay import load_core, replay
 from shared.errors import ConfigError
@@ -119,6 +119,21 @@ def test_an_idle_core_writes_nothing_however_often_it_is_asked(tmp_path: Path) -
     replayed = load_core(record)
     assert len(list(replay(record, replayed))) == len(record.entries) - 1
     assert dump_state(replayed) == dump_state(core)
+
+
+def test_what_came_before_a_core_was_idle_is_in_the_file_soon(tmp_path: Path) -> None:
+    core = make_core(tmp_path)
+    generate(core, 1)
+    (path,) = files(tmp_path)
+    assert core.plan(100.0 + 2 * recorder.FLUSH_INTERVAL) is None
+    record = read_record(path)
+    assert record.torn_bytes == 0
+    assert isinstance(record.entries[-1], Committed)
+    replayed = load_core(record)
+    for _ in replay(record, replayed):
+        pass
+    assert replayed.snapshot() == core.snapshot()
+    core.end_record()
 
 
 def test_a_core_that_is_asked_with_enough_in_flight_writes_nothing(tmp_path: Path) -> None:
