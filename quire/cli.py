@@ -1,4 +1,4 @@
-"""The command `quire`: `serve`, `pull`, `models`, `bench`, `knobs`, `version`.
+"""The command `quire`: `serve`, `pull`, `models`, `bench`, `replay`, `knobs`, `version`.
 
 An error that the user can correct is one line on stderr and a non-zero exit status. Each command imports what it needs,
 so that `--help` is quick and Ctrl-C works at once.
@@ -17,6 +17,7 @@ usage: quire COMMAND ...
   pull [MODEL]            download a model, so that serving it starts at once
   models [NAME|FOLDER]    list the supported architectures, or say how an architecture or a model is served
   bench COMMAND [flags]   measure a server, or the engine in this process; see `quire bench --help`
+  replay FILE [flags]     replay what `quire serve --record` has written; see `quire replay --help`
   knobs [--vllm]          print the settings of `quire serve`, or the treatment of vLLM's flags, as Markdown tables
   version                 print the version
 
@@ -58,6 +59,8 @@ def run(argv: list[str], began: float) -> int:
             return models(*argv[1:])
         case ["bench", *rest]:
             return bench(rest)
+        case ["replay", *rest]:
+            return replay(rest)
         case ["knobs"] | ["knobs", "--vllm"]:
             return knobs(vllm=len(argv) > 1)
         case ["version" | "--version"]:
@@ -127,6 +130,22 @@ def bench(argv: list[str]) -> int:
 
     raise_on_signals()
     return bench(argv)
+
+
+def replay(argv: list[str]) -> int:
+    """Replay a record, and tell what happened."""
+    from pathlib import Path
+
+    from quire.replay import ReplayConfig, replay_file
+    from shared.config import flag_parser, resolve
+
+    description = "Feed a record of a scheduler to its core again, plan by plan, and tell what happened."
+    parser = flag_parser([ReplayConfig], prog="quire replay", description=description, only_flags=True)
+    parser.add_argument("file", metavar="FILE", help="A file of the folder that --record names.")
+    flags = vars(parser.parse_args(argv))
+    for line in replay_file(Path(flags.pop("file")), resolve(ReplayConfig, flags, {})):
+        print(line)
+    return 0
 
 
 def knobs(vllm: bool) -> int:

@@ -10,6 +10,7 @@ import zmq
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.exporter import export
+from services.scheduler.recorder import prepare_folder
 from services.scheduler.service import Service
 from shared.config import load
 from shared.errors import QuireError
@@ -36,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: SchedulerConfig) -> None:
     """Bind, serve, drain. Raise `QuireError` if the settings cannot be used."""
+    if config.record:
+        prepare_folder(config.record)
     with (
         zmq.Context() as context,
         listen(context, config.gateways, insecure=config.insecure, linger_ms=LINGER_MS) as gateways,
