@@ -194,8 +194,11 @@ class Backend:
 
     def _wait_for_engine(self, request: EngineRequest) -> None:
         """Keep a request until an engine is ready for it, maybe at once."""
-        self._waiting.setdefault(request, time.monotonic())
-        asyncio.get_running_loop().call_soon(self._place_waiting)
+        if request.waiting_since is None:  # otherwise an engine has refused it meanwhile
+            request.waiting_since = time.monotonic()
+        self._waiting[request] = request.waiting_since
+        if len(self._waiting) == 1:  # once for all that an engine's loss brings
+            asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _take_status(self, connection: EngineConnection) -> None:
         """Place what waits if the engine is ready. If it drains and another one is ready, that one goes on."""
@@ -206,12 +209,15 @@ class Backend:
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""
+        if self._choose(ready=True) is None:
+            return
         for request in sorted(self._waiting, key=lambda request: request.arrival):
             engine = self._choose(ready=True)
             if engine is None:
                 return
             del self._waiting[request]
-            self._place(request, engine)
+            if not request.done and request.unplaced:
+                self._place(request, engine)
 
     async def _end_waits(self) -> None:
         """Fail the requests that have waited too long, or wait in vain."""

@@ -76,6 +76,7 @@ class EngineRequest:
         """`samples_before` counts the samples of the same user's earlier requests."""
         self.arrival = time.time()
         self.accepted = False  # by an engine, now or before
+        self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
         self.engine = ""  # the name of the last engine
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
@@ -154,7 +155,8 @@ class EngineRequest:
         whole = len(unplaced) == self._n and not self.has_output
         groups = [unplaced] if whole else [[sample] for sample in unplaced]
         self.engine = engine.name
-        self._skip_prompt_logprobs = self._num_prompt_logprobs
+        if 0 in unplaced:  # the sample that has them
+            self._skip_prompt_logprobs = self._num_prompt_logprobs
         for sample in unplaced:
             self._samples[sample].leave_engine()
         return [self._submit(group, engine, next(ids)) for group in groups]
@@ -174,7 +176,7 @@ class EngineRequest:
 
     def accept(self) -> None:
         """Note that the engine has queued the request."""
-        self.accepted = True
+        self.accepted, self.waiting_since = True, None
         self._wake()
 
     def add(self, row: ProgressRow) -> None:
@@ -201,7 +203,7 @@ class EngineRequest:
             del self._samples[row.sample]
             for attempt in self._attempts:
                 attempt.samples.discard(row.sample)
-        self.accepted = True
+        self.accepted, self.waiting_since = True, None
         self._rows.append(row)
         self._wake()
 

@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,12 +37,12 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
-    capture = choose_capture(loaded, ops, device, config)
+    new_capture = choose_capture(loaded, ops, device, config)
     if device.type == "cuda":
         kernels = "Quire's kernels" if ops.supports_graphs else "plain torch operations"
-        decodes = "in CUDA graphs" if capture else "kernel by kernel"
+        decodes = "in CUDA graphs" if new_capture else "kernel by kernel"
         logger.info("computing on %s with %s; decodes run %s", torch.cuda.get_device_name(device), kernels, decodes)
-    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, capture=capture)
+    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, new_capture=new_capture)
 
 
 def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
@@ -52,11 +53,13 @@ def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
         raise ConfigError(f"--batch-invariant {error}") from error
 
 
-def choose_capture(loaded: LoadedModel, ops: Ops, device: torch.device, config: WorkerConfig) -> Capture | None:
-    """Return what captures graphs of decodes; None: every step is launched kernel by kernel."""
+def choose_capture(
+    loaded: LoadedModel, ops: Ops, device: torch.device, config: WorkerConfig
+) -> Callable[[], Capture] | None:
+    """Return what makes the capture of graphs of decodes; None: every step is launched kernel by kernel."""
     if config.enforce_eager or not ops.supports_graphs or not isinstance(loaded.model, Decoder):
         return None  # transformers' code may wait for the device, which no graph holds
-    return cuda_capture() if device.type == "cuda" else repeat
+    return cuda_capture if device.type == "cuda" else lambda: repeat
 
 
 def model_info(loaded: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:

@@ -279,6 +279,20 @@ async def test_prompt_log_probabilities_come_once() -> None:
     assert submit.sampling.prompt_logprobs == -1
 
 
+async def test_what_another_sample_loses_hides_no_prompt_log_probabilities() -> None:
+    """Sample 0 goes on where it is while sample 1 is submitted again."""
+    harness = EngineRequestHarness(2, prompt_logprobs=0)
+    first, second = (TokenLogprobs(-1.0, rank, [], []) for rank in (1, 2))
+    harness.request.add(ProgressRow(5, 0, 0, [7], None, [first]))
+    harness.request.lose(harness.engine)
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(6, 0, 1, [8], None, [first]))
+    harness.request.reject(harness.engine, 7)
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(6, 0, 2, [9], None, [second]))
+    assert [row.prompt_logprobs for row in await harness.request.rows()] == [[first], None, [second]]
+
+
 async def test_usage_and_times_go_on() -> None:
     """Cached tokens and the wait are those of the first engine, and preemptions are those of all."""
     harness = EngineRequestHarness()

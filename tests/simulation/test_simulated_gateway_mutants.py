@@ -75,7 +75,11 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         (f"{CONNECTION}._take_requests", "self._requests = {}", "self._requests = {}; self._ids = itertools.count()"),
     ],
     "requests that wait are forgotten": [
-        (f"{BACKEND}._place_waiting", "if engine is None:", "if engine is None and not self._waiting.clear():"),
+        (
+            f"{BACKEND}._place_waiting",
+            "if self._choose(ready=True) is None:",
+            "if self._choose(ready=True) is None and not self._waiting.clear():",
+        ),
     ],
     "nobody hears that an engine is ready": [(f"{CONNECTION}._handle", "self._on_status(self)", "pass")],
     "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],

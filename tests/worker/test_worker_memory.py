@@ -49,10 +49,16 @@ def test_the_largest_step_has_the_schedulers_sizes() -> None:
     assert (sizes.max_num_seqs, sizes.max_model_len, sizes.max_num_batched_tokens) == (16, 500, 16 + 8192)
     assert largest_sizes(WorkerConfig(max_num_batched_tokens=77), SHAPE, CUDA).max_num_batched_tokens == 77
     plan = largest_plan(sizes)
-    assert [row.count for row in plan.rows] == [1] * 15 + [500]
+    assert [row.count for row in plan.rows] == [500] * 16  # more would not fit into the budget's 8,208
+    few = largest_plan(
+        largest_sizes(WorkerConfig(max_num_seqs=16, max_model_len=500, max_num_batched_tokens=900), SHAPE, CUDA)
+    )
+    assert [row.count for row in few.rows] == [500, 386] + [1] * 14
     assert all(row.samples and row.start + row.count <= 500 for row in plan.rows)
     small = largest_plan(largest_sizes(WorkerConfig(max_num_seqs=3, max_num_batched_tokens=7), SHAPE, CUDA))
-    assert [row.count for row in small.rows] == [1, 1, 5]
+    assert [row.count for row in small.rows] == [5, 1, 1]
+    tiny = largest_plan(largest_sizes(WorkerConfig(max_num_seqs=9, max_num_batched_tokens=4), SHAPE, CUDA))
+    assert [row.count for row in tiny.rows] == [1] * 4
 
 
 def test_a_step_without_memory_names_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
