@@ -31,7 +31,8 @@ import psutil
 
 from benchmarks.serving import ROOT
 from quire import serve
-from quire.settings import Settings, read
+from quire.local_services import LocalServices
+from quire.settings import read
 from tests.ports import free_ports
 from tests.scripted_worker import CHAIN, Script, ScriptedFailure
 from tests.system.processes import complete, serving
@@ -80,13 +81,14 @@ def serve_niced(options: argparse.Namespace) -> int:
     return serve.serve(read(flags, os.environ), time.monotonic())
 
 
-def over_tcp(settings: Settings) -> Settings:
+def over_tcp(services: LocalServices) -> LocalServices:
+    """Return the services of one engine, with sockets over tcp."""
     gateways, workers = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     replace = msgspec.structs.replace
-    return settings._replace(
-        gateway=replace(settings.gateway, engines=[gateways]),
-        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers),
-        worker=replace(settings.worker, scheduler=workers),
+    return LocalServices(
+        gateways=[replace(gateway, engines=[gateways]) for gateway in services.gateways],
+        schedulers=[replace(one, gateways=gateways, workers=workers) for one in services.schedulers],
+        workers=[replace(worker, scheduler=workers) for worker in services.workers],
     )
 
 

@@ -70,8 +70,8 @@ def gpu(*, batch_invariant: bool = False) -> Ops:
     return gpu_ops
 
 
-def report_compilations(report: Callable[[str], None]) -> None:
-    """Call `report` with a line for each GPU kernel that is compiled from now on: the step that needs it waits."""
+def report_compilations(report: Callable[[str], None] | None) -> None:
+    """Call `report` with a line for each GPU kernel that is compiled from now on; None: stop."""
     if "kernels.gpu.launch" in sys.modules:  # else no GPU kernels are used
         from kernels.gpu.launch import on_compile
 

@@ -35,13 +35,14 @@ class ServiceLog:
 
     def __init__(self, out: BinaryIO) -> None:
         self.out = out
+        self.width = len("scheduler")  # of the names
         self.last_lines: dict[str, str] = {}  # of each child, by name
         self.erase = b"\x1b[K" if out.isatty() else b""  # clears the rest of a longer progress bar
 
     def write(self, name: str, line: bytes) -> None:
         """Write one line, which ends in a newline or, if it is a progress bar, in a carriage return."""
         with suppress(OSError):  # nobody reads the log any more, but serving goes on
-            self.out.write(self.erase + f"{name:<9} | ".encode() + line)
+            self.out.write(self.erase + f"{name:<{self.width}} | ".encode() + line)
             self.out.flush()
 
     async def copy(self, name: str, source: asyncio.StreamReader) -> None:
@@ -63,10 +64,22 @@ class ServiceLog:
 
 
 class Child:
-    """A service of the server, and the process that runs it at the moment."""
+    """A service of the server, and the process that runs it at the moment.
 
-    def __init__(self, name: str, argv: Sequence[str], log: ServiceLog, environment: Mapping[str, str]) -> None:
-        self.name = name
+    `role` says what it does, and `number` tells it from others that do the same.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        argv: Sequence[str],
+        log: ServiceLog,
+        environment: Mapping[str, str],
+        number: int | None = None,
+    ) -> None:
+        self.role = role
+        self.name = role if number is None else f"{role} {number}"
+        log.width = max(log.width, len(self.name))
         self.argv = [sys.executable, "-m", *argv]
         self.log = log
         self.environment = {**environment, "PYTHONUNBUFFERED": "1"}
@@ -158,7 +171,8 @@ class Child:
         """Return the seconds until the next start, after `deaths` in a row. Raise `StartFailed` to give up."""
         if not self._server_was_ready and (status >= 0 or deaths >= MAX_DEATHS_BEFORE_READY):
             times = f" {deaths} times" if deaths > 1 else ""
-            raise StartFailed(f"the {self.name} ended{times} before it was ready{self._reason(status)}")
+            name = self.name if self.name != self.role else f"the {self.role}"
+            raise StartFailed(f"{name} ended{times} before it was ready{self._reason(status)}")
         pause: float = min(FIRST_PAUSE * 2.0 ** min(deaths - 1, 16), LONGEST_PAUSE)
         self.log.write(self.name, f"ended ({describe(status)}); starts again in {pause:.1f} s\n".encode())
         return pause
@@ -166,8 +180,8 @@ class Child:
     def _reason(self, status: int) -> str:
         """Return why the process ended: the error that it logged, or its exit status and last line."""
         line = self.log.last_lines.get(self.name, "")
-        if status == EXIT_CANNOT_START and line.startswith(f"{self.name}: "):
-            return line.removeprefix(self.name)
+        if status == EXIT_CANNOT_START and line.startswith(f"{self.role}: "):
+            return line.removeprefix(self.role)
         return f" ({describe(status)})" + (f"; its last line: {line}" if line else "")
 
 

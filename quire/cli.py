@@ -1,4 +1,4 @@
-"""The command `quire`: `serve`, `pull`, `models`, `bench`, `keys`, `knobs`, `version`.
+"""The command `quire`: `serve`, `pull`, `models`, `bench`, `keys`, `replay`, `knobs`, `version`.
 
 An error that the user can correct is one line on stderr and a non-zero exit status. Each command imports what it needs,
 so that `--help` is quick and Ctrl-C works at once.
@@ -18,6 +18,7 @@ usage: quire COMMAND ...
   models [NAME|FOLDER]    list the supported architectures, or say how an architecture or a model is served
   bench COMMAND [flags]   measure a server, or the engine in this process; see `quire bench --help`
   keys DIR                make the keys for services on several hosts, each host's in a folder of DIR
+  replay FILE [flags]     replay what `quire serve --record` has written; see `quire replay --help`
   knobs [--vllm]          print the settings of `quire serve`, or the treatment of vLLM's flags, as Markdown tables
   version                 print the version
 
@@ -61,6 +62,8 @@ def run(argv: list[str], began: float) -> int:
             return bench(rest)
         case ["keys", folder] if not folder.startswith("-"):
             return keys(folder)
+        case ["replay", *rest]:
+            return replay(rest)
         case ["knobs"] | ["knobs", "--vllm"]:
             return knobs(vllm=len(argv) > 1)
         case ["version" | "--version"]:
@@ -142,6 +145,22 @@ def keys(folder: str) -> int:
 
     made = make_keys(Path(folder))
     print("\n".join(map(str, made)) if made else f"{folder} has all keys")
+    return 0
+
+
+def replay(argv: list[str]) -> int:
+    """Replay a record, and tell what happened."""
+    from pathlib import Path
+
+    from quire.replay import ReplayConfig, replay_file
+    from shared.config import flag_parser, resolve
+
+    description = "Feed a record of a scheduler to its core again, plan by plan, and tell what happened."
+    parser = flag_parser([ReplayConfig], prog="quire replay", description=description, only_flags=True)
+    parser.add_argument("file", metavar="FILE", help="A file of the folder that --record names.")
+    flags = vars(parser.parse_args(argv))
+    for line in replay_file(Path(flags.pop("file")), resolve(ReplayConfig, flags, {})):
+        print(line)
     return 0
 
 

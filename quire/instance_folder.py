@@ -21,7 +21,7 @@ FOLDER_NAME = re.compile(PREFIX + r"\.\d+\.\w+")
 MAX_SOCKET_PATH = 100
 """Bytes of the longest path of a socket; the kernel's limit is 107."""
 
-LONGEST_SOCKET = "gateways.sock"
+LONGEST_SOCKET = "gateways-255.sock"
 
 
 @contextmanager

@@ -268,6 +268,8 @@ def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) 
     Raise `ConfigError` for one that is not supported.
     """
     arguments = {name: value for name, value in {**settings, **others}.items() if value is not None}
+    if str(num_engines := arguments.pop("data_parallel_size", 1)) != "1":
+        raise ConfigError(f"data_parallel_size={num_engines} is not supported: LLM is one engine")
     own, notes = vllm.translate(arguments, python=True)
     for line in notes:
         logger.info("%s", line)

@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from quire.banner import banner
-from quire.children import Child, ServiceLog
+from quire.children import ServiceLog
 from quire.instance_folder import instance_folder
-from quire.settings import Settings, service_arguments, service_environment
+from quire.local_services import LocalServices, check_numbers, children, connect_services, heartbeat_address
+from quire.settings import Settings
 from quire.startup_checks import check_files, check_model
 from quire.supervisor import Supervisor, is_healthy
 from quire.watch import SilenceLimit, Watch
@@ -33,6 +33,7 @@ def serve(settings: Settings, began: float) -> int:
 
     Raise `QuireError` if the server cannot be started.
     """
+    check_numbers(settings)
     port = (
         0 if settings.gateway.uds else free_port(settings.gateway)
     )  # before a model is downloaded, which may take minutes
@@ -48,11 +49,11 @@ def serve(settings: Settings, began: float) -> int:
         zmq.Context() as context,
         listen(context, heartbeat_address(sockets)) as heartbeats,
     ):
-        connected = connect_services(settings, port, sockets)
+        services = connect_services(settings, port, sockets)
         supervisor = Supervisor(
-            children(connected, ServiceLog(sys.stderr.buffer)),
-            ready=lambda: is_healthy(local_address(connected.gateway.host), port, connected.gateway.uds),
-            announce=lambda: print(banner(connected.gateway, tokenizer, time.monotonic() - began), flush=True),
+            children(settings, services, sockets, ServiceLog(sys.stderr.buffer)),
+            ready=lambda: all_healthy(services),
+            announce=lambda: print(banner(services.gateways[0], tokenizer, time.monotonic() - began), flush=True),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.drain_timeout,
@@ -82,26 +83,11 @@ def free_port(config: GatewayConfig) -> int:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def local_address(host: str) -> str:
-    """Return the address by which this machine reaches a server that listens on `host`."""
-    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def connect_services(settings: Settings, port: int, folder: Path) -> Settings:
-    """Return the settings with the addresses of the services' sockets, which are in `folder`."""
-    gateways, workers = f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock"
-    replace = msgspec.structs.replace
-    supervised = {"supervisor": os.getpid(), "supervisor_address": heartbeat_address(folder)}
-    return settings._replace(
-        gateway=replace(settings.gateway, port=port, engines=[gateways], **supervised),
-        scheduler=replace(settings.scheduler, gateways=gateways, workers=workers, **supervised),
-        worker=replace(settings.worker, scheduler=workers, **supervised),
-    )
-
-
-def heartbeat_address(folder: Path) -> str:
-    """Return the address at which the supervisor receives heartbeats."""
-    return f"ipc://{folder}/heartbeats.sock"
+async def all_healthy(services: LocalServices) -> bool:
+    """Return whether every gateway reaches every engine, and all of these are ready."""
+    num_engines = len(services.schedulers)
+    paths = [gateway.probe_uds for gateway in services.gateways if gateway.probe_uds]
+    return all(await asyncio.gather(*(is_healthy(path, num_engines) for path in paths)))
 
 
 def silence_limits(settings: Settings) -> dict[str, SilenceLimit]:
@@ -111,16 +97,3 @@ def silence_limits(settings: Settings) -> dict[str, SilenceLimit]:
         "scheduler": SilenceLimit(MAX_STANDSTILL, MAX_STANDSTILL),
         "worker": SilenceLimit(MAX_STANDSTILL + 2 * settings.scheduler.worker_timeout, None),
     }
-
-
-def children(settings: Settings, log: ServiceLog) -> list[Child]:
-    """Return the services in the order in which they are stopped."""
-    environment = service_environment(settings)
-    return [
-        Child(name, [f"services.{name}", *service_arguments(config)], log, environment)
-        for name, config in (
-            ("gateway", settings.gateway),
-            ("scheduler", settings.scheduler),
-            ("worker", settings.worker),
-        )
-    ]

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from quire import vllm
-from services.gateway.config import GatewayConfig
+from services.gateway.config import SHARED_METRICS_VARIABLE, GatewayConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.config import Knob, knobs, read_file, resolve, to_flags
@@ -23,15 +23,32 @@ from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
 INTERNAL = frozenset(
     {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "zmq_keys", "insecure"}
+    | {"probe_uds", "local_rank", "local_world_size"}
 )
 
 SECRET = frozenset({"api_key"})
 """Settings that the services get by environment, since every user of a machine can read a process's arguments."""
 
 
+MAX_LOCAL = 256
+"""Engines and gateways that one machine may run."""
+
+
 class ServeConfig(Struct, frozen=True, kw_only=True):
     """Settings of the supervisor itself."""
 
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_LOCAL,
+            description="Engines on this machine, each with its own weights and KV; they share the CPUs, or have a GPU "
+            "each.",
+        ),
+    ] = 1
+    api_server_count: Annotated[
+        int, Meta(ge=1, le=MAX_LOCAL, description="Gateways on this machine, which share one port.")
+    ] = 1
     hf_token: Annotated[str | None, Meta(description="Token for gated models on Hugging Face; unset: HF_TOKEN.")] = None
     ready_timeout: Annotated[
         float, Meta(gt=0, description="Seconds that the server may take to become ready; after them, the start fails.")
@@ -108,6 +125,7 @@ def service_environment(settings: Settings) -> dict[str, str]:
         environment["QUIRE_API_KEY"] = json.dumps(settings.gateway.api_key)  # a key may hold a comma
     if on_terminal():
         environment[TERMINAL_VARIABLE] = "1"
+    environment.pop(SHARED_METRICS_VARIABLE, None)  # another server's
     environment["HF_HUB_OFFLINE"] = "1"  # everything is downloaded by now, and all services must see the same files
     return environment
 

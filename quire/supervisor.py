@@ -1,7 +1,8 @@
 """`Supervisor`: starts the children of one server together, watches them, and stops them in order.
 
 It knows processes, signals, readiness and heartbeats, but not what the children do. It stops them in the order of
-`children`: first the one that accepts requests, last the one that computes, so that accepted requests can finish.
+`children`, those of one role together: first the ones that accept requests, last the ones that compute, so that
+accepted requests can finish.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 from quire.children import Child, StartFailed
@@ -17,7 +19,7 @@ from quire.watch import CHECK_INTERVAL, Watch
 HEALTH_CHECK_INTERVAL = 0.05  # seconds
 HEALTH_CHECK_TIMEOUT = 2.0  # seconds
 QUICK_STOP = 3.0  # seconds between SIGTERM and SIGKILL when there is nothing to drain
-LAST_RESPONSES = 15.0  # seconds after the drain timeout in which the first child sends its last responses
+LAST_RESPONSES = 15.0  # seconds after the drain timeout in which the first children send their last responses
 STOPPING = "stopping: running requests may finish (Ctrl-C again ends at once)"
 INTERRUPTED = 128  # plus the signal's number, as in shells
 
@@ -27,7 +29,7 @@ class Supervisor:
 
     `say` prints a line for the user: at the first signal, and when all children have ended.
     `watch` names the children that hang; those are replaced.
-    `drain_timeout` is the time in seconds in which the first child may finish its requests after SIGTERM.
+    `drain_timeout` is the time in seconds in which the first children may finish their requests after SIGTERM.
     """
 
     def __init__(
@@ -120,21 +122,27 @@ class Supervisor:
         return stopped.result() if stopped in done else INTERRUPTED + interrupt.result()
 
     async def _stop_in_order(self) -> int:
-        first, *rest = self.children
-        await first.stop(self.drain_timeout + LAST_RESPONSES)
-        for child in rest:
-            await child.stop(QUICK_STOP)
+        grace = self.drain_timeout + LAST_RESPONSES
+        for _, group in groupby(self.children, key=lambda child: child.role):
+            await asyncio.gather(*(child.stop(grace) for child in group))
+            grace = QUICK_STOP
         return 0
 
 
-async def is_healthy(host: str, port: int, uds: str | None = None) -> bool:
-    """Return whether `GET /health` is answered with 200, at the Unix socket `uds` if there is one."""
+async def is_healthy(address: str | tuple[str, int], num_engines: int = 1) -> bool:
+    """Return whether `GET /health` says that `num_engines` engines are ready.
+
+    `address` is a Unix socket's path, or host and port.
+    """
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(HEALTH_CHECK_TIMEOUT):
-            opening = asyncio.open_unix_connection(uds) if uds else asyncio.open_connection(host, port)
-            reader, writer = await opening
+            if isinstance(address, str):
+                reader, writer = await asyncio.open_unix_connection(address)
+            else:
+                reader, writer = await asyncio.open_connection(*address)
             try:
-                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                path = f"/health?engines={num_engines}"
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
                 return (await reader.readline()).split()[1:2] == [b"200"]
             finally:
                 writer.close()

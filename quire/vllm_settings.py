@@ -119,12 +119,12 @@ ACCEPTED: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     "an engine has one device": """
-        tensor_parallel_size=1 pipeline_parallel_size=1 data_parallel_size=1 data_parallel_size_local=1
-        decode_context_parallel_size=1 prefill_context_parallel_size=1 nnodes=1 node_rank=0 device_ids
-        data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_hybrid_lb! data_parallel_external_lb!
-        data_parallel_multi_port_external_lb! enable_elastic_ep! elastic_ep_max_dp_size""",
-    "a scheduler and workers alone, or several gateways, are started as processes of their own": """
-        headless! api_server_count=1""",
+        tensor_parallel_size=1 pipeline_parallel_size=1 decode_context_parallel_size=1
+        prefill_context_parallel_size=1 nnodes=1 node_rank=0 device_ids""",
+    "engines of `quire serve` are all on this machine; `--engines` of a gateway names those of other machines": """
+        data_parallel_size_local=1 data_parallel_rank=0 data_parallel_start_rank=0 data_parallel_hybrid_lb!
+        data_parallel_external_lb! data_parallel_multi_port_external_lb! enable_elastic_ep! elastic_ep_max_dp_size""",
+    "a scheduler and its worker alone are started as processes of their own": "headless!",
     "adapters are not supported": "enable_lora! lora_modules default_mm_loras",
     "tool calls are not supported": "enable_auto_tool_choice! tool_call_parser tool_parser_plugin tool_server",
     "reasoning is not separated from the answer": "reasoning_parser reasoning_parser_plugin reasoning_config",

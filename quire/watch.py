@@ -19,7 +19,7 @@ from shared.transport import Listener
 CHECK_INTERVAL = 0.25
 """Seconds between two checks."""
 
-MAX_HEARTBEATS = 100
+MAX_HEARTBEATS = 2000
 """Heartbeats read in one check, in which each service sends only a few."""
 
 
@@ -33,32 +33,29 @@ class SilenceLimit(NamedTuple):
 class WatchedProcess(Struct):
     """The process of a service, and its liveness."""
 
-    pid: int
     cpu_monitor: CpuMonitor
     liveness: Liveness
 
 
 class Watch:
-    """Judges services, by name. `now` is a parameter, in seconds of the monotonic clock."""
+    """Judges services; `limits` are those of each role. `now` is a parameter, in seconds of the monotonic clock."""
 
     def __init__(self, listener: Listener, limits: Mapping[str, SilenceLimit]) -> None:
         self._listener = listener
         self._limits = limits
-        self._processes: dict[str, WatchedProcess] = {}
+        self._processes: dict[int, WatchedProcess] = {}  # by process id
         self._checked_at: float | None = None
 
     def find_hung(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
         """Return the children that hang, and why. Call it every `CHECK_INTERVAL`."""
-        pids = {child.name: child.process.pid for child in children if child.process is not None and child.to_run}
-        self._processes = {name: watched for name, watched in self._processes.items() if pids.get(name) == watched.pid}
+        running = {child.process.pid: child for child in children if child.process is not None and child.to_run}
+        self._processes = {pid: watched for pid, watched in self._processes.items() if pid in running}
         self._postpone(now)
-        self._read(pids, now)
-        reasons = [
-            (child, self._judge(watched, now)) for child in children if (watched := self._processes.get(child.name))
-        ]
+        self._read(running, now)
+        reasons = [(running[pid], self._judge(watched, now)) for pid, watched in self._processes.items()]
         return [(child, reason) for child, reason in reasons if reason]
 
-    def _read(self, pids: Mapping[str, int], now: float) -> None:
+    def _read(self, running: Mapping[int, Child], now: float) -> None:
         for _ in range(MAX_HEARTBEATS):
             if (message := self._listener.receive()) is None:
                 return
@@ -66,17 +63,16 @@ class Watch:
                 heartbeat = decode_to_supervisor(message.body)
             except ProtocolError:
                 continue
-            if message.pid is not None and message.pid == pids.get(
-                heartbeat.identity
-            ):  # otherwise it is from an earlier process
+            child = None if message.pid is None else running.get(message.pid)  # None: it is from an earlier process
+            if message.pid is not None and child is not None and child.role == heartbeat.identity:
                 self._note_heartbeat(heartbeat, message.pid, now)
 
     def _note_heartbeat(self, heartbeat: Heartbeat, pid: int, now: float) -> None:
-        watched = self._processes.get(heartbeat.identity)
+        watched = self._processes.get(pid)
         if watched is None:
             limit = self._limits[heartbeat.identity]
             liveness = Liveness(limit.silence, now, turn_timeout=limit.turn, local=True)
-            watched = self._processes[heartbeat.identity] = WatchedProcess(pid, CpuMonitor(pid), liveness)
+            watched = self._processes[pid] = WatchedProcess(CpuMonitor(pid), liveness)
         watched.liveness.note_heartbeat(heartbeat.process, now)
 
     def _judge(self, watched: WatchedProcess, now: float) -> str:

@@ -48,6 +48,10 @@ class ConfigError(QuireError):
     """A flag, environment variable or configuration file key is wrong. The message names it."""
 
 
+class ReplayFailure(QuireError):
+    """The replay of a record came to something else than what was recorded."""
+
+
 class ProtocolError(QuireError):
     """A peer sent something that is not a message of this protocol version."""
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -84,12 +84,12 @@ class _Connection:
 
 
 class HeartbeatSender:
-    """Sends heartbeats to `watchers` for the time of a `with` block."""
+    """Sends heartbeats to `watchers` for the time of a `with` block. `watchers` may be set anew at any time."""
 
     def __init__(self, loop: LoopTimer, watchers: Sequence[Watcher]) -> None:
         self.stats = ProcessStats()  # as last measured
+        self.watchers = watchers
         self._loop = loop
-        self._watchers = watchers
         self._cpu_monitor = CpuMonitor(os.getpid())
         self._shortage = CpuShortage()
         self._stop = threading.Event()
@@ -110,14 +110,10 @@ class HeartbeatSender:
     def _run(self) -> None:
         mark_helper_thread()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the loop's poll instead
-        with zmq.Context() as context, ExitStack() as stack:
-            connections = [_Connection(context, watcher) for watcher in self._watchers]
-            for connection in connections:
-                stack.callback(connection.close)
+        with zmq.Context() as context, _Connections(context) as connections:
             while True:
                 self._measure(time.monotonic())
-                for connection in connections:
-                    connection.send(self.stats)
+                connections.send(self.watchers, self.stats)
                 if self._stop.wait(HEARTBEAT_INTERVAL):
                     return
 
@@ -126,6 +122,32 @@ class HeartbeatSender:
             self._loop.busy_seconds(now), time.process_time(), self._cpu_monitor.cpu_wait_seconds()
         )
         self._shortage.add(self.stats.cpu_wait_seconds, now)
+
+
+class _Connections:
+    """The connections to the present watchers, for the time of a `with` block."""
+
+    def __init__(self, context: "zmq.Context[Any]") -> None:
+        self._context = context
+        self._connections: dict[Watcher, _Connection] = {}
+
+    def __enter__(self) -> "_Connections":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave(set(self._connections))
+
+    def send(self, watchers: Sequence[Watcher], stats: ProcessStats) -> None:
+        """Send a heartbeat to each watcher. Close the connections to all others."""
+        self._leave(self._connections.keys() - watchers)
+        for watcher in watchers:
+            if watcher not in self._connections:
+                self._connections[watcher] = _Connection(self._context, watcher)
+            self._connections[watcher].send(stats)
+
+    def _leave(self, watchers: Iterable[Watcher]) -> None:
+        for watcher in watchers:
+            self._connections.pop(watcher).close()
 
 
 def supervisor_watcher(address: str, role: str) -> list[Watcher]:

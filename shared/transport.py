@@ -315,6 +315,7 @@ def _socket(context: "zmq.Context[S]", socket_type: int, address: str) -> "Itera
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     if address.startswith("tcp://"):
+        socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
         _set_tcp_options(socket, socket_type)
     try:
         yield socket

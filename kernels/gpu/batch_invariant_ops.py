@@ -1,7 +1,7 @@
 """The operations of NVIDIA GPUs with `--batch-invariant`: a row's bits depend on that row and its context alone.
 
-Products and attention are others than in `kernels.gpu.ops`. The other operations are the same: they compute each row
-or element by itself, in blocks that follow from widths alone.
+Matmuls, attention and experts differ from those in `kernels.gpu.ops`. The other operations are the same: they compute
+each row or element by itself, in blocks that follow from widths alone.
 """
 
 from functools import partial

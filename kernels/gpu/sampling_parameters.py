@@ -1,7 +1,6 @@
 """The sampling parameters as they lie on the device: a record of 16 bytes a token, one of 32 bytes a slot.
 
-A token's record names its slot, so records of slots may stay on the device from step to step. `pack_metadata`
-makes slots of its own, one a token, for parameters that come from the host.
+A token's record names its slot. `pack_metadata` makes slots of its own, one a token.
 """
 
 import numpy as np

@@ -33,7 +33,6 @@ from shared.config import load
 from shared.curve import ConnectionKeys, load_connection_keys
 from shared.errors import ConfigError, QuireError
 from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
-from shared.transport import check_exposure
 
 logger = logging.getLogger("services.gateway")
 
@@ -48,8 +47,6 @@ def main(argv: Sequence[str]) -> int:
         set_log_level(config.log_level)
         end_with_supervisor(config.supervisor)
         keys = load_connection_keys(config.zmq_keys, "gateway")
-        for address in config.engines:
-            check_exposure(address, protected=config.insecure or keys is not None)
         model = ServedModel.load(config)
         gc.collect()
         gc.freeze()  # a full collection stops the loop; it need not visit objects that live until the end
@@ -67,6 +64,7 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
         config.supervisor_address,
         loss_timeout=config.engine_loss_timeout,
         keys=keys,
+        protected=config.insecure or keys is not None,
     )
     lifecycle, stop = Lifecycle(), asyncio.Event()
     _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)
@@ -85,6 +83,8 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
     await runner.setup()
     try:
         await _listen(runner, config)
+        if config.probe_uds is not None:
+            await _listen_on_path(runner, "--probe-uds", config.probe_uds)
         async with backend:
             await stop.wait()
             if not await lifecycle.wait_idle(config.drain_timeout):
@@ -109,7 +109,8 @@ def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bo
 
 async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
     if config.uds is not None:
-        await _listen_on_path(runner, config.uds)
+        await _listen_on_path(runner, "--uds", config.uds)
+        logger.info("listening on unix:%s", config.uds)
         return
     site = web.TCPSite(runner, config.host, config.port, reuse_port=config.reuse_port or None)
     try:
@@ -121,12 +122,11 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
         logger.info("listening on http://%s:%d", *address[:2])
 
 
-async def _listen_on_path(runner: web.AppRunner, path: str) -> None:
+async def _listen_on_path(runner: web.AppRunner, flag: str, path: str) -> None:
     try:
         await web.UnixSite(runner, path).start()
     except OSError as error:
-        raise ConfigError(f"--uds {path} cannot be listened on: {error.strerror or error}") from error
-    logger.info("listening on unix:%s", path)
+        raise ConfigError(f"{flag} {path} cannot be listened on: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from services.gateway.body import check_expect
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
 from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable
 
 STARTED = int(time.time())  # the API's creation time of the model
+MAX_DIGITS = 9  # of a number in a query
 
 
 def make_app(gateway: Gateway) -> web.Application:
@@ -57,9 +58,15 @@ async def retrieve_model(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """Return an empty 200 if some engine can make progress; otherwise, or while draining, 503 with the reason."""
+    """Return an empty 200 if some engine can make progress; otherwise, or while draining, 503 with the reason.
+
+    With `?engines=N`, that many must.
+    """
+    count = request.query.get("engines", "1")
+    if not count.isdecimal() or len(count) > MAX_DIGITS:
+        raise InvalidRequest("engines must be a number of engines")
     try:
-        request.app[GATEWAY].check_ready()
+        request.app[GATEWAY].check_ready(int(count))
     except Unavailable as error:
         return errors.error_response(errors.to_api_error(error))
     return web.Response()

@@ -4,26 +4,29 @@ A request stays at its engine as long as that lives. If the engine's worker dies
 is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
 engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
 also waits if no engine is there. An engine that drains keeps its requests only if no other is ready.
+
+Engines may come and go (`engine_discovery`). One that goes gets no new requests, and those that run there go on.
 """
 
 import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
+from typing import Any
 
 import zmq.asyncio
 from prometheus_client import Counter
 
 from services.gateway.engine_connection import EngineConnection
+from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
 from services.gateway.engine_request import EngineRequest
 from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
-from shared.transport import check_address
 
 __all__ = ["Backend", "EngineRequest"]
 
@@ -39,32 +42,32 @@ WAIT_CHECK_INTERVAL = 0.25
 class Backend:
     """Connects to engines, one for each address, for the time of an `async with` block.
 
-    Raise `ConfigError` for an invalid address. `text_digest` identifies this gateway's tokenizer files; an engine with
-    another digest gets no requests. Heartbeats tell the engines, and the supervisor at the address `supervisor` if
-    there is one, that this gateway is alive. `keys` encrypt and authenticate connections over tcp.
+    `engines` are addresses, or names and files where addresses are found. Raise `ConfigError` for an invalid one.
+    `text_digest` identifies this gateway's tokenizer files; an engine with another digest gets no requests. Heartbeats
+    tell the engines, and the supervisor at the address `supervisor` if there is one, that this gateway is alive. `keys`
+    encrypt and authenticate connections over tcp; unless `protected`, by them or on purpose, no other host is allowed.
     """
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        engines: Sequence[str],
         text_digest: str = "",
         supervisor: str = "",
         *,
         loss_timeout: float = 60.0,
         keys: ConnectionKeys | None = None,
+        protected: bool = True,
     ) -> None:
-        for address in addresses:
-            check_address(address)
+        self._discovery = Discovery(engines, protected=protected)
+        self._text_digest = text_digest
+        self._keys = keys
         self._context = zmq.asyncio.Context()
-        self._connections = [
-            EngineConnection(self._context, address, text_digest, self._short_of_cpu, self._take_status, keys)
-            for address in dict.fromkeys(addresses)
-        ]
+        self._connections: list[EngineConnection] = []
         self._loop_timer = LoopTimer()
-        watchers = [Watcher(engine.address, engine.registered_name, keys) for engine in self._connections]
-        self._heartbeats = HeartbeatSender(self._loop_timer, watchers + supervisor_watcher(supervisor, "gateway"))
+        self._supervisor = supervisor_watcher(supervisor, "gateway")
+        self._heartbeats = HeartbeatSender(self._loop_timer, self._supervisor)
         self._tasks = asyncio.TaskGroup()
-        self._running: list[asyncio.Task[None]] = []
+        self._running: set[asyncio.Task[None]] = set()
         self._last_welcome: Welcome | None = None
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
@@ -80,9 +83,11 @@ class Backend:
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
-        self._running = [self._tasks.create_task(engine.run()) for engine in self._connections]
-        self._running.append(self._tasks.create_task(self._mark_turns()))
-        self._running.append(self._tasks.create_task(self._end_waits()))
+        self._connect(self._discovery.addresses)
+        self._start(self._mark_turns())
+        self._start(self._end_waits())
+        if self._discovery.may_change:
+            self._start(self._follow_discovery())
         self._heartbeats.__enter__()
         return self
 
@@ -112,9 +117,9 @@ class Backend:
         self._last_welcome = next(connected, self._last_welcome)
         return self._last_welcome
 
-    def ready(self) -> bool:
-        """Return whether at least one engine can compute steps."""
-        return any(engine.ready for engine in self._connections)
+    def ready(self, count: int = 1) -> bool:
+        """Return whether at least `count` engines can compute steps."""
+        return sum(engine.ready for engine in self._connections) >= count
 
     def statuses(self) -> Mapping[str, Status]:
         """Return the last status of each connected engine by its name, or by its address where two names are equal."""
@@ -132,9 +137,8 @@ class Backend:
 
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
-        unusable = [engine.unusable for engine in self._connections]
-        if all(unusable):
-            raise Unavailable(unusable[0])
+        if self._unusable:
+            raise Unavailable(self._unusable)
         request = EngineRequest(
             tokens,
             sampling,
@@ -157,6 +161,39 @@ class Backend:
             for connection in self._connections:
                 connection.release(request)
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _follow_discovery(self) -> None:
+        while True:
+            self._connect(await self._discovery.find())
+            await asyncio.sleep(DISCOVERY_INTERVAL)
+
+    def _connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the engines at new addresses, and let go of those whose addresses are not there any more."""
+        added, removed = changes([engine.address for engine in self._connections], addresses)
+        for engine in self._connections:
+            engine.leaving = engine.address in removed
+        for address in added:
+            engine = EngineConnection(
+                self._context, address, self._text_digest, self._short_of_cpu, self._take_status, self._keys
+            )
+            self._connections.append(engine)
+            self._start(self._run(engine))
+        self._watch_connections()
+
+    async def _run(self, engine: EngineConnection) -> None:
+        await engine.run()
+        self._connections.remove(engine)
+        self._watch_connections()
+
+    def _watch_connections(self) -> None:
+        """Send heartbeats to the engines that are connected now."""
+        watchers = [Watcher(engine.address, engine.registered_name, self._keys) for engine in self._connections]
+        self._heartbeats.watchers = watchers + self._supervisor
+
     def _place(self, request: EngineRequest, engine: EngineConnection) -> None:
         fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
         before = self._fingerprints.setdefault(request, fingerprint)
@@ -169,37 +206,53 @@ class Backend:
 
     def _wait_for_engine(self, request: EngineRequest) -> None:
         """Keep a request until an engine is ready for it, maybe at once."""
-        self._waiting.setdefault(request, time.monotonic())
-        asyncio.get_running_loop().call_soon(self._place_waiting)
+        if request.waiting_since is None:  # otherwise an engine has refused it meanwhile
+            request.waiting_since = time.monotonic()
+        self._waiting[request] = request.waiting_since
+        if len(self._waiting) == 1:  # once for all that an engine's loss brings
+            asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _take_status(self, connection: EngineConnection) -> None:
         """Place what waits if the engine is ready. If it drains and another one is ready, that one goes on."""
         if connection.ready:
             self._place_waiting()
-        elif connection.draining and self.ready():
+        elif connection.status and connection.status.draining and self._choose(ready=True) is not None:
             connection.hand_over()
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""
+        if self._choose(ready=True) is None:
+            return
         for request in sorted(self._waiting, key=lambda request: request.arrival):
             engine = self._choose(ready=True)
             if engine is None:
                 return
             del self._waiting[request]
-            self._place(request, engine)
+            if not request.done and request.unplaced:
+                self._place(request, engine)
 
     async def _end_waits(self) -> None:
-        """Fail the requests that have waited too long."""
+        """Fail the requests that have waited too long, or wait in vain."""
         while True:
             await asyncio.sleep(WAIT_CHECK_INTERVAL)
-            now = time.monotonic()
-            for request in [one for one, since in self._waiting.items() if now - since > self._loss_timeout]:
-                del self._waiting[request]
-                limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
-                if request.accepted:
+            now, unusable = time.monotonic(), self._unusable
+            limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
+            for request, since in list(self._waiting.items()):
+                if unusable:
+                    request.fail(Unavailable(unusable))
+                elif now - since <= self._loss_timeout:
+                    continue
+                elif request.accepted:
                     request.fail(EngineFailure(f"the engine was lost, and none was ready {limit}"))
                 else:
                     request.fail(Unavailable(f"no engine was ready {limit}"))
+                del self._waiting[request]
+
+    @property
+    def _unusable(self) -> str:
+        """Return why none of the engines will ever get a request; empty if one may."""
+        reasons = [engine.unusable for engine in self._connections]
+        return reasons[0] if reasons and all(reasons) else ""
 
     async def _mark_turns(self) -> None:
         """Mark the turns of the event loop, by which heartbeats show that it does not stand still."""

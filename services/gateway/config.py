@@ -7,15 +7,26 @@ from msgspec import Meta, field
 from shared.config import Insecure, LogLevel, ModelConfig, ZmqKeys
 from shared.params import MAX_LOGPROBS
 
+SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the folder in which gateways of one port keep their figures, so that each shows the sum.
+
+It is the client library's, and must be set before that is imported.
+"""
+
 Name = Annotated[str, Meta(min_length=1)]
 
 
 class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     """Settings of one gateway process. Several gateways may use the same engines."""
 
-    engines: Annotated[list[Name], Meta(description="Addresses of the engines' schedulers.")] = field(
-        default_factory=lambda: ["tcp://127.0.0.1:5557"]
-    )
+    engines: Annotated[
+        list[Name],
+        Meta(
+            description="Addresses of the engines' schedulers (tcp:// or ipc://), or where to find them: "
+            "dns://NAME:PORT, each address of the name; file:///PATH, one address a line. Names and files are read "
+            "anew every 2 seconds."
+        ),
+    ] = field(default_factory=lambda: ["tcp://127.0.0.1:5557"])
     engine_loss_timeout: Annotated[
         float,
         Meta(
@@ -36,6 +47,10 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         ),
     ] = ""
     uds: Annotated[str | None, Meta(description="Path of a Unix socket to listen on, instead of host and port.")] = None
+    probe_uds: Annotated[
+        str | None,
+        Meta(description="Path of a second Unix socket, by which a supervisor reaches one gateway of several."),
+    ] = None
     reuse_port: Annotated[
         bool,
         Meta(description="Let several gateways listen on one port; the kernel distributes connections among them."),

@@ -78,6 +78,7 @@ class EngineConnection:
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
         self.unusable = ""  # why this engine gets no requests although it is connected
+        self.leaving = False  # it gets no new requests, and is left once its running ones have ended
         self._text_digest = text_digest
         self._context = context
         self._short_of_cpu = short_of_cpu
@@ -103,11 +104,12 @@ class EngineConnection:
         status = self.status
         if self.welcome is None or status is None or time.monotonic() - self._status_time > STATUS_LIFETIME:
             return False
-        return status.ready and not status.draining
+        return status.ready and not self.draining
 
     @property
     def draining(self) -> bool:
-        return self.status is not None and self.status.draining
+        """Return whether the engine takes no new requests."""
+        return self.leaving or (self.status is not None and self.status.draining)
 
     @property
     def load(self) -> int:
@@ -144,18 +146,26 @@ class EngineConnection:
         self._send(Abort(id, sample))
 
     async def run(self) -> None:
-        """Keep the engine connected until cancelled. When a connection ends, its requests lose the engine."""
+        """Keep the engine connected until cancelled, or while `leaving` until it has no requests or is lost.
+
+        When a connection ends, its requests lose the engine.
+        """
         delay = RECONNECT_DELAY
         try:
             while True:
                 former_refusal, reason = self._refusal, await self._run_connection()
                 requests = self._take_requests()
                 if not self._refusal:
-                    logger.warning("engine at %s was lost: %s (%d requests)", self.address, reason, len(requests))
+                    level, ended = (logging.INFO, "left") if self.leaving else (logging.WARNING, "lost")
+                    logger.log(
+                        level, "engine at %s was %s: %s (%d requests)", self.address, ended, reason, len(requests)
+                    )
                 elif not former_refusal:
                     logger.error("no connection to the engine at %s: %s", self.address, reason)
                 for request in requests:
                     request.lose(self)
+                if self.leaving:
+                    return
                 delay = min(2 * delay, MAX_REFUSED_DELAY) if self._refusal else RECONNECT_DELAY
                 await asyncio.sleep(delay)
         finally:
@@ -201,6 +211,8 @@ class EngineConnection:
         """Return why the engine is lost, or ''. Times are in seconds."""
         if self._loss:
             return self._loss
+        if self.leaving and not self._requests:
+            return "it is not among --engines any more"
         if since_last_check > GATEWAY_TIMEOUT:  # then the engine has dropped this gateway
             return f"this gateway stood still for {since_last_check:.0f} s, and was given up meanwhile"
         overdue = self._liveness.failure(now, short_of_cpu=self._short_of_cpu(now))
@@ -255,7 +267,7 @@ class EngineConnection:
         if refused.reason in (Refusal.DRAINING, Refusal.NOT_READY):
             self._status_time = 0.0  # it is not as ready as its last status says
             del self._requests[refused.id]
-            request.reject(refused.id)
+            request.reject(self, refused.id)
         else:
             request.fail(_to_error(refused))
 

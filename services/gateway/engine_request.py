@@ -33,7 +33,7 @@ class Engine(Protocol):
 class Attempt(Struct, eq=False):
     """One `Submit`, and the samples that the engine has not finished."""
 
-    id: int
+    id: int  # at the engine
     engine: Engine
     samples: set[int]
 
@@ -44,7 +44,17 @@ class _Sample:
     def __init__(self) -> None:
         self.output = array("i")
         self.cached_tokens = -1  # of its first row
-        self.scheduling: SchedulingInfo | None = None  # of its first row
+        self.scheduling: SchedulingInfo | None = None  # as given to the reader
+        self.preemptions_before = 0  # at earlier engines
+
+    def leave_engine(self) -> None:
+        """Note that the next rows come from another attempt."""
+        self.preemptions_before = self.scheduling.preemptions if self.scheduling else 0
+
+    def continue_scheduling(self, scheduling: SchedulingInfo) -> SchedulingInfo:
+        """Return the treatment by all engines, of which the last one reports `scheduling`."""
+        queued = self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds
+        return SchedulingInfo(queued, self.preemptions_before + scheduling.preemptions)
 
 
 class EngineRequest:
@@ -66,6 +76,7 @@ class EngineRequest:
         """`samples_before` counts the samples of the same user's earlier requests."""
         self.arrival = time.time()
         self.accepted = False  # by an engine, now or before
+        self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
         self.engine = ""  # the name of the last engine
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
@@ -144,7 +155,10 @@ class EngineRequest:
         whole = len(unplaced) == self._n and not self.has_output
         groups = [unplaced] if whole else [[sample] for sample in unplaced]
         self.engine = engine.name
-        self._skip_prompt_logprobs = self._num_prompt_logprobs
+        if 0 in unplaced:  # the sample that has them
+            self._skip_prompt_logprobs = self._num_prompt_logprobs
+        for sample in unplaced:
+            self._samples[sample].leave_engine()
         return [self._submit(group, engine, next(ids)) for group in groups]
 
     def attempts_at(self, engine: Engine) -> list[Attempt]:
@@ -155,14 +169,14 @@ class EngineRequest:
         self._attempts = [attempt for attempt in self._attempts if attempt.engine is not engine]
         self._report_unplaced()
 
-    def reject(self, id: int) -> None:
-        """Note that the engine does not take the attempt `id`, and another one may."""
-        self._attempts = [attempt for attempt in self._attempts if attempt.id != id]
+    def reject(self, engine: Engine, id: int) -> None:
+        """Note that `engine` does not take the attempt `id`, and another one may."""
+        self._attempts = [one for one in self._attempts if one.engine is not engine or one.id != id]
         self._report_unplaced()
 
     def accept(self) -> None:
         """Note that the engine has queued the request."""
-        self.accepted = True
+        self.accepted, self.waiting_since = True, None
         self._wake()
 
     def add(self, row: ProgressRow) -> None:
@@ -189,7 +203,7 @@ class EngineRequest:
             del self._samples[row.sample]
             for attempt in self._attempts:
                 attempt.samples.discard(row.sample)
-        self.accepted = True
+        self.accepted, self.waiting_since = True, None
         self._rows.append(row)
         self._wake()
 
@@ -228,11 +242,8 @@ class EngineRequest:
         elif row.cached_tokens != sample.cached_tokens:
             row = replace(row, cached_tokens=sample.cached_tokens)
         if row.scheduling is not None:
-            if sample.scheduling is None:
-                sample.scheduling = row.scheduling
-            queued = sample.scheduling.queued_seconds
-            if row.scheduling.queued_seconds != queued:
-                row = replace(row, scheduling=replace(row.scheduling, queued_seconds=queued))
+            before, sample.scheduling = sample.scheduling, sample.continue_scheduling(row.scheduling)
+            row = replace(row, scheduling=sample.scheduling if sample.scheduling != before else None)
         return row
 
     def _report_unplaced(self) -> None:

@@ -24,8 +24,8 @@ class Gateway(Struct, frozen=True):
     metrics: Metrics
     lifecycle: Lifecycle
 
-    def check_ready(self) -> None:
-        """Raise `Unavailable`, with the reason, unless requests can make progress."""
+    def check_ready(self, num_engines: int = 1) -> None:
+        """Raise `Unavailable`, with the reason, unless requests can make progress at `num_engines` engines."""
         if self.lifecycle.draining:
             raise Unavailable("the server is draining: it ends once its running requests have ended")
         if self.backend.welcome is None:
@@ -36,6 +36,8 @@ class Gateway(Struct, frozen=True):
             raise Unavailable(
                 "every engine is draining" if draining else "no engine has a worker that can make progress"
             )
+        if not self.backend.ready(num_engines):
+            raise Unavailable(f"fewer than {num_engines} engines have a worker that can make progress")
 
     @property
     def welcome(self) -> Welcome:

@@ -4,13 +4,20 @@ Names and buckets are vLLM's if vLLM has the metric. A sample is counted once, w
 counts of a set of requests agree with each other, however the requests ended. Refused requests are counted in
 quire:http_responses only. Metrics that start at a sample's admission
 lack the samples that ended before the engine reported it.
+
+A scrape of a port that several gateways share reaches any of them. So they keep their figures in files of one folder
+(`SHARED_METRICS_VARIABLE`), and each shows the sum of all, those that have ended included.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 from prometheus_client import Counter, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
+from services.gateway.config import SHARED_METRICS_VARIABLE
 from shared.metrics import EngineCollector, exposition, registry
 from shared.protocol import SchedulingInfo, Snapshot
 
@@ -117,7 +124,10 @@ class Metrics:
         self._model_name = model_name
         self._families = _Families()
         self._engines: dict[str, EngineMetrics] = {}
-        self._registry = registry(EngineCollector(lambda: model_name, snapshots), *self._families.all, *others)
+        own: Sequence[Collector] = (*self._families.all, *others)
+        if folder := os.environ.get(SHARED_METRICS_VARIABLE):
+            own = [MultiProcessCollector(None, folder)]  # type: ignore[no-untyped-call]
+        self._registry = registry(EngineCollector(lambda: model_name, snapshots), *own)
 
     def engine(self, name: str) -> EngineMetrics:
         """Return the metrics of one engine."""

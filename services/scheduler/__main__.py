@@ -12,6 +12,7 @@ import zmq
 from services.scheduler.authentication import authentication
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.exporter import RefusalCollector, export
+from services.scheduler.recorder import prepare_folder
 from services.scheduler.service import Service
 from shared.config import load
 from shared.curve import load_listener_keys
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: SchedulerConfig) -> None:
     """Bind, serve, drain. Raise `QuireError` if the settings cannot be used."""
+    if config.record:
+        prepare_folder(config.record)
     keys = load_listener_keys(config.zmq_keys)
     bind = partial(listen, keys=keys, insecure=config.insecure, linger_ms=LINGER_MS)
     with (

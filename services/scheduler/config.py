@@ -85,6 +85,13 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     metrics_port: Annotated[
         int, Meta(ge=0, le=65535, description="Port of the scheduler's own /metrics and /health; 0: none.")
     ] = 0
+    record: Annotated[
+        str,
+        Meta(
+            description="Folder for a record of the last requests and steps, which `quire replay` reads; it holds the "
+            "token ids of prompts and outputs. Empty: none."
+        ),
+    ] = ""
     zmq_keys: ZmqKeys = ""
     insecure: Insecure = False
     log_level: LogLevel = "info"

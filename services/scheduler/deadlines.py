@@ -17,7 +17,9 @@ FIRST_STEP_TIMEOUT = 30.0
 """Minimum seconds for the first step of an epoch, which touches memory and loads kernels."""
 
 CONFIGURE_TIMEOUT = 60.0
-"""Seconds for the answer to `Configure`, for which the worker allocates all KV memory."""
+"""Seconds for the answer to `Configure`: the worker allocates all KV memory, and a GPU's launches each of its kernels,
+which compiles those that no cache has, and captures its graphs.
+"""
 
 SMOOTHING = 0.1
 """Weight of the last step in the moving average of actual to predicted duration."""

@@ -19,6 +19,7 @@ from services.scheduler.config import (
     pool_tokens,
 )
 from services.scheduler.core import Scheduler
+from services.scheduler.recorder import RecordedScheduler, Recorder
 from shared.protocol import (
     VERSION,
     Configure,
@@ -39,14 +40,14 @@ class Engine:
     """A replica of a model.
 
     The first worker decides the model and the limits; later workers have to match them. Raise `ConfigError` if the
-    first worker's memory is too small.
+    first worker's memory is too small, or if nothing can be recorded in the folder that was asked for.
     """
 
     def __init__(self, config: SchedulerConfig, worker: WorkerCapacity) -> None:
         self._config = config
         self.model = worker.model
         self.limits = make_limits(config, worker)
-        self._core = Scheduler(self.limits)
+        self._core = self._make_core()
         self._epoch = Epoch(secrets.token_hex(8), 0)
         self._warn_of_reduced_context()
 
@@ -112,6 +113,17 @@ class Engine:
     def drain(self) -> None:
         """Accept no new requests from now on."""
         self._core.drain()
+
+    def end_record(self) -> None:
+        """Complete the record, if there is one. Nothing may be called after that."""
+        if isinstance(self._core, RecordedScheduler):
+            self._core.end_record()
+
+    def _make_core(self) -> Scheduler:
+        if not self._config.record:
+            return Scheduler(self.limits)
+        recorder = Recorder(self._config.record, self._config.engine, self.model.name)
+        return RecordedScheduler(self.limits, recorder)
 
     def _warn_of_reduced_context(self) -> None:
         max_model_len, max_positions = self.limits.max_model_len, self.model.max_positions

@@ -214,3 +214,5 @@ class Service:
                 self._gateways.deliver(self.engine.abort(id), self.engine.unfinished)
         self._gateways.flush(now)
         self._workers.stop()
+        if self.engine is not None:
+            self.engine.end_record()

@@ -89,8 +89,15 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         Meta(description="GiB for KV; unset: what gpu-memory-utilization leaves, or a share of the host's memory."),
     ] = None
     num_threads: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Threads for computing on a CPU; unset: every core.")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Threads for computing on a CPU; unset: every core, or an engine's part of them."),
     ] = None
+    local_rank: Annotated[
+        int, Meta(ge=0, description="Number of this worker among those of this machine that share its CPUs.")
+    ] = 0
+    local_world_size: Annotated[
+        int, Meta(ge=1, description="Workers of this machine; each takes its part of the CPUs and of the memory.")
+    ] = 1
     scheduler_timeout: Annotated[
         float,
         Meta(

@@ -6,6 +6,7 @@ of them.
 
 import ctypes
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,18 +19,40 @@ _CGROUP, _PROC = Path("/sys/fs/cgroup"), Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux's mman.h
 _HUGE_PAGE = 2**21
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 _GIB = 2**30
 
 
-def set_threads(requested: int | None) -> int:
+def take_cpus(rank: int, num_workers: int) -> None:
+    """Keep this process to its part of the CPUs, so that `num_workers` workers of one machine share none.
+
+    Threads of one core stay together. If there are more workers than CPUs, some workers have the same one.
+    """
+    if num_workers == 1 or not hasattr(os, "sched_setaffinity"):
+        return
+    cpus = sorted(os.sched_getaffinity(0), key=lambda cpu: (_core(cpu), cpu))
+    part = cpus[rank * len(cpus) // num_workers : (rank + 1) * len(cpus) // num_workers]
+    os.sched_setaffinity(0, part or [cpus[rank * len(cpus) // num_workers]])
+
+
+def _core(cpu: int) -> int:
+    """Return the first CPU of the core that `cpu` is a thread of."""
+    with suppress(OSError):
+        siblings = (_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        if first := re.match(r"\d+", siblings):
+            return int(first[0])
+    return cpu
+
+
+def set_threads(requested: int | None, num_workers: int = 1) -> int:
     """Set the number of threads that torch computes with, and return it.
 
     `requested` wins, then OMP_NUM_THREADS (which torch has read itself). Otherwise there is a thread for each CPU that
-    this process may use.
+    this process may use, of `num_workers` which share a quota.
     """
     num_threads = requested
     if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
-        num_threads = allowed_cpus()
+        num_threads = allowed_cpus(num_workers)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     return torch.get_num_threads()
@@ -49,11 +72,11 @@ def pin_threads() -> None:
         torch.ops.quire.pin_threads(cpus)
 
 
-def allowed_cpus() -> int:
-    """Return the number of CPUs in the mask, or in the quota of a control group if that is less."""
+def allowed_cpus(num_workers: int = 1) -> int:
+    """Return the number of CPUs in the mask, or one worker's part of a control group's quota if that is less."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = map(cgroup.cpus_left, cgroup.folders(_CGROUP, _PROC, "cpu"))
-    return min([cpus, *(quota for quota in quotas if quota is not None)])
+    return min([cpus, *(max(1, quota // num_workers) for quota in quotas if quota is not None)])
 
 
 def keep_freed_memory() -> None:

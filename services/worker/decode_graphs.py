@@ -44,7 +44,7 @@ class DecodeGraphs:
             seconds = time.perf_counter() - began
             logger.info("captured %d graphs of up to %d decodes in %.1f s", len(sizes), sizes[-1], seconds)
 
-    def size(self, batch: Batch) -> int:
+    def size_for(self, batch: Batch) -> int:
         """Return the rows of the graph that `batch` runs in; 0 if none takes it."""
         if batch.counts.max() > 1:
             return 0
@@ -66,17 +66,20 @@ class DecodeGraphs:
 
 
 def cuda_capture() -> Capture:
-    """Return the capture of CUDA graphs that share their memory: one of them runs at a time."""
+    """Return the capture of CUDA graphs that share their memory: one of them runs at a time.
+
+    All are captured on one stream, since libraries keep a workspace for each.
+    """
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(run: Callable[[], object]) -> Callable[[], object]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries allocate workspaces in a first run, which a graph cannot hold
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             run()
         return graph.replay
 

@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 HOST_MAXIMUM = 4 * GIB
 HOST_SHARE = 0.25
-"""On a CPU, KV takes this share of the free memory, and at most `HOST_MAXIMUM` bytes, unless the user sets its size."""
+"""On a CPU, KV takes this share of the free memory, and at most `HOST_MAXIMUM` bytes, unless the user sets its size.
+
+The workers of one machine divide the share among them, since each of them may measure the same free memory.
+"""
 
 
 def kv_memory(config: WorkerConfig, device: torch.device, needed: StepMemory | None) -> int:
@@ -25,7 +28,7 @@ def kv_memory(config: WorkerConfig, device: torch.device, needed: StepMemory | N
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if needed is None:
-        return min(HOST_MAXIMUM, int(available_memory() * HOST_SHARE))
+        return min(HOST_MAXIMUM, int(available_memory() * HOST_SHARE / config.local_world_size))
     free, total = torch.cuda.mem_get_info(device)
     used = total - free  # by other processes too
     left = int(total * config.gpu_memory_utilization) - used - needed.total

@@ -7,7 +7,8 @@ tunes the process.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,18 @@ from services.worker.warmup import StepMemory, kernel_plans, largest_plan, large
 from shared.protocol import Configure, Epoch, ModelInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _naming_settings(what: str) -> Iterator[None]:
+    """Raise OutOfMemory, with the settings that need less, if the device's memory is too small within the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"out of GPU memory {what}: a smaller --gpu-memory-utilization leaves more for steps, and a smaller "
+            "--max-num-batched-tokens or --max-num-seqs needs less"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -81,20 +94,20 @@ class ModelRunner:
         device: torch.device,
         ops: Ops,
         *,
-        capture: Capture | None = None,
+        new_capture: Callable[[], Capture] | None = None,
     ) -> None:
-        """`capture` makes graphs of decodes; None: all steps are launched kernel by kernel."""
+        """`new_capture` is called for each set of graphs of decodes; None: all steps are launched kernel by kernel."""
         self.device = device
         self._ops = ops
         self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
         self._state: _EpochState | None = None
         self._sizes: Configure | None = None
-        self._capture: Capture | None = None
+        self._new_capture: Callable[[], Capture] | None = None
         self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
-        needed = self._measure_memory(config, capture) if device.type == "cuda" else None
+        needed = self._measure_memory(config, new_capture) if device.type == "cuda" else None
         self._state = self._sizes = None
-        self._capture = capture
+        self._new_capture = new_capture
         self._info = WorkerInfo(
             model=info,
             device=str(device),
@@ -114,14 +127,16 @@ class ModelRunner:
         if self._state is not None and self._sizes == sizes:
             self._state.sequences.clear()
             return
-        self._state = self._graphs = None  # frees the old memory before the new is taken
-        self._state, self._sizes = self._allocate(message), sizes
-        self._model.prepare_positions(self._state.sequences.max_length)
-        if self.device.type != "cpu":
-            self._compile_kernels(message)
-        if self._capture:
-            forward = self._graph_forward(self._state)
-            self._graphs = DecodeGraphs(graph_sizes(message.max_num_seqs), forward, self._capture)
+        self._state = self._sizes = self._graphs = None  # frees the old memory before the new is taken
+        with _naming_settings(f"for {message.num_blocks} blocks of KV"):
+            self._state = self._allocate(message)
+            self._model.prepare_positions(self._state.sequences.max_length)
+            if self.device.type != "cpu":
+                self._compile_kernels(message)
+            if self._new_capture:
+                forward = self._graph_forward(self._state)
+                self._graphs = DecodeGraphs(graph_sizes(message.max_num_seqs), forward, self._new_capture())
+        self._sizes = sizes
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute one step of the epoch that was configured, and wait for its result."""
@@ -137,16 +152,10 @@ class ModelRunner:
         if self._state is None:
             raise RuntimeError("a plan came before any configuration")
         timer = StepTimer(self.device)
-        try:
+        tokens = sum(row.count for row in plan.rows)
+        with _naming_settings(f"in a step of {tokens} tokens and {len(plan.rows)} sequences"):
             outputs = self._compute(self._stage(plan, self._state), self._state)
             return LaunchedStep(plan, outputs, timer)
-        except torch.OutOfMemoryError as error:
-            tokens = sum(row.count for row in plan.rows)
-            raise OutOfMemory(
-                f"out of GPU memory in a step of {tokens} tokens and {len(plan.rows)} sequences: a smaller "
-                "--gpu-memory-utilization leaves more for steps, and a smaller --max-num-batched-tokens or "
-                "--max-num-seqs needs less"
-            ) from error
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
@@ -158,7 +167,7 @@ class ModelRunner:
         shape = self._model.shape
         return self._ops.kv_layout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, self._kv_dtype)
 
-    def _measure_memory(self, config: WorkerConfig, capture: Capture | None) -> StepMemory:
+    def _measure_memory(self, config: WorkerConfig, new_capture: Callable[[], Capture] | None) -> StepMemory:
         """Return the GPU memory of the largest steps. It gives back what torch keeps of freed memory."""
         sizes = largest_sizes(config, self._model.shape, self.device)
         self._state = None
@@ -169,26 +178,32 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.launch(largest_plan(sizes)).result()
         activations = torch.cuda.max_memory_allocated(self.device) - allocated
-        graphs = self._measure_graphs(self._state, capture, config.max_num_seqs) if capture else 0
+        torch.cuda.empty_cache()
+        graphs = self._measure_graphs(self._state, new_capture(), config.max_num_seqs) if new_capture else 0
         self._state = None
         torch.cuda.empty_cache()
         return StepMemory(allocated - before, activations, graphs)
 
     def _measure_graphs(self, state: _EpochState, capture: Capture, max_num_seqs: int) -> int:
-        """Return the memory of all graphs, by that of the two largest: all others share the first one's."""
-        *_, second, first = [0, *graph_sizes(max_num_seqs)]
+        """Return the memory of all graphs, by that of the two largest: each other one is counted like the second.
+
+        They share memory, so what the second takes besides the first's is what a graph takes by itself.
+        """
+        *_, second_largest, largest = [0, *graph_sizes(max_num_seqs)]
         free = [torch.cuda.mem_get_info(self.device)[0]]
         graphs = []
-        for size in (first, second):
+        for size in (largest, second_largest):
             if size:
                 graphs.append(DecodeGraphs([size], self._graph_forward(state), capture))
                 torch.cuda.synchronize(self.device)
             free.append(torch.cuda.mem_get_info(self.device)[0])
-        return (free[0] - free[1]) + (free[1] - free[2]) * (len(graph_sizes(max_num_seqs)) - 1)
+        others = len(graph_sizes(max_num_seqs)) - 1
+        return max(0, free[0] - free[1]) + max(0, free[1] - free[2]) * others
 
     def _compile_kernels(self, sizes: Configure) -> None:
         """Launch all kernels once, since those of a GPU are compiled when they are first launched."""
         began = time.perf_counter()
+        report_compilations(None)  # these are meant to be
         for plan in kernel_plans(sizes, self._model.shape.vocab_size):
             self.launch(plan)
         if self.device.type == "cuda":
@@ -213,7 +228,7 @@ class ModelRunner:
         batch, rows, graph_size, sampling = None, None, 0, None
         if plan.rows:
             batch = build_batch(plan.rows)
-            graph_size = self._graphs.size(batch) if self._graphs else 0
+            graph_size = self._graphs.size_for(batch) if self._graphs else 0
             rows = batch.stage(state.sequences, changes, padded_to=graph_size)
             if batch.samples.any():
                 last_tokens = buffer.add(batch.offsets[1:][batch.samples > 0] - 1)

@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from kernels.load import ops as load_ops
 from kernels.ops import Ops
 from services.worker.config import WorkerConfig
-from services.worker.cpu_tuning import keep_freed_memory, set_threads, use_huge_pages
+from services.worker.cpu_tuning import keep_freed_memory, set_threads, take_cpus, use_huge_pages
 from services.worker.decode_graphs import Capture, cuda_capture, repeat
 from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
@@ -27,19 +28,21 @@ logger = logging.getLogger(__name__)
 def start_runner(config: WorkerConfig) -> ModelRunner:
     """Load a model and return its warm runner. Raise ModelError or ConfigError if it cannot be found, loaded or run."""
     keep_freed_memory()
-    set_threads(config.num_threads)
     device = choose_device(config.device)
+    if device.type == "cpu":
+        take_cpus(config.local_rank, config.local_world_size)
+    set_threads(config.num_threads, config.local_world_size)
     ops = choose_ops(device, config)
     folder = locate(config.model, config.revision, config.download_dir)
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
-    capture = choose_capture(loaded, ops, device, config)
+    new_capture = choose_capture(loaded, ops, device, config)
     if device.type == "cuda":
         kernels = "Quire's kernels" if ops.supports_graphs else "plain torch operations"
-        decodes = "in CUDA graphs" if capture else "kernel by kernel"
+        decodes = "in CUDA graphs" if new_capture else "kernel by kernel"
         logger.info("computing on %s with %s; decodes run %s", torch.cuda.get_device_name(device), kernels, decodes)
-    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, capture=capture)
+    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, new_capture=new_capture)
 
 
 def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
@@ -50,11 +53,13 @@ def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:
         raise ConfigError(f"--batch-invariant {error}") from error
 
 
-def choose_capture(loaded: LoadedModel, ops: Ops, device: torch.device, config: WorkerConfig) -> Capture | None:
-    """Return what captures graphs of decodes; None: every step is launched kernel by kernel."""
+def choose_capture(
+    loaded: LoadedModel, ops: Ops, device: torch.device, config: WorkerConfig
+) -> Callable[[], Capture] | None:
+    """Return what makes the capture of graphs of decodes; None: every step is launched kernel by kernel."""
     if config.enforce_eager or not ops.supports_graphs or not isinstance(loaded.model, Decoder):
         return None  # transformers' code may wait for the device, which no graph holds
-    return cuda_capture() if device.type == "cuda" else repeat
+    return cuda_capture if device.type == "cuda" else lambda: repeat
 
 
 def model_info(loaded: LoadedModel, config: WorkerConfig, folder: Path) -> ModelInfo:

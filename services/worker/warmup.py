@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from msgspec.structs import replace
 
 from services.worker.config import WorkerConfig
 from services.worker.interface import Runner
@@ -95,17 +94,20 @@ def largest_sizes(config: WorkerConfig, shape: ModelShape, device: torch.device)
 def largest_plan(sizes: Configure) -> StepPlan:
     """Return a step of the most tokens and rows, all of which sample with filters, penalties and log-probabilities.
 
-    All but one sequence decode at the end of the longest context; the other's prompt takes the tokens that are left, as
-    many as it may have, and gets log-probabilities too. All their blocks are the first one, so it computes nonsense.
+    As few sequences as can take the tokens are prompts from their beginning, with log-probabilities too; the others
+    decode at the end of the longest context. All their blocks are the first one, so it computes nonsense.
     """
-    last = sizes.max_num_seqs - 1
-    chunk = min(sizes.max_num_batched_tokens - last, sizes.max_model_len)
-    rows = [Row(slot, sizes.max_model_len - 1, 1, 1) for slot in range(last)] + [Row(last, 0, chunk, 1)]
+    tokens, length = sizes.max_num_batched_tokens, sizes.max_model_len
+    num_rows = min(sizes.max_num_seqs, tokens)
+    left = tokens - num_rows  # besides one for each row
     params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "frequency_penalty": 1.0, "logprobs": 0}
     sampling = Sampling(max_tokens=1, seed=0, prompt_logprobs=0, **params)
-    prompt = pack_tokens([0] * (chunk + 1))
-    new = [NewSequence(row.slot, prompt if row.count > 1 else prompt[:4], 1, [0], sampling, 0) for row in rows]
-    new[-1] = replace(new[-1], prompt_len=chunk)
+    rows, new = [], []
+    for slot in range(num_rows):
+        more = min(left, length - 1)
+        left -= more
+        rows.append(Row(slot, 0, more + 1, 1) if more else Row(slot, length - 1, 1, 1))
+        new.append(NewSequence(slot, pack_tokens([0] * (more + 1)), more + 1, [0], sampling, 0))
     return StepPlan(sizes.epoch, 0, rows, new_sequences=new)
 
 

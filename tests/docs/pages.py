@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from quire.bench.options import LatencyOptions, ServeOptions, ThroughputOptions
+from quire.replay import ReplayConfig
 from quire.settings import CONFIGS, public_knobs
 from quire.vllm import SETTINGS
 from quire.vllm_settings import RENAMED
@@ -29,6 +30,7 @@ COMMANDS: dict[str, set[str]] = {
     "keys": set(),
     "knobs": {"--vllm"},
     "version": set(),
+    "replay": {knob.flag for knob in knobs(ReplayConfig)},
     "bench serve": {knob.flag for knob in knobs(ServeOptions)},
     "bench throughput": {knob.flag for knob in knobs(ThroughputOptions)},
     "bench latency": {knob.flag for knob in knobs(LatencyOptions)},

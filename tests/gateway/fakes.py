@@ -165,8 +165,8 @@ class FakeBackend:
         self.go_on = asyncio.Event()
         self.submitted = asyncio.Event()
 
-    def ready(self) -> bool:
-        return self.is_ready
+    def ready(self, count: int = 1) -> bool:
+        return self.is_ready and count <= 1
 
     def statuses(self) -> Mapping[str, Status]:
         return {"0": Status(True, False, Snapshot(running=3, blocks=10, blocks_free=5, prompt_tokens=7))}

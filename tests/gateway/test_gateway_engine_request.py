@@ -246,7 +246,7 @@ async def test_an_engine_that_ends_hands_its_samples_back() -> None:
 
 async def test_an_engine_that_takes_nothing_is_no_end() -> None:
     harness = EngineRequestHarness()
-    harness.request.reject(5)
+    harness.request.reject(harness.engine, 5)
     assert harness.unplaced == [[0]]
     assert not harness.request.done
 
@@ -279,12 +279,41 @@ async def test_prompt_log_probabilities_come_once() -> None:
     assert submit.sampling.prompt_logprobs == -1
 
 
-async def test_usage_and_times_are_those_of_the_first_engine() -> None:
-    harness = EngineRequestHarness()
-    harness.request.add(ProgressRow(5, 0, 0, [7], cached_tokens=2, scheduling=SchedulingInfo(0.5, 0)))
+async def test_what_another_sample_loses_hides_no_prompt_log_probabilities() -> None:
+    """Sample 0 goes on where it is while sample 1 is submitted again."""
+    harness = EngineRequestHarness(2, prompt_logprobs=0)
+    first, second = (TokenLogprobs(-1.0, rank, [], []) for rank in (1, 2))
+    harness.request.add(ProgressRow(5, 0, 0, [7], None, [first]))
     harness.request.lose(harness.engine)
     harness.request.place(harness.engine, harness.ids)
-    harness.request.add(ProgressRow(6, 0, 1, [8], cached_tokens=0, scheduling=SchedulingInfo(9.0, 1)))
+    harness.request.add(ProgressRow(6, 0, 1, [8], None, [first]))
+    harness.request.reject(harness.engine, 7)
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(6, 0, 2, [9], None, [second]))
+    assert [row.prompt_logprobs for row in await harness.request.rows()] == [[first], None, [second]]
+
+
+async def test_usage_and_times_go_on() -> None:
+    """Cached tokens and the wait are those of the first engine, and preemptions are those of all."""
+    harness = EngineRequestHarness()
+    harness.request.add(ProgressRow(5, 0, 0, [7], cached_tokens=2, scheduling=SchedulingInfo(0.5, 1)))
+    harness.request.lose(harness.engine)
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(6, 0, 1, [8], cached_tokens=0, scheduling=SchedulingInfo(9.0, 0)))
+    harness.request.add(ProgressRow(6, 0, 2, [9], cached_tokens=0, scheduling=SchedulingInfo(9.0, 1)))
     rows = await harness.request.rows()
-    assert [row.cached_tokens for row in rows] == [2, 2]
-    assert [row.scheduling for row in rows] == [SchedulingInfo(0.5, 0), SchedulingInfo(0.5, 1)]
+    assert [row.cached_tokens for row in rows] == [2, 2, 2]
+    assert [row.scheduling for row in rows] == [SchedulingInfo(0.5, 1), None, SchedulingInfo(0.5, 2)]
+
+
+async def test_a_refusal_concerns_the_engine_that_refuses() -> None:
+    """Ids are counted by each connection, so two engines may have an attempt of the same id."""
+    harness = EngineRequestHarness(2)
+    harness.take(0, 7, sample=1)
+    harness.take(1, sample=1, finish=FinishReason.ABORT)
+    other = FakeEngine("1")
+    (submit,) = harness.request.place(other, itertools.count(5))
+    assert (submit.id, submit.sample) == (5, 1)
+    harness.request.reject(other, 5)
+    assert harness.unplaced[-1] == [1]
+    assert [attempt.samples for attempt in harness.request.attempts_at(harness.engine)] == [{0}]

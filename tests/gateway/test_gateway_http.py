@@ -312,6 +312,15 @@ async def test_health_is_whether_an_engine_can_go_on() -> None:
             assert error["message"] == "no engine has a worker that can make progress"
 
 
+async def test_health_may_ask_for_several_engines() -> None:
+    async with serve(FakeBackend()) as client:  # which has one
+        for query, status in (("1", 200), ("0", 200), ("2", 503), ("two", 400), ("-1", 400), ("9" * 5000, 400)):
+            async with client.get(f"/health?engines={query}") as response:
+                assert response.status == status, query
+        async with client.get("/health?engines=2") as response:
+            assert (await error_of(response))["message"] == "fewer than 2 engines have a worker that can make progress"
+
+
 async def test_health_says_why_there_is_none() -> None:
     backend = FakeBackend()
     backend.welcome = None

@@ -102,7 +102,9 @@ def tokens_of(
     loaded = load_model(folder, config, device, operations)
     info = model_info(loaded, config, folder)
     with patch("services.worker.runner.warm_up", lambda *_: Measurements(1.0, 1.0)):  # slow if interpreted
-        runner = ModelRunner(loaded, info, config, device, operations, capture=capture)
+        runner = ModelRunner(
+            loaded, info, config, device, operations, new_capture=(lambda: capture) if capture else None
+        )
     client = RunnerClient(runner, slots=5)
     params = [
         Sampling(max_tokens=9, seed=1, temperature=0.0, logprobs=2),
@@ -165,9 +167,14 @@ def test_who_gets_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr("services.worker.start.cuda_capture", lambda: recorded)
     cpu, cuda, config = torch.device("cpu"), torch.device("cuda"), WorkerConfig(device="cpu")
     loaded = load_model(save(llama(), tmp_path), config, cpu, gpu())
-    assert choose_capture(loaded, gpu(), cpu, config) is repeat
-    assert choose_capture(loaded, gpu(), cuda, config) is recorded
-    assert choose_capture(loaded, gpu(batch_invariant=True), cuda, config) is recorded
+    for operations, device, expected in (
+        (gpu(), cpu, repeat),
+        (gpu(), cuda, recorded),
+        (gpu(batch_invariant=True), cuda, recorded),
+    ):
+        new_capture = choose_capture(loaded, operations, device, config)
+        assert new_capture is not None
+        assert new_capture() is expected
     assert choose_capture(loaded, reference(), cuda, config) is None
     assert choose_capture(loaded, gpu(), cuda, WorkerConfig(enforce_eager=True)) is None
     of_transformers = replace(loaded, model=cast(CausalLM, object()))

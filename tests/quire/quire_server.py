@@ -66,6 +66,17 @@ class Server:
                 result |= {name: child for name in ("gateway", "scheduler", "worker") if f"services.{name}" in argv}
         return result
 
+    def all_children(self) -> dict[str, psutil.Process]:
+        """Return the processes of all services, where there are several of a kind, by name and number."""
+        result: dict[str, psutil.Process] = {}
+        for child in self.process.children():
+            with suppress(psutil.Error):  # the process has just ended
+                argv = " ".join(child.cmdline())
+                for role, socket in (("gateway", "http"), ("scheduler", "workers"), ("worker", "workers")):
+                    if f" services.{role} " in argv and (number := re.search(rf"/{socket}-(\d+)\.sock", argv)):
+                        result[f"{role} {number[1]}"] = child
+        return result
+
     def files(self) -> set[str]:
         """Return the names of the files in the server's own folder, if that exists."""
         return {path.name for folder in self.place.glob(f"{PREFIX}.{self.process.pid}.*") for path in folder.iterdir()}
@@ -115,10 +126,10 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def health(url: str) -> int | None:
-    """Return the status of `GET /health`, or None if nobody answers."""
+def health(url: str, num_engines: int = 1) -> int | None:
+    """Return the status of `GET /health` for so many engines, or None if nobody answers."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+        with urllib.request.urlopen(f"{url}/health?engines={num_engines}", timeout=5) as response:
             return int(response.status)
     except HTTPError as error:
         with error:  # it holds a connection

@@ -18,7 +18,8 @@ import pytest
 from quire import settings
 from quire.banner import banner, base_url, has_chat_template
 from quire.children import ServiceLog
-from quire.serve import children, connect_services, free_port
+from quire.local_services import children, connect_services
+from quire.serve import free_port
 from services.gateway.config import GatewayConfig
 from shared.config import load
 from shared.errors import ConfigError
@@ -219,8 +220,10 @@ def test_services_get_all_settings_and_no_secret_on_their_command_line(
 ) -> None:
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "99")  # which a flag has overruled
     flags = {"max_num_seqs": "128", "api_key": ["k3y-one", "k3y-two"], "dtype": "bfloat16", "port": "8123"}
-    expected = connect_services(settings.read(flags, os.environ), 8123, tmp_path)
-    for child, config in zip(children(expected, ServiceLog(sys.stderr.buffer)), expected[1:], strict=True):
+    result = settings.read(flags, os.environ)
+    expected = connect_services(result, 8123, tmp_path)
+    processes = children(result, expected, tmp_path, ServiceLog(sys.stderr.buffer))
+    for child, (config,) in zip(processes, expected, strict=True):
         argv = child.argv[child.argv.index(f"services.{child.name}") + 1 :]
         assert load(type(config), argv, child.environment, prog=child.name) == config
         assert "k3y" not in " ".join(child.argv)

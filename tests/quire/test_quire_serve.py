@@ -2,12 +2,14 @@
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ import pytest
 
 from quire.instance_folder import remove_stale
 from tests.ports import free_ports
-from tests.quire.quire_server import Server, healthy, serving, short_folder
+from tests.quire.quire_server import Server, health, healthy, serving, short_folder
 from tests.waiting import wait_until
 
 BODY = {"model": "tiny", "prompt": "The quick", "temperature": 0, "max_tokens": 8}
-SOCKETS = {"gateways.sock", "workers.sock", "heartbeats.sock"}
+SOCKETS = {"gateways-0.sock", "workers-0.sock", "heartbeats.sock"}
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -29,8 +31,8 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-def continuation(url: str) -> str:
-    text: str = post(f"{url}/v1/completions", BODY)["choices"][0]["text"]
+def continuation(url: str, **fields: Any) -> str:
+    text: str = post(f"{url}/v1/completions", BODY | fields)["choices"][0]["text"]
     return text
 
 
@@ -190,3 +192,49 @@ def test_two_servers_started_at_once_do_not_meet(folder: Path, tmp_path: Path) -
         assert healthy(two.url)
         assert two.stop(signal.SIGTERM) == 0
         assert list(place.iterdir()) == []
+
+
+def test_several_engines_and_gateways_serve_as_one(folder: Path, tmp_path: Path) -> None:
+    """Streams go on with the same text when a scheduler is killed, whichever gateway they came by."""
+    flags = ["--data-parallel-size=2", "--api-server-count=2"]
+    long = {"max_tokens": 100, "ignore_eos": True}
+    with serving(folder, tmp_path, *flags) as server, ThreadPoolExecutor(16) as threads:
+        url = server.url
+        names = {f"{role} {number}" for role in ("gateway", "scheduler", "worker") for number in (0, 1)}
+        assert set(server.all_children()) == names
+        undisturbed = continuation(url, **long)
+        answers = [threads.submit(continuation, url, **long) for _ in range(64)]
+        victim = server.all_children()["scheduler 0"]
+        wait_for(lambda: running(url, "0") > 0 and running(url, "1") > 0, server)
+        victim.kill()
+        assert {answer.result() for answer in answers} == {undisturbed}
+        for name in sorted(names):
+            victim = server.all_children()[name]
+            victim.kill()
+            wait_for(lambda name=name, old=victim: server.all_children().get(name) not in (old, None), server)
+        wait_for(lambda: health(url, 2) == 200, server)
+        assert figure(url, 'vllm:request_success_total{engine="', 'finished_reason="length"') == 65.0
+        assert figure(url, "quire:resumed_requests_total ") > 0
+        assert server.stop(signal.SIGTERM) == 0
+        said = server.err.read_text()
+        assert "scheduler 0 | ended (signal SIGKILL); starts again in 0.2 s" in said
+        assert "Traceback" not in said
+
+
+def figure(url: str, *parts: str) -> float:
+    """Return the sum of the values in /metrics whose lines have all `parts`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+        lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(part in line for part in parts))
+
+
+def running(url: str, engine: str) -> float:
+    return figure(url, f'vllm:num_requests_running{{engine="{engine}"')
+
+
+def test_an_engine_that_cannot_start_is_named(folder: Path, tmp_path: Path) -> None:
+    flags = ["--data-parallel-size=2", "--kv-cache-memory=0.0000001"]
+    with serving(folder, tmp_path, *flags) as server:
+        assert server.process.wait(timeout=60) == 1
+    last = server.err.read_text().splitlines()[-1]
+    assert re.match(r"quire: scheduler [01] ended before it was ready: the worker has \d+ bytes for KV", last)

@@ -113,6 +113,22 @@ async def test_a_signal_stops_the_children_in_order(tmp_path: Path) -> None:
     assert fakes.said == [STOPPING, "stopped"]
 
 
+async def test_children_of_one_role_are_stopped_together(tmp_path: Path) -> None:
+    """One that does not end in time delays none of its kind, and those behind it wait."""
+    fakes = Fakes(tmp_path, {"gateway": "serve", "other": "deaf", "worker": "serve"})
+    fakes.children[0].role = "other"
+    fakes.children = [fakes.children[1], fakes.children[0], fakes.children[2]]
+    async with fakes.running(fakes.supervisor(drain_timeout=1000.0)) as run:
+        await until(lambda: fakes.announced == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: (tmp_path / "stopped").exists())
+        await asyncio.sleep(0.2)
+        assert fakes.stopped() == ["gateway"]
+        fakes.children[0].kill()
+        assert await run == 0
+    assert fakes.stopped() == ["gateway", "worker"]
+
+
 async def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
     fakes = Fakes(tmp_path, {"gateway": "deaf", "worker": "serve"})
     async with fakes.running(fakes.supervisor(drain_timeout=1000.0)) as run:

@@ -47,6 +47,7 @@ def parse(line: str) -> tuple[settings.Settings, list[str]]:
         "--max_model_len 2048 --served_model_name a b --cuda-graph-sizes 1 2 4 --api-key x",
         "--quantization gptq_marlin --kv-cache-memory-bytes 2G --generation-config vllm --stream-interval 4",
         "--cpu-offload-gb 0.0 --ssl-cert-reqs 0",
+        "-dp 2 -asc 4 --data-parallel-backend mp",
     ],
 )
 def test_start_lines_of_vllm_are_taken(line: str) -> None:
@@ -69,6 +70,9 @@ def test_what_is_renamed_has_its_effect() -> None:
     assert parse("--max-model-len=-1")[0].scheduler.max_model_len is None
     assert parse("--max-model-len 1.5k")[0].scheduler.max_model_len == 1500
     assert parse("--max-logprobs 5")[0].gateway.max_logprobs == 5
+    assert parse("-dp 2 --api_server_count=3")[0].serve == settings.ServeConfig(
+        data_parallel_size=2, api_server_count=3
+    )
     assert parse("--enforce-eager")[0].worker.enforce_eager
     assert parse("--kv-cache-dtype fp8_per_token_head")[0].worker.kv_cache_dtype == "fp8"
 
@@ -157,7 +161,7 @@ def test_the_variable_of_vllm_makes_the_server_batch_invariant() -> None:
         ({"trust_remote_code": True, "swap_space": 4, "disable_log_stats": False}, {}),
         ({"max_model_len": "auto", "tensor_parallel_size": 1, "hf_overrides": None, "rope_scaling": None}, {}),
         ({"cpu_offload_gb": 0.0, "logits_processors": [], "lora_modules": [], "hf_overrides": {}}, {}),
-        ({"tensor_parallel_size": np.int64(1)}, {}),
+        ({"tensor_parallel_size": np.int64(1), "data_parallel_size": np.int64(1)}, {}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 1.0}),
         ({"quantization": "awq_marlin", "seed": 1}, {"quantization": "awq"}),
     ],
@@ -173,6 +177,11 @@ def test_settings_of_the_server_are_no_arguments_of_llm(arguments: dict[str, Any
     """`LLM` would ignore them silently."""
     with pytest.raises(ConfigError, match="LLM has no argument"):
         translate_arguments({"quantization": None}, arguments)
+
+
+def test_llm_is_one_engine() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported: LLM is one engine"):
+        translate_arguments({"quantization": None}, {"data_parallel_size": 2})
 
 
 def test_every_name_stands_once_and_none_is_a_setting_of_quire() -> None:

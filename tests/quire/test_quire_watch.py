@@ -78,6 +78,20 @@ def test_beats_of_another_process_do_not_count(harness: WatchHarness) -> None:
     assert harness.until_dead(0.0) == (float("inf"), "")
 
 
+def test_services_of_one_role_are_told_apart(harness: WatchHarness) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        other = Child("gateway", [], ServiceLog(io.BytesIO()), {}, number=1)
+        other.process = cast("object", process)  # type: ignore[assignment]
+        for quarter in range(20):
+            harness.beat()
+            if quarter < 2:
+                harness.beat(pid=process.pid)
+            hung = harness.watch.find_hung([harness.child, other], quarter / 4)
+            assert [child.name for child, _ in hung] in ([], ["gateway 1"])
+        assert hung != []
+        process.kill()
+
+
 def test_a_new_process_is_judged_from_its_own_first_beat_on(harness: WatchHarness) -> None:
     harness.beat()
     harness.look(0.0)

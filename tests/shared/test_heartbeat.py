@@ -85,6 +85,22 @@ def test_a_watcher_that_comes_late_hears_the_present() -> None:
         assert not sender._thread.is_alive()
 
 
+def test_watchers_may_change(listener: Listener) -> None:
+    """A new one hears of this process; one that is let go is not even connected any more."""
+    at = address(listener)
+    with HeartbeatSender(LoopTimer(), []) as sender:
+        assert not listener.socket.poll(2 * HEARTBEAT_INTERVAL * 1000)
+        sender.watchers = [Watcher(at, lambda: "one"), Watcher(at, lambda: "two")]
+        assert {next_heartbeat(listener).identity for _ in range(4)} == {"one", "two"}
+        listener.monitor.drain()
+        assert len(listener.monitor.connected) == 2
+        sender.watchers = sender.watchers[1:]
+        wait_until(lambda: len(listener.monitor.drain()) == 1)
+        while next_heartbeat(listener).identity == "one":
+            pass
+        assert {next_heartbeat(listener).identity for _ in range(4)} == {"two"}
+
+
 @contextmanager
 def child(code: str) -> Iterator["subprocess.Popen[bytes]"]:
     with subprocess.Popen([sys.executable, "-c", code]) as process:

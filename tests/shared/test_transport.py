@@ -342,6 +342,13 @@ def test_insecure_tcp_binds(context: Any, port: int) -> None:
         assert wait(listener).body == b"hello"
 
 
+def test_tcp_over_ipv6(context: Any, port: int) -> None:
+    address = f"tcp://[::1]:{port}"
+    with listen(context, address) as listener, connect(context, address, b"one") as (one, _):
+        one.send(b"hello")
+        assert wait(listener).body == b"hello"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_loopback_needs_nothing(context: Any, port: int, host: str) -> None:
     with listen(context, f"tcp://{host}:{port}"):

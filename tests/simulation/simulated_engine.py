@@ -5,6 +5,7 @@ Results come late: a plan is executed when it is made, since a device runs plans
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -28,7 +29,13 @@ from shared.protocol import (
     Submit,
     TokenLogprobs,
     pack_tokens,
+    unpack_tokens,
 )
+
+
+def sampling_of(sampling: Sampling, sample: int) -> Sampling:
+    """Return the sampling of one sample of a request. Only sample 0 scores the prompt."""
+    return sampling if sample == 0 else replace(sampling, prompt_logprobs=-1)
 
 
 class Client:
@@ -67,6 +74,7 @@ class Client:
         assert row.tokens == expected, "tokens are those of the undisturbed run"
         assert self.scores == self.oracle.scores[: len(self.scores)], "each score is sent once, in order"
         assert 0 <= row.cached_tokens <= self._max_cached, "at least one token is always computed"
+        assert self.cached_tokens in (-1, row.cached_tokens), "usage does not change"
         self.cached_tokens = row.cached_tokens
         self.finish_reason = row.finish_reason
         if row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -104,9 +112,18 @@ class OrderCheck:
 
 
 class SimulatedEngine:
-    """Keeps the clients' requests and their output, and checks the core after each call."""
+    """Keeps the clients' requests and their output, and checks the core after each call.
 
-    def __init__(self, limits: Limits, *, checked: bool = True) -> None:
+    `on_rows` gets the rows of each call, after they were checked.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        checked: bool = True,
+        on_rows: Callable[[list[ProgressRow]], None] = lambda rows: None,
+    ) -> None:
         self.core = Scheduler(limits)
         self.limits = limits
         self.clients: dict[tuple[int, int], Client] = {}
@@ -116,6 +133,7 @@ class SimulatedEngine:
         self.now = 1000.0
         self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
         self._checked = checked
+        self._on_rows = on_rows
         self.events: Counter[str] = Counter()  # how often each event happened, to show that workloads reach it
         self._ids = 0
         self._epochs = 0
@@ -176,16 +194,20 @@ class SimulatedEngine:
         )
         tokens, came = pack_tokens(prompt + output), arrival or self.now
         request = Submit(self._ids, tokens, len(prompt), sampling, n, sample, priority, came, samples_before)
+        return self.submit_request(request) or self._ids
+
+    def submit_request(self, request: Submit) -> Refused | None:
+        """Submit a request as it comes from a gateway. Return the refusal, if it is refused."""
         refused = self.core.submit(request, self.now)
         if refused is not None:
-            assert refused.id == self._ids
+            assert refused.id == request.id
             return refused
-        for index in range(sample, sample + n):
-            scored = sampling if index == 0 else replace(sampling, prompt_logprobs=-1)
-            oracle = expected_output(prompt + output, len(prompt), scored, index)
-            self.clients[self._ids, index] = Client(oracle, output, len(prompt))
+        tokens, prompt_len = unpack_tokens(request.tokens).tolist(), request.prompt_len
+        for index in range(request.sample, request.sample + request.n):
+            oracle = expected_output(tokens, prompt_len, sampling_of(request.sampling, index), index)
+            self.clients[request.id, index] = Client(oracle, tokens[prompt_len:], prompt_len)
         self.check()
-        return self._ids
+        return None
 
     def accept(self, prompt: list[int], max_tokens: int, **options: Any) -> int:
         """Submit a request that must not be refused. Return its id."""
@@ -284,6 +306,7 @@ class SimulatedEngine:
     def _receive(self, rows: list[ProgressRow]) -> None:
         for row in rows:
             self.clients[row.id, row.sample].receive(row, self.core.snapshot().steps)
+        self._on_rows(rows)
 
     def _kills_worker(self, plan: StepPlan) -> bool:
         assert self.worker is not None

@@ -3,16 +3,10 @@
 A mutant is a function of the core with some of its text replaced. One that survives is a gap in the simulation.
 """
 
-import importlib
-import inspect
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import workloads
+from mutants import CORE, mutated
 
-CORE = "services.scheduler.core"
 ENOUGH = 600
 """Workloads in which a mutant must be found; most are within the first ten."""
 
@@ -153,7 +147,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_simulation_finds_the_mutant(name: str) -> None:
-    with mutated(MUTANTS[name]):
+    with mutated(CORE, MUTANTS[name]):
         assert any(_fails(seed) for seed in range(ENOUGH)), f"not found: {name}"
 
 
@@ -163,39 +157,3 @@ def _fails(seed: int) -> bool:
     except Exception:
         return True
     return False
-
-
-@contextmanager
-def mutated(changes: list[tuple[str, str, str]]) -> Iterator[None]:
-    """Run the block with the text of some of the core's functions changed."""
-    with pytest.MonkeyPatch.context() as patch:
-        texts: dict[str, str] = {}
-        for where, old, new in changes:
-            text = texts.get(where) or _source(where)
-            assert text.count(old) == 1, f"{where} has changed: {old!r}"
-            texts[where] = text.replace(old, new)
-        for where, text in texts.items():
-            _replace(patch, where, text)
-        yield
-
-
-def _source(where: str) -> str:
-    module, _, path = where.partition(":")
-    function = importlib.import_module(f"{CORE}.{module}")
-    for name in path.split("."):
-        function = getattr(function, name)
-    return textwrap.dedent(inspect.getsource(function))
-
-
-def _replace(patch: pytest.MonkeyPatch, where: str, text: str) -> None:
-    module_name, _, path = where.partition(":")
-    module = importlib.import_module(f"{CORE}.{module_name}")
-    owner, _, name = path.rpartition(".")
-    namespace: dict[str, object] = {}
-    exec(compile(text, where, "exec"), vars(module), namespace)
-    if owner:
-        patch.setattr(getattr(module, owner), name, namespace[name])
-        return
-    patch.setattr(module, name, namespace[name])
-    if (scheduler := importlib.import_module(f"{CORE}.scheduler")) and hasattr(scheduler, name):
-        patch.setattr(scheduler, name, namespace[name])  # a module that imported the function by its name

@@ -12,7 +12,7 @@ from shared.protocol import FinishReason, Refused
 def run(seed: int) -> SimulatedEngine:
     """Run one workload from beginning to end. Raise AssertionError if an invariant is broken."""
     rng = Random(seed)
-    engine = SimulatedEngine(_limits(rng))
+    engine = SimulatedEngine(random_limits(rng))
     script = _Script(rng, engine)
     for _ in range(rng.randint(4, 40)):
         script.move()
@@ -22,7 +22,8 @@ def run(seed: int) -> SimulatedEngine:
     return engine
 
 
-def _limits(rng: Random) -> Limits:
+def random_limits(rng: Random) -> Limits:
+    """Return limits under which any request of at most `max_model_len` tokens fits."""
     size = rng.choice([1, 2, 3, 4, 4, 8])
     seqs = rng.randint(1, 6)
     longest = rng.randint(12, 48)

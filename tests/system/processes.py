@@ -127,7 +127,7 @@ class Gateway(Child):
         """Return whether /health answers 200."""
         ports = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", self.log)
         self.port = int(ports[-1]) if ports else 0
-        return self.port > 0 and await is_healthy("127.0.0.1", self.port)
+        return self.port > 0 and await is_healthy(("127.0.0.1", self.port))
 
     async def unhealthy(self) -> bool:
         return not await self.healthy()

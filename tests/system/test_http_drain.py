@@ -35,7 +35,8 @@ async def begin(server: Server, prompt: list[int], tokens: int) -> list["asyncio
 @pytest.mark.parametrize("who", ["gateway", "scheduler"])
 async def test_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
     """PRC-10."""
-    async with serving(talk(delay=0.02), "--drain-timeout=30", front=["--drain-timeout=30"]) as server:
+    front = ["--drain-timeout=30", "--engine-loss-timeout=0.3"]
+    async with serving(talk(delay=0.02), "--drain-timeout=30", front=front) as server:
         running = await begin(server, [CHAIN], TOKENS)
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
         asked.restart = server.engine.worker.restart = False
@@ -63,8 +64,10 @@ def text_of(answer: Answer) -> str:
 
 @pytest.mark.parametrize("who", ["gateway", "scheduler"])
 async def test_without_a_drain_every_client_is_told(who: str) -> None:
-    """PRC-10."""
-    async with serving(talk(delay=0.02), "--drain-timeout=0", front=["--drain-timeout=0"]) as server:
+    """PRC-10. A scheduler's requests wait for another one so long."""
+    front = ["--drain-timeout=0", "--engine-loss-timeout=0.3"]
+    status, kind = (503, "ServiceUnavailableError") if who == "gateway" else (500, "InternalServerError")
+    async with serving(talk(delay=0.02), "--drain-timeout=0", front=front) as server:
         running = await begin(server, [ENDLESS], 1500)
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
         asked.restart = server.engine.worker.restart = False
@@ -73,7 +76,7 @@ async def test_without_a_drain_every_client_is_told(who: str) -> None:
         for answer in answers[:STREAMS]:
             *_, last, done, nothing = answer.text.split("\n\n")
             assert (done, nothing) == ("data: [DONE]", "")
-            assert json.loads(last.removeprefix("data: "))["error"]["code"] == 503
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == status
         for answer in answers[STREAMS:]:
-            assert (answer.status, answer.error["type"]) == (503, "ServiceUnavailableError")
+            assert (answer.status, answer.error["type"]) == (status, kind)
         assert await asked.ended() == 0

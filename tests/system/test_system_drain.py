@@ -8,16 +8,16 @@ from contextlib import suppress
 import pytest
 
 from shared.errors import EngineFailure, Unavailable
-from shared.protocol import FinishReason, Sampling
+from shared.protocol import Sampling
 from tests.scripted_worker import CHAIN, Script, expected_chain
-from tests.system.processes import Output, complete, serving, snapshot
+from tests.system.processes import complete, serving, snapshot
 from tests.waiting import until
 
 SLOW = Script(delay=0.02)
 
 
 async def test_draining_lets_running_requests_finish_and_takes_no_new_ones() -> None:
-    async with serving(SLOW, "--max-num-seqs=4") as (system, backend):
+    async with serving(SLOW, "--max-num-seqs=4", loss_timeout=0.3) as (system, backend):
         system.scheduler.restart = system.worker.restart = False
         running = [asyncio.create_task(complete(backend, [CHAIN, at], 40)) for at in range(8)]
         await until(lambda: snapshot(backend).running == 4)
@@ -35,8 +35,8 @@ async def test_draining_lets_running_requests_finish_and_takes_no_new_ones() -> 
 
 @pytest.mark.parametrize("flags", [["--drain-timeout=0"], []])
 async def test_what_is_not_waited_for_is_aborted(flags: list[str]) -> None:
-    """The drain timeout is 0, or a second signal comes."""
-    async with serving(SLOW, *flags) as (system, backend):
+    """The drain timeout is 0, or a second signal comes. No other engine goes on with it."""
+    async with serving(SLOW, *flags, loss_timeout=0.3) as (system, backend):
         system.scheduler.restart = system.worker.restart = False
         running = [asyncio.create_task(complete(backend, [CHAIN, at], 1500)) for at in range(3)]
         await until(lambda: snapshot(backend).running == 3)
@@ -44,8 +44,8 @@ async def test_what_is_not_waited_for_is_aborted(flags: list[str]) -> None:
         if not flags:
             await until(lambda: "draining: 3 requests" in system.scheduler.log)
             system.scheduler.signal(signal.SIGTERM)
-        outputs: list[Output] = await asyncio.gather(*running)
-        assert [output.finish for output in outputs] == [FinishReason.ABORT] * 3
+        for one in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(one, EngineFailure)
         assert await system.scheduler.ended() == 0
         assert await system.worker.ended() == 0
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.engine_connection import ENGINE_TIMEOUT
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
-from shared.errors import EngineFailure, QuireError
+from shared.errors import QuireError
 from tests.scripted_worker import CHAIN, Script, ScriptedFailure
 from tests.scripted_worker import expected_chain as expected
 from tests.system import http_client
@@ -68,18 +68,18 @@ async def test_a_step_that_takes_long_but_computes_is_left_alone(tcp: bool) -> N
 
 
 async def test_a_scheduler_that_is_stopped_is_given_up_by_its_gateways() -> None:
-    """PRC-25: its streams end with an error, and gateways find it again once it goes on."""
+    """PRC-25: gateways find it again once it goes on, and so do its streams."""
     async with serving(Script(delay=0.01)) as (system, backend):
-        task = asyncio.create_task(complete(backend, [CHAIN], 1500))
+        task = asyncio.create_task(complete(backend, [CHAIN], 300))
         await until(lambda: next(iter(backend.statuses().values())).snapshot.running > 0)
         system.scheduler.signal(signal.SIGSTOP)
-        with pytest.raises(EngineFailure, match="silent for 5"):
-            await asyncio.wait_for(task, SOON)
+        stopped = time.monotonic()
+        await until(lambda: not backend.statuses(), SOON)  # the connection was given up
+        assert 1.5 < time.monotonic() - stopped < 4
         system.scheduler.signal(signal.SIGCONT)
-        await until(backend.ready)
-        assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+        assert (await task).tokens == expected([CHAIN], 300)
         assert (system.scheduler.lives, system.worker.lives) == (1, 1)
-        await rest(backend)
+        assert (await rest(backend)).finished_length == 1
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
@@ -107,7 +107,7 @@ async def test_a_link_that_was_given_up_says_hello_again_though_it_is_never_quie
         name = engine.registered_name()
         assert engine._socket is not None
         await engine._socket.send(b"nonsense")  # the scheduler gives the gateway up for this
-        async with asyncio.timeout(ENGINE_TIMEOUT - 1.5):  # otherwise it would have been given up for silence
+        async with asyncio.timeout(ENGINE_TIMEOUT - 0.5):  # otherwise it would have been given up for silence
             while engine.registered_name() in (name, ""):
                 with suppress(QuireError):
                     await complete(backend, [CHAIN], 1)

@@ -1,5 +1,6 @@
 """Tests the number of threads and the memory of the process, and the limits they follow."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -50,6 +51,47 @@ def test_the_mask_and_the_quota_bound_the_threads(monkeypatch: pytest.MonkeyPatc
     for text, cpus in (("max 100000", 6), ("400000 100000", 4), ("50000 100000", 1), ("900000 100000", 6)):
         cgroup(monkeypatch, tmp_path, cpu_max=text)
         assert cpu_tuning.allowed_cpus() == cpus
+
+
+@pytest.mark.parametrize("threads_of_a_core", ["{first}-{last}", "{first},{last}"], ids=["next", "apart"])
+def test_workers_of_one_machine_share_no_cpu_and_no_core(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads_of_a_core: str
+) -> None:
+    """There are 8 CPUs on 4 cores: 0 and 1, 2 and 3, ...; or 0 and 4, 1 and 5, ..."""
+    apart = "," in threads_of_a_core
+    for cpu in range(8):
+        first, last = (cpu % 4, cpu % 4 + 4) if apart else (cpu - cpu % 2, cpu - cpu % 2 + 1)
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(threads_of_a_core.format(first=first, last=last) + "\n")
+    monkeypatch.setattr(cpu_tuning, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    taken: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: taken.append(sorted(cpus)))
+    for rank in range(2):
+        cpu_tuning.take_cpus(rank, 2)
+    assert taken == ([[0, 1, 4, 5], [2, 3, 6, 7]] if apart else [[0, 1, 2, 3], [4, 5, 6, 7]])
+    taken.clear()
+    for rank in range(3):
+        cpu_tuning.take_cpus(rank, 3)
+    assert sorted(itertools.chain(*taken)) == list(range(8))
+    assert [len(cpus) for cpus in taken] == [2, 3, 3]
+    taken.clear()
+    for rank in range(16):
+        cpu_tuning.take_cpus(rank, 16)
+    assert sorted(itertools.chain(*taken)) == sorted([*range(8), *range(8)])
+    taken.clear()
+    cpu_tuning.take_cpus(0, 1)
+    assert taken == []
+
+
+def test_a_quota_is_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    for text, threads in (("max 100000", 6), ("800000 100000", 4), ("50000 100000", 1)):
+        cgroup(monkeypatch, tmp_path, cpu_max=text)
+        assert cpu_tuning.allowed_cpus(2) == threads
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert cpu_tuning.set_threads(None, 2) == 1
 
 
 def test_the_control_group_bounds_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_batch_runs_the_next_larger_graph() -> None:
     recording = Recording()
     graphs = DecodeGraphs([1, 2, 4, 8], forward, recording)
     assert forwards == [8, 4, 2, 1], "the largest comes first"
-    hidden = graphs.run(graphs.size(build_batch([Row(slot, 5, 1, 1) for slot in range(3)])))
+    hidden = graphs.run(graphs.size_for(build_batch([Row(slot, 5, 1, 1) for slot in range(3)])))
     assert (recording.runs, hidden.shape) == ([1], (4, 3))
     offset = 100.0
     again = graphs.run(4)
@@ -62,7 +62,7 @@ def test_a_batch_runs_the_next_larger_graph() -> None:
 @pytest.mark.parametrize("counts", [[1, 2], [7], [1] * 9], ids=str)
 def test_other_batches_run_none(counts: list[int]) -> None:
     graphs = DecodeGraphs([1, 2, 4, 8], lambda size: torch.zeros(size, 1), Recording())
-    assert graphs.size(build_batch([Row(slot, 0, count, 1) for slot, count in enumerate(counts)])) == 0
+    assert graphs.size_for(build_batch([Row(slot, 0, count, 1) for slot, count in enumerate(counts)])) == 0
 
 
 def test_rows_that_fill_up_a_graph_have_no_token_and_write_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.load import ops
+from services.worker import kv_memory as kv_memory_module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
 from services.worker.kv_memory import GIB, kv_memory
@@ -35,15 +36,29 @@ def test_kv_gets_what_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         kv_memory(WorkerConfig(gpu_memory_utilization=0.3), CUDA, needed)
 
 
+def test_workers_of_one_machine_divide_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 12 * GIB)
+    assert [kv_memory(WorkerConfig(local_world_size=count), CPU, None) / GIB for count in (1, 2, 3)] == [3, 1.5, 1]
+    assert kv_memory(WorkerConfig(local_world_size=2, kv_cache_memory=7), CPU, None) == 7 * GIB
+    monkeypatch.setattr(kv_memory_module, "available_memory", lambda: 160 * GIB)
+    assert kv_memory(WorkerConfig(local_world_size=4), CPU, None) == 4 * GIB
+
+
 def test_the_largest_step_has_the_schedulers_sizes() -> None:
     sizes = largest_sizes(WorkerConfig(max_num_seqs=16, max_model_len=500), SHAPE, CUDA)
     assert (sizes.max_num_seqs, sizes.max_model_len, sizes.max_num_batched_tokens) == (16, 500, 16 + 8192)
     assert largest_sizes(WorkerConfig(max_num_batched_tokens=77), SHAPE, CUDA).max_num_batched_tokens == 77
     plan = largest_plan(sizes)
-    assert [row.count for row in plan.rows] == [1] * 15 + [500]
+    assert [row.count for row in plan.rows] == [500] * 16  # more would not fit into the budget's 8,208
+    few = largest_plan(
+        largest_sizes(WorkerConfig(max_num_seqs=16, max_model_len=500, max_num_batched_tokens=900), SHAPE, CUDA)
+    )
+    assert [row.count for row in few.rows] == [500, 386] + [1] * 14
     assert all(row.samples and row.start + row.count <= 500 for row in plan.rows)
     small = largest_plan(largest_sizes(WorkerConfig(max_num_seqs=3, max_num_batched_tokens=7), SHAPE, CUDA))
-    assert [row.count for row in small.rows] == [1, 1, 5]
+    assert [row.count for row in small.rows] == [5, 1, 1]
+    tiny = largest_plan(largest_sizes(WorkerConfig(max_num_seqs=9, max_num_batched_tokens=4), SHAPE, CUDA))
+    assert [row.count for row in tiny.rows] == [1] * 4
 
 
 def test_a_step_without_memory_names_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,11 @@ class Scheduler:
         """The number of plans whose result is not back."""
         return len(self._in_flight)
 
+    @property
+    def last_plan(self) -> InFlightPlan | None:
+        """The rows and sequences of the plan that was made last, unless its result is back."""
+        return self._in_flight[-1] if self._in_flight else None
+
     def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
         """Begin an epoch with a worker that was just configured: its memory is empty, and steps count from 0.
 

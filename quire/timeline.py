@@ -1,0 +1,120 @@
+"""`Timeline`: what happened to each request of a record, as events, made while the record is replayed."""
+
+from typing import NamedTuple
+
+from services.scheduler.core import Scheduler
+from services.scheduler.core.sequence import Sequence
+from services.scheduler.record import Aborted, Began, Committed, Drained, Lost, Planned, Submitted
+from services.scheduler.replay import Replayed
+from shared.protocol import ProgressRow, Refused, StepPlan, Submit
+
+SUBMITTED, REFUSED, ADMITTED, RESUMED, FORKED = "submitted", "refused", "admitted", "resumed", "forked"
+CHUNK, TOKENS, PREEMPTED, LOST, ENDED = "chunk", "tokens", "preempted", "lost", "ended"
+EPOCH, WORKER_LOST, DRAIN = "epoch", "worker lost", "drain"
+
+ENGINE = -1
+"""The request of events that concern the whole engine."""
+
+ALL_SAMPLES = -1
+
+
+class Event(NamedTuple):
+    """Something that happened to a sample of a request."""
+
+    seconds: float  # since the record began
+    request: int
+    sample: int
+    kind: str
+    detail: str = ""
+    slot: int = -1  # where the sample runs from now on, or ran until now
+    num_tokens: int = 0
+
+
+class Timeline:
+    """The events of a record in order. `started` is the core's time when the record began."""
+
+    def __init__(self, started: float) -> None:
+        self.events: list[Event] = []
+        self.seconds = 0.0  # of the last input
+        self._started = started
+        self._admitted: set[tuple[int, int]] = set()  # (request, sample)
+        self._running: dict[Sequence, tuple[int, int]] = {}  # slot, and number of preemptions so far
+
+    def see(self, replayed: Replayed) -> None:
+        """Add the events of one input."""
+        entry, outcome = replayed.input, replayed.outcome
+        self.seconds = entry.now - self._started
+        match entry:
+            case Submitted(_, request):
+                self._see_submit(request, outcome if isinstance(outcome, Refused) else None)
+            case Planned():
+                self._see_plan(outcome if isinstance(outcome, StepPlan) else None, replayed.core)
+            case Began(_, epoch, num_blocks):
+                self._add(ENGINE, ALL_SAMPLES, EPOCH, f"a worker with {num_blocks} blocks begins epoch {epoch.count}")
+            case Lost(_, out_of_memory):
+                self._see_loss(out_of_memory)
+            case Drained():
+                self._add(ENGINE, ALL_SAMPLES, DRAIN, "no new requests are accepted")
+            case Aborted() | Committed():
+                pass  # their rows say it
+        if isinstance(outcome, list):
+            self._see_rows(outcome)
+
+    def _add(self, request: int, sample: int, kind: str, detail: str = "", slot: int = -1, num_tokens: int = 0) -> None:
+        self.events.append(Event(self.seconds, request, sample, kind, detail, slot, num_tokens))
+
+    def _see_submit(self, request: Submit, refused: Refused | None) -> None:
+        num_tokens = len(request.tokens) // 4
+        detail = f"{request.prompt_len} tokens of prompt"
+        if output_len := num_tokens - request.prompt_len:
+            detail += f" and {output_len} of output"
+        detail += f", n={request.n}, max_tokens={request.sampling.max_tokens}"
+        self._add(request.id, ALL_SAMPLES, SUBMITTED, detail + (", resumed" if request.resumed else ""))
+        if refused is not None:
+            self._add(request.id, ALL_SAMPLES, REFUSED, f"{refused.reason.value}: {refused.detail}")
+
+    def _see_plan(self, plan: StepPlan | None, core: Scheduler) -> None:
+        self._see_preemptions()
+        in_flight = core.last_plan
+        if plan is None or in_flight is None:
+            return
+        entered = {new.slot for new in plan.new_sequences}
+        forked = {slot for fork in plan.forks for slot, _ in fork.children}
+        for row, sequence in zip(in_flight.rows, in_flight.sequences, strict=True):
+            id, sample, slot = sequence.request.id, sequence.sample, row.slot
+            if slot in entered:
+                kind = RESUMED if (id, sample) in self._admitted else ADMITTED
+                self._add(id, sample, kind, f"slot {slot}, {row.start} positions are in its blocks already", slot)
+            elif slot in forked:
+                self._add(id, sample, FORKED, f"slot {slot}, from the sample that computed the prompt", slot)
+            self._admitted.add((id, sample))
+            self._running[sequence] = (slot, sequence.stats.num_preemptions)
+            if row.count > 1 or (row.count and row.start < sequence.prompt_len):
+                self._add(id, sample, CHUNK, f"positions {row.start} to {row.start + row.count - 1}")
+
+    def _see_preemptions(self) -> None:
+        for sequence, (slot, num_preemptions) in list(self._running.items()):
+            if sequence.stats.num_preemptions > num_preemptions:
+                del self._running[sequence]
+                detail = f"slot {slot}, after {sequence.output_len} tokens of output"
+                self._add(sequence.request.id, sequence.sample, PREEMPTED, detail, slot)
+            elif sequence.finish_reason is not None:
+                del self._running[sequence]
+
+    def _see_loss(self, out_of_memory: bool) -> None:
+        lost = [(sequence, slot) for sequence, (slot, _) in self._running.items() if sequence.finish_reason is None]
+        reason = "out of memory" if out_of_memory else "it died, hung or failed"
+        self._add(ENGINE, ALL_SAMPLES, WORKER_LOST, f"{reason}, with {len(lost)} samples")
+        self._running.clear()
+        for sequence, slot in lost:
+            self._add(sequence.request.id, sequence.sample, LOST, f"slot {slot}, with the worker", slot)
+
+    def _see_rows(self, rows: list[ProgressRow]) -> None:
+        for row in rows:
+            if row.tokens:
+                first, last = row.position + 1, row.position + len(row.tokens)
+                detail = f"{first}" if first == last else f"{first} to {last}"
+                self._add(row.id, row.sample, TOKENS, detail, num_tokens=len(row.tokens))
+            if row.finish_reason is not None:
+                detail = f": {row.detail}" if row.detail else ""
+                self._add(row.id, row.sample, ENDED, row.finish_reason.value + detail)

@@ -1,0 +1,167 @@
+"""The format of a record: the inputs of a core in the order in which they came, in files that begin with its state.
+
+A file is `MAGIC`, a `Head`, and then one input after the other, each with its length before it (4 bytes,
+little-endian). The core is a pure function of its inputs, so a head and the inputs behind it lead to the same states
+again. What the core answered is not written, except a digest of each plan, by which a replay notices that it has gone
+astray.
+
+A record holds the token ids of prompts and outputs. Digests would not do: the core compares tokens to find stop tokens
+and equal blocks, whose borders depend on what was generated before. So it is as private as the prompts are.
+"""
+
+import hashlib
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from services.scheduler.core import Limits
+from shared.errors import ConfigError
+from shared.protocol import VERSION, Epoch, StepPlan, StepResult, Submit, encode
+
+MAGIC = b"quire record 1\n"
+LENGTH_BYTES = 4
+
+
+class Head(Struct, frozen=True, array_like=True):
+    """The first entry of a file."""
+
+    protocol: int  # `VERSION` of the messages below
+    engine: str
+    model: str
+    started: float  # wall clock at the file's begin, in seconds since the epoch
+    now: float  # the core's clock at the same moment
+    continues: bool  # the process has recorded before; its former file may have been deleted
+    limits: Limits
+    state: bytes  # of the core; see core/state.py
+
+
+# The inputs. Each says when it came; the core was told that time if its method asks for it.
+
+
+class Began(Struct, frozen=True, array_like=True, tag=1):
+    """`begin_epoch`."""
+
+    now: float
+    epoch: Epoch
+    num_blocks: int
+
+
+class Submitted(Struct, frozen=True, array_like=True, tag=2):
+    """`submit`."""
+
+    now: float
+    request: Submit
+
+
+class Aborted(Struct, frozen=True, array_like=True, tag=3):
+    """`abort`."""
+
+    now: float
+    id: int
+    sample: int
+
+
+class Planned(Struct, frozen=True, array_like=True, tag=4, gc=False):
+    """`plan`. A call that returned nothing matters as well: it tells the core the time, and may have preempted."""
+
+    now: float
+    digest: int | None  # of the plan; None if there was none
+
+
+class Committed(Struct, frozen=True, array_like=True, tag=5):
+    """`commit`."""
+
+    now: float
+    result: StepResult
+
+
+class Lost(Struct, frozen=True, array_like=True, tag=6):
+    """`lose_worker`."""
+
+    now: float
+    out_of_memory: bool
+
+
+class Drained(Struct, frozen=True, array_like=True, tag=7):
+    """`drain`."""
+
+    now: float
+
+
+class Ended(Struct, frozen=True, array_like=True, tag=8):
+    """The end of a file: the process ended in good order, or went on in the next file. It is no input."""
+
+    digest: bytes  # of the state
+
+
+Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained
+Entry = Input | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+_head = msgspec.msgpack.Decoder(Head)
+_entry = msgspec.msgpack.Decoder(Entry)
+
+
+def pack_entry(entry: Struct) -> bytes:
+    """Return an entry of a file with its length before it."""
+    data = _encoder.encode(entry)
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def plan_digest(plan: StepPlan | None) -> int | None:
+    """Return the digest of a plan, of 32 bits: it costs each step some time, and a wrong plan leads to more of them."""
+    return None if plan is None else zlib.crc32(encode(plan))
+
+
+def state_digest(state: bytes) -> bytes:
+    """Return the digest of a core's state."""
+    return hashlib.blake2b(state, digest_size=16).digest()
+
+
+class Record(NamedTuple):
+    """The content of one file."""
+
+    path: Path
+    head: Head
+    entries: list[Entry]
+    torn_bytes: int  # at the end: of an entry that was being written when the process was killed
+
+
+def read_record(path: Path) -> Record:
+    """Read a file. Raise `ConfigError` if it is no record, was made by another version, or is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if not data.startswith(MAGIC):
+        raise ConfigError(f"{path} is not a record of this version of Quire")
+    chunks, torn_bytes = _split(data)
+    entries: list[Any] = []
+    for position, chunk in chunks:
+        try:
+            entries.append(_entry.decode(chunk) if entries else _head.decode(chunk))
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} is damaged at byte {position}: {error}") from error
+    if not entries:
+        raise ConfigError(f"{path} ends before its head is complete")
+    head = entries.pop(0)
+    if head.protocol != VERSION:
+        raise ConfigError(f"{path} was made with version {head.protocol} of the messages; this is version {VERSION}")
+    return Record(path, head, entries, torn_bytes)
+
+
+def _split(data: bytes) -> tuple[list[tuple[int, bytes]], int]:
+    """Return the entries with their positions, and the number of bytes of one that is incomplete."""
+    chunks = []
+    position = len(MAGIC)
+    while position + LENGTH_BYTES <= len(data):
+        start = position + LENGTH_BYTES
+        end = start + int.from_bytes(data[position:start], "little")
+        if end > len(data):
+            break
+        chunks.append((position, data[start:end]))
+        position = end
+    return chunks, len(data) - position

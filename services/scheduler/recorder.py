@@ -1,0 +1,245 @@
+"""The flight recorder: a core that writes its inputs to a ring of files.
+
+Each file begins with the state of the core at that moment, so it can be replayed without the files before it, which may
+be gone.
+
+Inputs are encoded at once, while they are in the CPU's caches: to collect them and encode many together costs half as
+much again. They go through a buffer that is flushed every `FLUSH_INTERVAL` and never synced. After SIGKILL the last of
+that time is missing, and after a power failure maybe more.
+
+Recording never harms serving. If the folder cannot be written to at the start, the start fails; if that happens later,
+one line in the log says so, and recording ends.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core.state import dump_state
+from services.scheduler.record import (
+    MAGIC,
+    Aborted,
+    Began,
+    Committed,
+    Drained,
+    Ended,
+    Entry,
+    Head,
+    Input,
+    Lost,
+    Planned,
+    Submitted,
+    pack_entry,
+    plan_digest,
+    state_digest,
+)
+from shared.errors import ConfigError
+from shared.protocol import VERSION, Epoch, ProgressRow, Refused, StepPlan, StepResult, Submit
+
+logger = logging.getLogger(__name__)
+
+MAX_FILES = 8
+FILE_BYTES = 8 * 2**20
+"""Bytes of inputs after which the next file begins. Its head, which is the core's state, comes on top of them."""
+
+BUFFER_BYTES = 64 * 1024
+FLUSH_INTERVAL = 0.1  # seconds
+SUFFIX = ".record"
+
+
+def prepare_folder(folder: str) -> Path:
+    """Make the folder of records, if it is not there. Raise `ConfigError` if nothing can be written to it."""
+    path = Path(folder)
+    probe = path / f".{os.getpid()}.probe"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe.write_bytes(MAGIC)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--record {folder}: {error.strerror}") from error
+    return path
+
+
+class Recorder:
+    """The ring of files of one engine: at most `MAX_FILES` in the folder, those of former processes included.
+
+    Engines of different names may share a folder. `clock` is the one whose times the core is told.
+    """
+
+    def __init__(self, folder: str, engine: str, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = prepare_folder(folder)
+        self._engine = engine
+        self._model = model
+        self.clock = clock
+        self._prefix = quote(engine, safe="")
+        self._file: BinaryIO | None = None
+        self._flushed_at = 0.0
+        self.size = 0  # bytes of inputs in the file
+
+    def begin(self, core: Scheduler) -> None:
+        """Begin the first file."""
+        self._guard(self._open, Head(**self._facts(), continues=False, limits=core.limits, state=dump_state(core)))
+
+    def go_on(self, core: Scheduler) -> None:
+        """End this file and begin the next one."""
+        state = dump_state(core)
+        self._end(state)
+        if self._file is not None:
+            self._guard(self._open, Head(**self._facts(), continues=True, limits=core.limits, state=state))
+
+    def end(self, core: Scheduler) -> None:
+        """End the last file with the core's state."""
+        if self._file is not None:
+            self._end(dump_state(core))
+            self._file = None
+
+    def write(self, entry: Entry) -> None:
+        """Write an entry to the buffer."""
+        if self._file is not None:
+            data = pack_entry(entry)
+            self.size += len(data)
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._give_up(error)
+
+    def flush(self, now: float) -> None:
+        """Empty the buffer into the file if that was not done just before."""
+        if self._file is not None and not 0 <= now - self._flushed_at < FLUSH_INTERVAL:
+            self._flushed_at = now
+            self._guard(self._file.flush)
+
+    def _end(self, state: bytes) -> None:
+        self.write(Ended(state_digest(state)))
+        if self._file is not None:
+            self._guard(self._file.close)
+
+    def _facts(self) -> dict[str, Any]:
+        started, now = time.time(), self.clock()
+        return {"protocol": VERSION, "engine": self._engine, "model": self._model, "started": started, "now": now}
+
+    def _open(self, head: Head) -> None:
+        for old in self._files()[: -(MAX_FILES - 1)]:
+            old.unlink(missing_ok=True)
+        path = self._folder / f"{self._prefix}-{time.time_ns()}{SUFFIX}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = open(descriptor, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115 - `close` closes it
+        self.size = 0
+        self._file.write(MAGIC + pack_entry(head))
+        self._file.flush()
+
+    def _files(self) -> list[Path]:
+        """Return this engine's files, oldest first."""
+        pattern = re.compile(re.escape(self._prefix) + r"-(\d+)" + re.escape(SUFFIX))
+        found = ((pattern.fullmatch(path.name), path) for path in self._folder.iterdir())
+        return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+    def _guard(self, action: Callable[..., object], *arguments: object) -> None:
+        """Do something with files. End the recording if it fails."""
+        try:
+            action(*arguments)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.error("--record %s: %s: nothing is recorded from now on", self._folder, error.strerror)
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
+class RecordedScheduler(Scheduler):
+    """A core that writes down each input: before it acts on it, so that a record shows what an exception came from."""
+
+    # in slots, since the state of a core is what is in its `vars`
+    __slots__ = ("_held", "_recorded_now", "_recorder")
+
+    def __init__(self, limits: Limits, recorder: Recorder) -> None:
+        super().__init__(limits)
+        self._held: Planned | None = None  # a call that only told the time, not recorded yet
+        self._recorded_now = self._now  # the core's time after the last input that was recorded
+        self._recorder = recorder
+        recorder.begin(self)
+
+    def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
+        self._record(Began(self._recorder.clock(), epoch, num_blocks))
+        super().begin_epoch(epoch, num_blocks)
+
+    def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
+        self._record(Lost(now, out_of_memory))
+        self._recorded_now = now
+        return super().lose_worker(now, out_of_memory=out_of_memory)
+
+    def submit(self, request: Submit, now: float) -> Refused | None:
+        self._record(Submitted(now, request))
+        self._recorded_now = now
+        return super().submit(request, now)
+
+    def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
+        self._record(Aborted(self._recorder.clock(), id, sample))
+        return super().abort(id, sample)
+
+    def plan(self, now: float) -> StepPlan | None:
+        if self._only_tells_time():
+            self._held = None if now == self._recorded_now else Planned(now, None)
+            self._recorder.flush(now)
+            return super().plan(now)
+        self._make_room()
+        plan = None
+        try:
+            plan = super().plan(now)
+        finally:  # its digest is known only now
+            self._recorder.write(Planned(now, plan_digest(plan)))
+            self._recorder.flush(now)
+            self._recorded_now = now
+        return plan
+
+    def commit(self, result: StepResult) -> list[ProgressRow]:
+        self._record(Committed(self._recorder.clock(), result))
+        return super().commit(result)
+
+    def drain(self) -> None:
+        self._record(Drained(self._recorder.clock()))
+        super().drain()
+
+    def end_record(self) -> None:
+        """End the record. Nothing may be called after that."""
+        self._record_held()
+        self._recorder.end(self)
+
+    def _only_tells_time(self) -> bool:
+        """Return whether a call of `plan` would do nothing but tell the core the time.
+
+        The service makes several such calls a step, and four a second when it is idle, which would fill the ring in
+        time. Only the last of them in a row is recorded, and none if the time is the one that was told before. Only an
+        input ends such a row, since no time does.
+        """
+        full = len(self._in_flight) >= self.limits.depth
+        return full or not (self._in_flight or self.unfinished or self._quarantine.active)
+
+    def _record(self, entry: Input) -> None:
+        """Record an input that the core has not seen yet."""
+        self._make_room()
+        self._record_held()
+        self._recorder.write(entry)
+        self._recorder.flush(entry.now)
+
+    def _make_room(self) -> None:
+        """Begin the next file if this one is full. It must be called between two inputs, never within one."""
+        if self._recorder.size >= FILE_BYTES:
+            self._record_held()
+            self._recorder.go_on(self)
+
+    def _record_held(self) -> None:
+        if self._held is not None:
+            self._recorder.write(self._held)
+            self._recorded_now = self._held.now
+            self._held = None

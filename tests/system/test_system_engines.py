@@ -1,0 +1,122 @@
+"""Tests several engines behind one gateway: one dies or hangs, and others come and go, under streams."""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.gateway import backend as backend_module
+from services.gateway.backend import Backend
+from shared.protocol import Snapshot
+from tests.scripted_worker import CHAIN, Script
+from tests.scripted_worker import expected_chain as expected
+from tests.system.processes import Engine, Output, complete, engine
+from tests.waiting import until
+
+SLOW = Script(delay=0.02)
+TOKENS = 60
+NAMES = "abc"
+
+
+@asynccontextmanager
+async def engines(count: int) -> AsyncIterator[Sequence[Engine]]:
+    """Run engines named a, b, ... for the block."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(engine(SLOW, f"--engine={name}")) for name in NAMES[:count]]
+
+
+@asynccontextmanager
+async def streams(backend: Backend, count: int = 16) -> AsyncIterator[list["asyncio.Task[Output]"]]:
+    """Run `count` requests for the block, which starts once every engine has begun to answer."""
+    prompts = [[CHAIN, 10 + at] for at in range(count)]
+    begun = {name: one.generation_tokens for name, one in snapshots(backend).items()}
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(complete(backend, prompt, TOKENS)) for prompt in prompts]
+        await until(lambda: all(one.generation_tokens > begun[name] for name, one in snapshots(backend).items()))
+        yield running
+    assert [task.result().tokens for task in running] == [expected(prompt, TOKENS) for prompt in prompts]
+
+
+def snapshots(backend: Backend) -> dict[str, Snapshot]:
+    return {name: status.snapshot for name, status in backend.statuses().items()}
+
+
+def count(backend: Backend, index: int) -> int:
+    """Return a counter: that of resumed requests (0), or of those whose tokens may differ (1)."""
+    return int(next(iter(backend.counters[index].collect())).samples[0].value)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
+async def test_requests_of_an_engine_that_is_lost_go_on_at_the_other_at_once(frozen: bool) -> None:
+    """The lost scheduler does not come back before all streams have ended."""
+    async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
+        await until(lambda: backend.ready(2))
+        first.scheduler.restart = False
+        async with streams(backend):
+            lost = time.monotonic()
+            first.scheduler.signal(signal.SIGSTOP if frozen else signal.SIGKILL)
+            await until(lambda: count(backend, 0) == 8, 5.0)
+            moved = time.monotonic() - lost
+        assert moved < (4.0 if frozen else 1.0)
+        assert count(backend, 1) == 0
+        await until(lambda: snapshots(backend)["b"].finished_length == 16)
+        assert list(snapshots(backend)) == ["b"]
+        if frozen:
+            first.scheduler.signal(signal.SIGCONT)
+            await until(lambda: backend.ready(2))
+
+
+async def test_engines_of_a_file_join_and_leave_under_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that leaves gets no new requests, and its running ones end there."""
+    monkeypatch.setattr(backend_module, "DISCOVERY_INTERVAL", 0.05)
+    file = tmp_path / "engines"
+    async with engines(2) as (first, second), Backend([f"file://{file}"]) as backend:
+        early = asyncio.create_task(complete(backend, [CHAIN, 9], 9))  # it waits for an engine
+        await asyncio.sleep(0.2)
+        file.write_text(first.address)
+        assert (await early).tokens == expected([CHAIN, 9], 9)
+        async with streams(backend, 8):
+            file.write_text(f"{first.address}\n{second.address}\n")
+            await until(lambda: backend.ready(2))
+            async with streams(backend, 8):
+                file.write_text(second.address)
+                await until(lambda: not backend.ready(2))
+                before = snapshots(backend)["a"].accepted
+                assert snapshots(backend)["a"].running == 8
+                await asyncio.gather(*(complete(backend, [CHAIN, at], 2) for at in range(8)))
+                assert snapshots(backend)["a"].accepted == before
+        await until(lambda: list(snapshots(backend)) == ["b"])
+        assert count(backend, 0) == 0, "no request has moved"
+        assert len(backend._heartbeats.watchers) == 1
+        await until(lambda: "gateway" in first.scheduler.log and "its connection ended" in first.scheduler.log)
+        file.write_text(f"{second.address}\n{first.address}")
+        await until(lambda: backend.ready(2))
+        assert len(backend._heartbeats.watchers) == 2
+
+
+async def test_engines_are_found_by_name() -> None:
+    async with engine(SLOW, tcp=True) as found:
+        port = found.address.rpartition(":")[2]
+        async with Backend([f"dns://localhost:{port}"]) as backend:
+            assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
+
+
+async def test_an_engine_that_leaves_and_dies_gives_its_requests_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "DISCOVERY_INTERVAL", 0.05)
+    file = tmp_path / "engines"
+    async with engines(2) as (first, second):
+        file.write_text(f"{first.address}\n{second.address}\n")
+        async with Backend([f"file://{file}"]) as backend:
+            await until(lambda: backend.ready(2))
+            async with streams(backend):
+                file.write_text(second.address)
+                await until(lambda: not backend.ready(2))
+                first.scheduler.signal(signal.SIGKILL)
+            assert count(backend, 0) == 8
+            assert list(snapshots(backend)) == ["b"]
