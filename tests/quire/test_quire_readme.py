@@ -37,6 +37,7 @@ def test_files_and_flags_that_it_names_exist() -> None:
     others = {"--config", "--port", "--scale", "--profile"}  # the last two are compose's
     others |= {"--engines", "--gateways", "--workers", "--scheduler", "--insecure", "--zmq-keys"}  # the services' own
     others |= {"--vllm", "--help", "--quick"}  # of `quire knobs`, of every command, and of `make bench-peers`
+    others |= {"--request", "--trace"}  # of `quire replay`
     flags = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - others
     measuring = [knob for options in (ServeOptions, ThroughputOptions, LatencyOptions) for knob in knobs(options)]
     assert flags <= {knob.flag for knob in [*public_knobs(), *measuring]} | {one.flag for one in SETTINGS.values()}
