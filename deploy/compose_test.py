@@ -35,6 +35,13 @@ SERVICES = ("balancer", "gateway", "scheduler", "worker")
 BUILDING, STARTING, STREAMING = 600.0, 120.0, 240.0  # timeouts in seconds, reached only by failures
 NO_ENGINE = 75
 
+STRANGER = """
+import zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect("tcp://scheduler:5557")
+socket.send(b"hello")
+raise SystemExit(socket.poll(2000))
+"""
 METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:{}/metrics').read().decode())"
 PORTS = {"gateway": 8000, "scheduler": 9100}  # at which their metrics are
 
@@ -133,6 +140,8 @@ def test(project: Project) -> None:
             changed = sum(text != expected[prompt] for prompt, text in zip(prompts, texts, strict=True))
             expect(not changed, f"{changed} of {STREAMS} streams have other text than undisturbed ones")
             until(lambda: answers(f"http://127.0.0.1:{project.port}/health"), "no gateway is ready")
+    with step("a connection without keys is refused, and a gateway has no keys but its own"):
+        refuse(project)
     with step("a client that leaves before its answer begins takes its request with it"):
         leave(project)
     served = [requests_served(project, container) for container in project.containers("gateway")]
@@ -223,6 +232,17 @@ def leave(project: Project) -> None:
         raise Failure("a request of 4000 tokens was answered in 2 s")
     (scheduler,) = project.containers("scheduler")
     until(lambda: metric(project, "scheduler", scheduler, "vllm:num_requests_running") == 0, "it still runs", 10)
+
+
+def refuse(project: Project) -> None:
+    """Connect to the scheduler without keys. It must not answer, and count the connection."""
+    gateway, (scheduler,) = project.containers("gateway")[0], project.containers("scheduler")
+    secrets = project.run_engine("exec", gateway, "find", "/keys", "-name", "*.key_secret").split()
+    expect(secrets == ["/keys/gateway/gateway.key_secret"], f"a gateway's secrets are {secrets}")
+    refused = partial(metric, project, "scheduler", scheduler, "quire:refused_connections_total", 'role="gateway"')
+    before = refused()
+    project.run_engine("exec", gateway, "python", "-c", STRANGER)
+    until(lambda: refused() > before, "the connection was not counted", 10)
 
 
 def requests_served(project: Project, gateway: str) -> int:

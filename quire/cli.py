@@ -1,4 +1,4 @@
-"""The command `quire`: `serve`, `pull`, `models`, `bench`, `replay`, `knobs`, `version`.
+"""The command `quire`: `serve`, `pull`, `models`, `bench`, `keys`, `replay`, `knobs`, `version`.
 
 An error that the user can correct is one line on stderr and a non-zero exit status. Each command imports what it needs,
 so that `--help` is quick and Ctrl-C works at once.
@@ -17,6 +17,7 @@ usage: quire COMMAND ...
   pull [MODEL]            download a model, so that serving it starts at once
   models [NAME|FOLDER]    list the supported architectures, or say how an architecture or a model is served
   bench COMMAND [flags]   measure a server, or the engine in this process; see `quire bench --help`
+  keys DIR                make the keys for services on several hosts, each host's in a folder of DIR
   replay FILE [flags]     replay what `quire serve --record` has written; see `quire replay --help`
   knobs [--vllm]          print the settings of `quire serve`, or the treatment of vLLM's flags, as Markdown tables
   version                 print the version
@@ -59,6 +60,8 @@ def run(argv: list[str], began: float) -> int:
             return models(*argv[1:])
         case ["bench", *rest]:
             return bench(rest)
+        case ["keys", folder] if not folder.startswith("-"):
+            return keys(folder)
         case ["replay", *rest]:
             return replay(rest)
         case ["knobs"] | ["knobs", "--vllm"]:
@@ -73,6 +76,8 @@ def run(argv: list[str], began: float) -> int:
             print(f"quire: {command} takes {allowed}\n", file=sys.stderr)
         case ["models", *_]:
             print("quire: models takes one architecture, folder or file\n", file=sys.stderr)
+        case ["keys", *_]:
+            print("quire: keys takes one folder\n", file=sys.stderr)
         case [command, *_]:
             print(f"quire: there is no command {command}\n", file=sys.stderr)
     print(USAGE, end="", file=sys.stderr)
@@ -130,6 +135,17 @@ def bench(argv: list[str]) -> int:
 
     raise_on_signals()
     return bench(argv)
+
+
+def keys(folder: str) -> int:
+    """Make the keys of the services in a folder, as far as they are missing, and print the new files."""
+    from pathlib import Path
+
+    from shared.curve import make_keys
+
+    made = make_keys(Path(folder))
+    print("\n".join(map(str, made)) if made else f"{folder} has all keys")
+    return 0
 
 
 def replay(argv: list[str]) -> int:

@@ -22,7 +22,7 @@ from shared.errors import ConfigError
 from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
 INTERNAL = frozenset(
-    {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "insecure"}
+    {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "zmq_keys", "insecure"}
     | {"probe_uds", "local_rank", "local_world_size"}
 )
 

@@ -35,6 +35,19 @@ LogLevel = Annotated[
 """A knob of every service."""
 
 
+ZmqKeys = Annotated[
+    str,
+    Meta(
+        description="Folder of keys that `quire keys` has made, by which services encrypt and authenticate connections "
+        "over tcp; empty: none."
+    ),
+]
+Insecure = Annotated[
+    bool, Meta(description="Allow tcp between hosts without keys, so neither encrypted nor authenticated.")
+]
+"""Knobs of every service; see `shared.curve`."""
+
+
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """The knobs of every service that reads model files."""
 

@@ -9,13 +9,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import zmq
 
 from shared.cpu_usage import CpuMonitor, mark_helper_thread
+from shared.curve import ConnectionKeys
 from shared.liveness import CpuShortage
 from shared.protocol import Heartbeat, ProcessStats, encode
 from shared.transport import connect_for_heartbeats
@@ -49,6 +50,37 @@ class Watcher(NamedTuple):
 
     address: str
     identity: Callable[[], str]  # the name by which the watcher knows this process; empty while it has none
+    keys: ConnectionKeys | None = None
+
+
+class _Connection:
+    """A connection to a watcher, under one identity of this process.
+
+    There is none while the process has no identity, since the watcher may refuse it then; see `shared.transport`.
+    """
+
+    def __init__(self, context: "zmq.Context[Any]", watcher: Watcher) -> None:
+        self._context = context
+        self._watcher = watcher
+        self._identity = ""
+        self._socket: zmq.Socket[Any] | None = None
+        self._stack = ExitStack()
+
+    def send(self, stats: ProcessStats) -> None:
+        """Send a heartbeat if the process has an identity and the watcher is there and reads."""
+        if (identity := self._watcher.identity()) != self._identity:
+            self.close()
+            self._identity = identity
+            if identity:
+                connection = connect_for_heartbeats(self._context, self._watcher.address, self._watcher.keys)
+                self._socket = self._stack.enter_context(connection)
+        if self._socket is not None:
+            with suppress(zmq.Again):
+                self._socket.send(encode(Heartbeat(identity, stats)), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._socket = None
 
 
 class HeartbeatSender:
@@ -78,13 +110,10 @@ class HeartbeatSender:
     def _run(self) -> None:
         mark_helper_thread()
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the loop's poll instead
-        with zmq.Context() as context, _Sockets(context) as sockets:
+        with zmq.Context() as context, _Connections(context) as connections:
             while True:
                 self._measure(time.monotonic())
-                for watcher, socket in sockets.of(self.watchers):
-                    if identity := watcher.identity():
-                        with suppress(zmq.Again):  # the watcher is not there or does not read
-                            socket.send(encode(Heartbeat(identity, self.stats)), zmq.NOBLOCK)
+                connections.send(self.watchers, self.stats)
                 if self._stop.wait(HEARTBEAT_INTERVAL):
                     return
 
@@ -95,30 +124,30 @@ class HeartbeatSender:
         self._shortage.add(self.stats.cpu_wait_seconds, now)
 
 
-class _Sockets:
-    """The sockets to the present watchers, for the time of a `with` block."""
+class _Connections:
+    """The connections to the present watchers, for the time of a `with` block."""
 
     def __init__(self, context: "zmq.Context[Any]") -> None:
         self._context = context
-        self._sockets: dict[Watcher, tuple[zmq.Socket[Any], ExitStack]] = {}
+        self._connections: dict[Watcher, _Connection] = {}
 
-    def __enter__(self) -> "_Sockets":
+    def __enter__(self) -> "_Connections":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.of([])
+        self._leave(set(self._connections))
 
-    def of(self, watchers: Sequence[Watcher]) -> "list[tuple[Watcher, zmq.Socket[Any]]]":
-        """Return the socket of each watcher. Open those that are new, and close all others."""
-        for watcher in self._sockets.keys() - watchers:
-            _, stack = self._sockets.pop(watcher)
-            stack.close()
+    def send(self, watchers: Sequence[Watcher], stats: ProcessStats) -> None:
+        """Send a heartbeat to each watcher. Close the connections to all others."""
+        self._leave(self._connections.keys() - watchers)
         for watcher in watchers:
-            if watcher not in self._sockets:
-                stack = ExitStack()
-                socket = stack.enter_context(connect_for_heartbeats(self._context, watcher.address))
-                self._sockets[watcher] = socket, stack
-        return [(watcher, self._sockets[watcher][0]) for watcher in watchers]
+            if watcher not in self._connections:
+                self._connections[watcher] = _Connection(self._context, watcher)
+            self._connections[watcher].send(stats)
+
+    def _leave(self, watchers: Iterable[Watcher]) -> None:
+        for watcher in watchers:
+            self._connections.pop(watcher).close()
 
 
 def supervisor_watcher(address: str, role: str) -> list[Watcher]:

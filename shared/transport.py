@@ -14,6 +14,10 @@ Rules of the file:
 - A disconnected peer is identified by its file descriptor, which the monitor reports and every received frame carries.
   Descriptors are reused, so `Monitor.drain` has to run before a new peer is accepted.
 - Binding an ipc path twice succeeds in ZeroMQ and steals the connections of the first socket, hence the lock file.
+- Over tcp, a listener with keys admits only peers whose keys it knows (`shared.curve`). Without keys, addresses that
+  other hosts can reach need the flag --insecure, on both sides. ipc has no keys: its files are for this user only.
+- After a failed handshake libzmq either never connects again or does so 50 times a second. So whoever connects closes
+  the socket then, and opens a new one after a delay that grows to `MAX_REFUSED_DELAY`.
 """
 
 import fcntl
@@ -29,9 +33,10 @@ from typing import Any, NamedTuple, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from shared.curve import ConnectionKeys, ListenerKeys
 from shared.errors import ConfigError
 from shared.protocol import MAX_FRAME
-from shared.unread import UnreadBytes
+from shared.unread import FRAMING, UnreadBytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,16 @@ DEALER_HIGH_WATER = 20_000
 HANDSHAKE_MS = 5_000
 RECONNECT_MS, RECONNECT_MAX_MS = 20, 1_000
 HEARTBEAT_RECONNECT_MAX_MS = 200  # a new scheduler expects heartbeats as soon as its worker has registered
+
+MAX_REFUSED_DELAY = 1.0
+"""Maximum seconds between two tries to connect if handshakes fail."""
+
+HANDSHAKE_FAILURES: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not admit this key (--zmq-keys)",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "only one of the two has keys (--zmq-keys), or it is no scheduler",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it ended the handshake; if there are keys, they may not match (--zmq-keys)",
+}
+"""What a failed handshake means to the one that connects. If the listener is quicker, any of them is the last."""
 
 HEARTBEAT_HIGH_WATER = 2
 """Heartbeats that may wait to be sent: old ones are worth nothing."""
@@ -110,10 +125,19 @@ class Monitor:
 
     def __init__(self, watched: "zmq.Socket[Any]") -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
+        for failure in HANDSHAKE_FAILURES:
+            events |= failure
         self._watched = watched
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(events)
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket.underlying)  # reads at once on any event loop
         self.connected: set[int] = set()  # descriptors
+        self.refusal = ""  # why the last handshake failed; of use only to the side that connects
+        self.refused = 0  # connections that ended without a message; other threads may read it
+        self._heard: set[int] = set()  # descriptors by which messages have come
+
+    def note_message(self, fd: int) -> None:
+        """Note that a message came by a connection."""
+        self._heard.add(fd)
 
     def drain(self) -> list[int]:
         """Return the descriptors of the connections that ended since the last call."""
@@ -123,11 +147,16 @@ class Monitor:
                 event = parse_monitor_message(self._reader.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return disconnected
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                self.connected.discard(event["value"])
-                disconnected.append(event["value"])
+            kind, fd = event["event"], event["value"]
+            if kind in HANDSHAKE_FAILURES:
+                self.refusal = HANDSHAKE_FAILURES[kind]
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self.connected.discard(fd)
+                self.refused += fd not in self._heard
+                self._heard.discard(fd)
+                disconnected.append(fd)
             else:
-                self.connected.add(event["value"])
+                self.connected.add(fd)
 
     def close(self) -> None:
         if not self._watched.closed:
@@ -150,6 +179,7 @@ class Listener:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return None
+            self.monitor.note_message(int(frames[-1].get(zmq.SRCFD)))
             if self._unread is not None:
                 self._unread.count(frames)
             if len(frames) == 2:
@@ -186,16 +216,27 @@ def printable_identity(peer: bytes) -> str:
 
 @contextmanager
 def listen(
-    context: "zmq.Context[Any]", address: str, *, insecure: bool = False, linger_ms: int = 0
+    context: "zmq.Context[Any]",
+    address: str,
+    *,
+    role: str = "",
+    keys: ListenerKeys | None = None,
+    insecure: bool = False,
+    linger_ms: int = 0,
 ) -> Iterator[Listener]:
     """Bind `address` for the time of the block. Raise ConfigError if that fails.
 
-    At the end, wait at most `linger_ms` for the last messages to be sent.
+    With `keys`, only peers of `role` are admitted over tcp, by the `authentication` of the context. At the end, wait at
+    most `linger_ms` for the last messages to be sent.
     """
-    check_address(address)
-    _check_exposure(address, insecure)
+    check_exposure(address, protected=insecure or keys is not None)
     with _locked(address), _socket(context, zmq.ROUTER, address) as socket:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None and address.startswith("tcp://"):
+            _use_keys(socket, keys)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt_string(zmq.ZAP_DOMAIN, role)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # admit nobody if there is no authentication
         monitor = Monitor(socket)
         try:
             _bind(socket, address)
@@ -206,11 +247,14 @@ def listen(
 
 
 @contextmanager
-def connect(context: "zmq.Context[S]", address: str, identity: bytes) -> "Iterator[tuple[S, Monitor]]":
+def connect(
+    context: "zmq.Context[S]", address: str, identity: bytes, keys: ConnectionKeys | None = None
+) -> "Iterator[tuple[S, Monitor]]":
     """Yield a DEALER that keeps trying to connect to `address`, and its monitor, for the time of the block."""
     check_address(address)
     with _socket(context, zmq.DEALER, address) as socket:
         socket.setsockopt(zmq.IDENTITY, identity)
+        _use_connection_keys(socket, address, keys)
         monitor = Monitor(socket)
         try:
             socket.connect(address)
@@ -220,9 +264,10 @@ def connect(context: "zmq.Context[S]", address: str, identity: bytes) -> "Iterat
 
 
 @contextmanager
-def connect_for_heartbeats(context: "zmq.Context[S]", address: str) -> Iterator[S]:
+def connect_for_heartbeats(context: "zmq.Context[S]", address: str, keys: ConnectionKeys | None = None) -> Iterator[S]:
     """Yield a DEALER without an identity, which sends to `address` while it is connected and queues nothing else."""
     with _socket(context, zmq.DEALER, address) as socket:
+        _use_connection_keys(socket, address, keys)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, HEARTBEAT_HIGH_WATER)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, HEARTBEAT_RECONNECT_MAX_MS)
@@ -246,6 +291,19 @@ def check_address(address: str) -> None:
         raise ConfigError(f"{address}: must begin with ipc:// or tcp://")
 
 
+def check_exposure(address: str, *, protected: bool) -> None:
+    """Raise ConfigError if `address` is invalid, or is tcp between hosts and not `protected`, by keys or on purpose."""
+    check_address(address)
+    if not address.startswith("tcp://") or protected:
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host != "localhost" and not _is_loopback(host):
+        raise ConfigError(
+            f"{address} is open to other hosts: needs --zmq-keys, or --insecure to do without encryption and "
+            "authentication"
+        )
+
+
 @contextmanager
 def _socket(context: "zmq.Context[S]", socket_type: int, address: str) -> "Iterator[S]":
     socket = context.socket(socket_type)
@@ -263,6 +321,18 @@ def _socket(context: "zmq.Context[S]", socket_type: int, address: str) -> "Itera
         yield socket
     finally:
         socket.close(linger=None)  # None keeps the linger time of the option above or of an earlier close
+
+
+def _use_connection_keys(socket: "zmq.Socket[Any]", address: str, keys: ConnectionKeys | None) -> None:
+    if keys is not None and address.startswith("tcp://"):
+        _use_keys(socket, keys)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.scheduler)
+
+
+def _use_keys(socket: "zmq.Socket[Any]", keys: ConnectionKeys | ListenerKeys) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + FRAMING)  # it counts what encryption adds
 
 
 def _set_tcp_options(socket: "zmq.Socket[Any]", socket_type: int) -> None:
@@ -283,17 +353,6 @@ def _bind(socket: "zmq.Socket[Any]", address: str) -> None:
         raise ConfigError(f"cannot bind {address}: {error.strerror}") from error
     finally:
         os.umask(mask)
-
-
-def _check_exposure(address: str, insecure: bool) -> None:
-    if not address.startswith("tcp://") or insecure:
-        return
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if host != "localhost" and not _is_loopback(host):
-        raise ConfigError(
-            f"{address} can be reached by other hosts, and connections are neither encrypted nor authenticated: "
-            "needs --insecure"
-        )
 
 
 def _is_loopback(host: str) -> bool:

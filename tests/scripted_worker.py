@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from services.worker.config import WorkerConfig
 from services.worker.interface import WorkerInfo
 from services.worker.service import serve
+from shared.curve import load_connection_keys
 from shared.protocol import (
     Configure,
     ModelInfo,
@@ -240,6 +241,7 @@ def main() -> int:
     parser.add_argument("--life", type=int, default=0)
     parser.add_argument("--supervisor", type=int, default=0)
     parser.add_argument("--scheduler-timeout", type=float, default=300.0)
+    parser.add_argument("--zmq-keys", default="")
     args = parser.parse_args()
     script = msgspec.json.decode(args.script.read_bytes(), type=Script) if args.script else Script()
     start_logging()
@@ -247,7 +249,7 @@ def main() -> int:
     config = WorkerConfig(
         scheduler=args.scheduler, supervisor=args.supervisor, scheduler_timeout=args.scheduler_timeout
     )
-    return serve(config, ScriptedRunner(script, args.life))
+    return serve(config, ScriptedRunner(script, args.life), load_connection_keys(args.zmq_keys, "worker"))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
 from services.gateway.served_model import ServedModel
 from shared.config import load
+from shared.curve import ConnectionKeys, load_connection_keys
 from shared.errors import ConfigError, QuireError
 from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
 
@@ -45,19 +46,25 @@ def main(argv: Sequence[str]) -> int:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
         set_log_level(config.log_level)
         end_with_supervisor(config.supervisor)
+        keys = load_connection_keys(config.zmq_keys, "gateway")
         model = ServedModel.load(config)
         gc.collect()
         gc.freeze()  # a full collection stops the loop; it need not visit objects that live until the end
-        uvloop.run(serve(config, model))
+        uvloop.run(serve(config, model, keys))
     except QuireError as error:
         return report_error("gateway", error)
     return 0
 
 
-async def serve(config: GatewayConfig, model: ServedModel) -> None:
+async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys | None = None) -> None:
     """Serve until a signal comes and the running requests have ended. Raise `ConfigError` if it cannot listen."""
     backend = Backend(
-        config.engines, model.text_digest, config.supervisor_address, loss_timeout=config.engine_loss_timeout
+        config.engines,
+        model.text_digest,
+        config.supervisor_address,
+        loss_timeout=config.engine_loss_timeout,
+        keys=keys,
+        protected=config.insecure or keys is not None,
     )
     lifecycle, stop = Lifecycle(), asyncio.Event()
     _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)

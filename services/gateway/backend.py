@@ -23,6 +23,7 @@ from prometheus_client import Counter
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
 from services.gateway.engine_request import EngineRequest
+from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
@@ -43,14 +44,23 @@ class Backend:
 
     `engines` are addresses, or names and files where addresses are found. Raise `ConfigError` for an invalid one.
     `text_digest` identifies this gateway's tokenizer files; an engine with another digest gets no requests. Heartbeats
-    tell the engines, and the supervisor at the address `supervisor` if there is one, that this gateway is alive.
+    tell the engines, and the supervisor at the address `supervisor` if there is one, that this gateway is alive. `keys`
+    encrypt and authenticate connections over tcp; unless `protected`, by them or on purpose, no other host is allowed.
     """
 
     def __init__(
-        self, engines: Sequence[str], text_digest: str = "", supervisor: str = "", *, loss_timeout: float = 60.0
+        self,
+        engines: Sequence[str],
+        text_digest: str = "",
+        supervisor: str = "",
+        *,
+        loss_timeout: float = 60.0,
+        keys: ConnectionKeys | None = None,
+        protected: bool = True,
     ) -> None:
-        self._discovery = Discovery(engines)
+        self._discovery = Discovery(engines, protected=protected)
         self._text_digest = text_digest
+        self._keys = keys
         self._context = zmq.asyncio.Context()
         self._connections: list[EngineConnection] = []
         self._loop_timer = LoopTimer()
@@ -167,7 +177,9 @@ class Backend:
         for engine in self._connections:
             engine.leaving = engine.address in removed
         for address in added:
-            engine = EngineConnection(self._context, address, self._text_digest, self._short_of_cpu, self._take_status)
+            engine = EngineConnection(
+                self._context, address, self._text_digest, self._short_of_cpu, self._take_status, self._keys
+            )
             self._connections.append(engine)
             self._start(self._run(engine))
         self._watch_connections()
@@ -179,7 +191,7 @@ class Backend:
 
     def _watch_connections(self) -> None:
         """Send heartbeats to the engines that are connected now."""
-        watchers = [Watcher(engine.address, engine.registered_name) for engine in self._connections]
+        watchers = [Watcher(engine.address, engine.registered_name, self._keys) for engine in self._connections]
         self._heartbeats.watchers = watchers + self._supervisor
 
     def _place(self, request: EngineRequest, engine: EngineConnection) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from shared.config import LogLevel, ModelConfig
+from shared.config import Insecure, LogLevel, ModelConfig, ZmqKeys
 from shared.params import MAX_LOGPROBS
 
 SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -35,6 +35,8 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
             "it ends with an error.",
         ),
     ] = 60.0
+    zmq_keys: ZmqKeys = ""
+    insecure: Insecure = False
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free port.")] = 8000
     root_path: Annotated[

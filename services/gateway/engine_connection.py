@@ -18,6 +18,7 @@ import zmq.asyncio
 from msgspec import Struct
 
 from services.gateway.engine_request import EngineRequest
+from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.protocol import (
@@ -34,7 +35,7 @@ from shared.protocol import (
     decode_to_gateway,
     encode,
 )
-from shared.transport import Monitor, connect, new_identity, printable_identity
+from shared.transport import MAX_REFUSED_DELAY, Monitor, connect, new_identity, printable_identity
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ An engine sends a `Status` four times a second. If it was alive after all, its r
 """
 
 RECONNECT_DELAY = 0.05
-"""Seconds before the gateway opens a new connection."""
+"""Seconds before the gateway opens a new connection; more after several failed handshakes."""
 
 MAX_MESSAGES = 64
 """Messages read before other tasks run."""
@@ -70,6 +71,7 @@ class EngineConnection:
         text_digest: str,
         short_of_cpu: Callable[[float], bool],
         on_status: Callable[["EngineConnection"], None] = lambda connection: None,
+        keys: ConnectionKeys | None = None,
     ) -> None:
         """`on_status` is called for each status that has come."""
         self.address = address
@@ -81,6 +83,8 @@ class EngineConnection:
         self._context = context
         self._short_of_cpu = short_of_cpu
         self._on_status = on_status
+        self._keys = keys
+        self._refusal = ""  # why the handshake of the last connection failed; empty if it did not
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
         self._status_time = 0.0  # when `status` came; 0: it no longer holds
@@ -146,17 +150,24 @@ class EngineConnection:
 
         When a connection ends, its requests lose the engine.
         """
+        delay = RECONNECT_DELAY
         try:
             while True:
-                reason = await self._run_connection()
+                former_refusal, reason = self._refusal, await self._run_connection()
                 requests = self._take_requests()
-                level, ended = (logging.INFO, "left") if self.leaving else (logging.WARNING, "lost")
-                logger.log(level, "engine at %s was %s: %s (%d requests)", self.address, ended, reason, len(requests))
+                if not self._refusal:
+                    level, ended = (logging.INFO, "left") if self.leaving else (logging.WARNING, "lost")
+                    logger.log(
+                        level, "engine at %s was %s: %s (%d requests)", self.address, ended, reason, len(requests)
+                    )
+                elif not former_refusal:
+                    logger.error("no connection to the engine at %s: %s", self.address, reason)
                 for request in requests:
                     request.lose(self)
                 if self.leaving:
                     return
-                await asyncio.sleep(RECONNECT_DELAY)
+                delay = min(2 * delay, MAX_REFUSED_DELAY) if self._refusal else RECONNECT_DELAY
+                await asyncio.sleep(delay)
         finally:
             for request in self._take_requests():
                 request.fail(EngineFailure("the gateway is shutting down"))
@@ -164,13 +175,14 @@ class EngineConnection:
     async def _run_connection(self) -> str:
         """Open a connection, and handle its messages until the engine is lost. Return the reason."""
         name = new_identity("gateway")
-        with connect(self._context, self.address, name) as (socket, monitor):
+        with connect(self._context, self.address, name, self._keys) as (socket, monitor):
             self._socket, self._identity, self._loss = socket, printable_identity(name), ""
             self._liveness = Liveness(ENGINE_TIMEOUT, time.monotonic())
             try:
                 self._send(Hello(VERSION, printable_identity(name)))
                 return await self._receive(socket, monitor)
             finally:
+                self._refusal = monitor.refusal
                 self._socket = self.welcome = self.status = None
                 self.unusable = ""
 
@@ -187,7 +199,7 @@ class EngineConnection:
             if more:
                 await asyncio.sleep(0)  # a poll with messages at hand does not yield
             elif monitor.drain():
-                return "its connection ended"
+                return monitor.refusal or "its connection ended"
             now = time.monotonic()
             since_last_check, last_check = now - last_check, now
             if not monitor.connected:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.errors import ConfigError
-from shared.transport import check_address
+from shared.transport import check_address, check_exposure
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +37,19 @@ def changes(present: Iterable[str], found: Iterable[str]) -> Changes:
 
 
 class Discovery:
-    """The entries of `--engines`, and what was last found for each. Raise `ConfigError` for an invalid entry."""
+    """The entries of `--engines`, and what was last found for each.
 
-    def __init__(self, entries: Sequence[str]) -> None:
+    Raise `ConfigError` for an invalid entry, and for one on another host unless connections are `protected`.
+    """
+
+    def __init__(self, entries: Sequence[str], *, protected: bool = True) -> None:
+        self._protected = protected
         self._found: dict[str, list[str]] = {}
         self._failures: dict[str, str] = {}  # of the last look, by entry
         for entry in entries:
             self._found[entry] = [] if _may_change(entry) else [entry]
+            if not entry.startswith("file://"):
+                check_exposure(entry.replace("dns://", "tcp://", 1), protected=protected)
         self.may_change = any(_may_change(entry) for entry in entries)
 
     @property
@@ -55,7 +61,10 @@ class Discovery:
         """Look at names and files anew, and return all addresses."""
         for entry in filter(_may_change, self._found):
             try:
-                self._found[entry] = await _find(entry)
+                found = await _find(entry)
+                for address in found:
+                    check_exposure(address, protected=self._protected)
+                self._found[entry] = found
             except (OSError, ValueError, ConfigError) as error:
                 self._note(entry, str(error))
             else:

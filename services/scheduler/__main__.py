@@ -5,14 +5,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import zmq
 
+from services.scheduler.authentication import authentication
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.exporter import export
+from services.scheduler.exporter import RefusalCollector, export
 from services.scheduler.recorder import prepare_folder
 from services.scheduler.service import Service
 from shared.config import load
+from shared.curve import load_listener_keys
 from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
 from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
@@ -39,24 +42,28 @@ def run(config: SchedulerConfig) -> None:
     """Bind, serve, drain. Raise `QuireError` if the settings cannot be used."""
     if config.record:
         prepare_folder(config.record)
+    keys = load_listener_keys(config.zmq_keys)
+    bind = partial(listen, keys=keys, insecure=config.insecure, linger_ms=LINGER_MS)
     with (
         zmq.Context() as context,
-        listen(context, config.gateways, insecure=config.insecure, linger_ms=LINGER_MS) as gateways,
-        listen(context, config.workers, insecure=config.insecure, linger_ms=LINGER_MS) as workers,
+        authentication(context, keys),
+        bind(context, config.gateways, role="gateway") as gateways,
+        bind(context, config.workers, role="worker") as workers,
     ):
         service = Service(config, gateways, workers)
         signals = [signal.SIGTERM] if config.supervisor else [signal.SIGTERM, signal.SIGINT]
         for signal_number in signals:
             signal.signal(signal_number, lambda *_: service.stop())
-        with _export(config, service):
+        refusals = RefusalCollector(config.engine, {"gateway": gateways.monitor, "worker": workers.monitor})
+        with _export(config, service, refusals):
             service.run()
 
 
-def _export(config: SchedulerConfig, service: Service) -> AbstractContextManager[None]:
+def _export(config: SchedulerConfig, service: Service, refusals: RefusalCollector) -> AbstractContextManager[None]:
     if not config.metrics_port:
         return nullcontext()
     collector = EngineCollector(lambda: service.model, lambda: {config.engine: service.snapshot})
-    return export(config.metrics_port, registry(collector), lambda: service.last_turn)
+    return export(config.metrics_port, registry(collector, refusals), lambda: service.last_turn)
 
 
 if __name__ == "__main__":

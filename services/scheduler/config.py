@@ -7,10 +7,12 @@ from msgspec import Meta, Struct
 from services.scheduler.core import Limits, check_settings, fit_model_len
 from shared.config import (
     MAX_NUM_SEQS,
+    Insecure,
     LogLevel,
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    ZmqKeys,
     tokens_of_largest_step,
 )
 from shared.errors import ConfigError
@@ -90,9 +92,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             "token ids of prompts and outputs. Empty: none."
         ),
     ] = ""
-    insecure: Annotated[bool, Meta(description="Allow unencrypted tcp on addresses that other hosts can reach.")] = (
-        False
-    )
+    zmq_keys: ZmqKeys = ""
+    insecure: Insecure = False
     log_level: LogLevel = "info"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")

@@ -6,17 +6,38 @@ missing workers.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from shared.errors import ConfigError
 from shared.metrics import exposition
+from shared.transport import Monitor
 
 STALLED_AFTER = 5.0
 """Seconds after its last turn at which the loop counts as stuck. An idle loop turns four times a second."""
+
+
+class RefusalCollector(Collector):
+    """Collects how many connections were refused by the sockets whose monitors are in `monitors`, by their roles."""
+
+    def __init__(self, engine: str, monitors: Mapping[str, Monitor]) -> None:
+        self._engine = engine
+        self._monitors = monitors
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            "quire:refused_connections",
+            "Connections that ended before a message came: of peers without an admitted key, or that are no peers.",
+            labels=("engine", "role"),
+        )
+        for role, monitor in self._monitors.items():
+            family.add_metric((self._engine, role), monitor.refused)
+        yield family
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from services.worker.config import WorkerConfig
 from services.worker.service import serve
 from shared.config import load
+from shared.curve import load_connection_keys
 from shared.errors import QuireError
 from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
-from shared.transport import check_address
+from shared.transport import check_exposure
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,12 +20,13 @@ def main(argv: Sequence[str]) -> int:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
         set_log_level(config.log_level)
         end_with_supervisor(config.supervisor)
-        check_address(config.scheduler)  # before seconds are spent on a model
+        keys = load_connection_keys(config.zmq_keys, "worker")  # before seconds are spent on a model
+        check_exposure(config.scheduler, protected=config.insecure or keys is not None)
         from services.worker.cpu_tuning import pin_threads  # these import torch, which takes seconds
         from services.worker.start import start_runner
 
         runner = start_runner(config)
-        return serve(config, runner, on_configured=pin_threads if runner.device.type == "cpu" else None)
+        return serve(config, runner, keys, on_configured=pin_threads if runner.device.type == "cpu" else None)
     except QuireError as error:
         return report_error("worker", error)
 

@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.config import MAX_NUM_SEQS, LogLevel, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs, ModelConfig
+from shared.config import (
+    MAX_NUM_SEQS,
+    Insecure,
+    LogLevel,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    ModelConfig,
+    ZmqKeys,
+)
 
 
 class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
@@ -18,6 +27,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     scheduler: Annotated[str, Meta(description="Address at which the scheduler listens for workers.")] = (
         "tcp://127.0.0.1:5558"
     )
+    zmq_keys: ZmqKeys = ""
+    insecure: Insecure = False
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Meta(description="Device to run on; auto takes a GPU if there is one.")
     ] = "auto"

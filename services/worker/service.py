@@ -32,6 +32,7 @@ import zmq
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory, Runner
 from services.worker.result_waiter import FailedStep, ResultWaiter
+from shared.curve import ConnectionKeys
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import (
@@ -47,7 +48,7 @@ from shared.protocol import (
     decode_to_worker,
     encode,
 )
-from shared.transport import Monitor, connect, new_identity, printable_identity
+from shared.transport import MAX_REFUSED_DELAY, Monitor, connect, new_identity, printable_identity
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +74,24 @@ class Service:
     """A worker rank: a runner and the scheduler that it serves, one after the other."""
 
     def __init__(
-        self, config: WorkerConfig, runner: Runner, *, on_configured: Callable[[], None] | None = None
+        self,
+        config: WorkerConfig,
+        runner: Runner,
+        keys: ConnectionKeys | None = None,
+        *,
+        on_configured: Callable[[], None] | None = None,
     ) -> None:
         """`on_configured` is called once, after the first `Configure`: by then the sockets have their threads."""
         self.runner = runner
+        self.keys = keys
         self._config = config
         self._on_configured = on_configured
         self._stops = 0
         self._watchdog_set_at = -float("inf")
         self.loop = LoopTimer()
         self.identity = ""  # of the current connection
+        self.refusal = ""  # why the handshake of the last connection failed; empty if it did not
+        self.deadline = 0.0  # by which a scheduler must be there
 
     def stop(self) -> None:
         """End at the next idle moment. Meant for a signal handler."""
@@ -93,21 +102,28 @@ class Service:
 
         Return the exit status of the process.
         """
-        to_scheduler = Watcher(self._config.scheduler, lambda: self.identity)
+        to_scheduler = Watcher(self._config.scheduler, lambda: self.identity, self.keys)
         to_supervisor = supervisor_watcher(self._config.supervisor_address, "worker")
         with zmq.Context() as context, HeartbeatSender(self.loop, [to_scheduler, *to_supervisor]):
+            self.renew_deadline()
+            delay = RECONNECT_DELAY
             try:
                 while True:
                     status: int | None = _Connection(self, self._config, context).run().value
                     if status is not None:
                         return status
-                    time.sleep(RECONNECT_DELAY)
+                    delay = min(2 * delay, MAX_REFUSED_DELAY) if self.refusal else RECONNECT_DELAY
+                    time.sleep(delay)
             finally:
                 faulthandler.cancel_dump_traceback_later()
 
     @property
     def stopping(self) -> bool:
         return self._stops > 0
+
+    def renew_deadline(self) -> None:
+        """Wait for a scheduler for the whole `--scheduler-timeout` from now."""
+        self.deadline = time.monotonic() + self._config.scheduler_timeout
 
     def configure(self, message: Configure) -> None:
         """Configure the runner, and call `on_configured` if this is the first time."""
@@ -135,11 +151,12 @@ class _Connection:
 
     def run(self) -> CloseReason:
         name = new_identity("worker")
-        with connect(self._context, self._config.scheduler, name) as (socket, monitor):
+        with connect(self._context, self._config.scheduler, name, self._service.keys) as (socket, monitor):
             self._service.identity = printable_identity(name)
             socket.send(encode(self._register(printable_identity(name))))
             with closing(ResultWaiter(self._context)) as waiter:
                 reason = self._serve(socket, monitor, waiter)
+            self._service.identity = ""
             socket.close(linger=LINGER_MS if reason is CloseReason.FAILED else 0)
             return reason
 
@@ -148,7 +165,6 @@ class _Connection:
         poller.register(socket, zmq.POLLIN)
         poller.register(waiter.socket, zmq.POLLIN)
         poller.register(monitor.socket, zmq.POLLIN)
-        deadline = time.monotonic() + self._config.scheduler_timeout
         while True:
             if not waiter.num_pending:
                 self._service.feed_watchdog()
@@ -161,17 +177,25 @@ class _Connection:
             elif socket in events:  # before the monitor: the scheduler's last messages still count
                 reason = self._handle_message(socket, waiter)
             elif monitor.drain():
-                logger.warning("the scheduler is gone; waiting for it with the model loaded")
-                reason = CloseReason.STOPPED if self._service.stopping else CloseReason.SCHEDULER_LOST
+                reason = self._lose_scheduler(monitor.refusal)
             else:
-                reason = None if waiter.num_pending else self._check_idle(bool(monitor.connected), deadline)
+                reason = None if waiter.num_pending else self._check_idle(bool(monitor.connected))
             if reason is not None:
                 return reason
 
-    def _check_idle(self, connected: bool, deadline: float) -> CloseReason | None:
+    def _lose_scheduler(self, refusal: str) -> CloseReason:
+        if not refusal:
+            logger.warning("the scheduler is gone; waiting for it with the model loaded")
+            self._service.renew_deadline()
+        elif not self._service.refusal:
+            logger.error("no connection to the scheduler at %s: %s", self._config.scheduler, refusal)
+        self._service.refusal = refusal
+        return self._check_idle(connected=False) or CloseReason.SCHEDULER_LOST
+
+    def _check_idle(self, connected: bool) -> CloseReason | None:
         if self._service.stopping:
             return CloseReason.STOPPED
-        if not connected and time.monotonic() > deadline:
+        if not connected and time.monotonic() > self._service.deadline:
             logger.error("no scheduler for %.0f s", self._config.scheduler_timeout)
             return CloseReason.FAILED
         return None
@@ -249,9 +273,15 @@ class _Connection:
         )
 
 
-def serve(config: WorkerConfig, runner: Runner, *, on_configured: Callable[[], None] | None = None) -> int:
+def serve(
+    config: WorkerConfig,
+    runner: Runner,
+    keys: ConnectionKeys | None = None,
+    *,
+    on_configured: Callable[[], None] | None = None,
+) -> int:
     """Serve with signal handling; see `Service`. Return the exit status of the process."""
-    service = Service(config, runner, on_configured=on_configured)
+    service = Service(config, runner, keys, on_configured=on_configured)
 
     def stop(number: int, _: FrameType | None) -> None:
         if service.stopping:

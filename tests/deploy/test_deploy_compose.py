@@ -71,6 +71,28 @@ def test_the_services_address_each_other() -> None:
     assert f":{gateway.port}/health" in service("gateway")["healthcheck"]["test"][-1]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_service_has_its_own_keys_and_no_others(name: str) -> None:
+    config = load(CONFIGS[name], service(name)["command"], {}, prog=name)
+    assert (config.zmq_keys, config.insecure) == ("/keys", False)
+    volumes = [volume for volume in service(name)["volumes"] if "keys" in volume]
+    assert volumes == [f"{name}-keys:/keys/{name}:ro"]
+    assert f"{name}-keys:/keys/{name}" in service("keys")["volumes"]
+    made, _, owned = DOCKERFILE.partition("&& chown -R quire")  # since a volume takes the owner of the image's folder
+    assert f"/keys/{name}" in made
+    assert "/keys" in owned.partition("\n")[0].split()
+
+
+def test_the_keys_are_made_by_the_command_that_makes_them(tmp_path: Path) -> None:
+    *command, folder = service("keys")["entrypoint"]
+    assert folder == "/keys"
+    assert service("keys")["network_mode"] == "none"
+    argv = [sys.executable, *command[1:], str(tmp_path)]
+    subprocess.run(argv, check=True, cwd=ROOT, timeout=60, stdout=subprocess.DEVNULL)
+    for name in CONFIGS:
+        assert (tmp_path / name / f"{name}.key_secret").exists()
+
+
 def test_only_the_balancer_is_published_and_the_services_network_is_internal() -> None:
     names = [name for name, config in COMPOSE["services"].items() if "profiles" not in config]
     assert [name for name in names if "ports" in service(name)] == ["balancer"]
@@ -85,7 +107,7 @@ def test_every_container_is_confined_and_comes_back(name: str) -> None:
     assert config["cap_drop"] == ["ALL"]
     assert config["security_opt"] == ["no-new-privileges:true"]
     assert config["pids_limit"] == 4096
-    assert config["restart"] == "unless-stopped"
+    assert config["restart"] == ("on-failure" if name == "keys" else "unless-stopped")
 
 
 def test_targets_and_volumes_exist() -> None:

@@ -27,6 +27,7 @@ COMMANDS: dict[str, set[str]] = {
     "serve": {knob.flag for knob in public_knobs()} | {one.flag for one in SETTINGS.values()} | {"--config"},
     "pull": {knob.flag for knob in knobs(ModelConfig)},
     "models": set(),
+    "keys": set(),
     "knobs": {"--vllm"},
     "version": set(),
     "replay": {knob.flag for knob in knobs(ReplayConfig)},

@@ -56,6 +56,25 @@ async def test_names_and_files_are_read_anew_and_addresses_stay(tmp_path: Path) 
     assert not Discovery(["ipc:///a.sock"]).may_change
 
 
+@pytest.mark.parametrize("entry", ["tcp://engines:5557", "dns://engines:5557", "tcp://10.0.0.1:5557"])
+def test_other_hosts_need_protection(entry: str) -> None:
+    with pytest.raises(ConfigError, match="needs --zmq-keys, or --insecure"):
+        Discovery([entry], protected=False)
+    Discovery([entry], protected=True)
+
+
+async def test_an_address_of_another_host_in_a_file_needs_protection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "engines"
+    discovery = Discovery([f"file://{file}", "dns://localhost:5557"], protected=False)
+    file.write_text("tcp://127.0.0.1:1\n")
+    assert await discovery.find() == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:5557"]
+    file.write_text("tcp://10.0.0.1:1\n")
+    assert await discovery.find() == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:5557"]
+    assert "needs --zmq-keys, or --insecure" in caplog.text
+
+
 async def test_a_look_that_fails_changes_nothing_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,6 +95,20 @@ def test_help_usage_and_version_work() -> None:
     assert quire("version").returncode == 0
 
 
+def test_keys_are_made_once(tmp_path: Path) -> None:
+    made = quire("keys", str(tmp_path / "keys"))
+    assert made.returncode == 0
+    paths = [Path(line) for line in made.stdout.splitlines()]
+    assert len(paths) == 10
+    assert all(path.is_file() for path in paths)
+    again = quire("keys", str(tmp_path / "keys"))
+    assert (again.returncode, again.stdout) == (0, f"{tmp_path}/keys has all keys\n")
+    assert quire("keys").stderr.startswith("quire: keys takes one folder\n")
+    (tmp_path / "file").touch()
+    failed = quire("keys", str(tmp_path / "file"))
+    assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
+
+
 def test_models_are_listed_by_the_way_they_are_served() -> None:
     result = quire("models")
     native, others = result.stdout.split("\n\nThrough the modelling code of transformers")

@@ -328,8 +328,8 @@ def test_tcp_in_use_is_a_clear_error(context: Any, port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "10.1.2.3", "[::]", "example.org"])
-def test_tcp_for_other_hosts_needs_insecure(context: Any, host: str) -> None:
-    with pytest.raises(ConfigError, match="needs --insecure"), listen(context, f"tcp://{host}:35823"):
+def test_tcp_for_other_hosts_needs_keys_or_insecure(context: Any, host: str) -> None:
+    with pytest.raises(ConfigError, match="needs --zmq-keys, or --insecure"), listen(context, f"tcp://{host}:35823"):
         pass
 
 

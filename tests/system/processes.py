@@ -22,6 +22,7 @@ from msgspec import Struct
 from quire.supervisor import is_healthy
 from services.gateway.backend import Backend
 from services.gateway.engine_request import EngineRequest
+from shared.curve import load_connection_keys
 from shared.protocol import FinishReason, Sampling, Snapshot
 from tests.ports import free_ports
 from tests.scripted_worker import Script
@@ -94,18 +95,21 @@ class Child:
 
 
 class Engine:
-    """A scheduler and its worker, and their addresses: over ipc, or over tcp at two free ports."""
+    """A scheduler and its worker, and their addresses: over ipc, or over tcp at two free ports, if wanted with keys."""
 
-    def __init__(self, folder: Path, script: Script, flags: Sequence[str], *, tcp: bool = False) -> None:
+    def __init__(
+        self, folder: Path, script: Script, flags: Sequence[str], *, tcp: bool = False, keys: str = ""
+    ) -> None:
         self.folder = folder
         addresses = (f"tcp://127.0.0.1:{port}" for port in free_ports(2)) if tcp else None
         self.address, self.workers = addresses or (f"ipc://{folder}/gateways.sock", f"ipc://{folder}/workers.sock")
         workers = self.workers
         (folder / "script.json").write_bytes(msgspec.json.encode(script))
         supervisor = f"--supervisor={os.getpid()}"
-        sockets = [f"--gateways={self.address}", f"--workers={workers}"]
+        sockets = [f"--gateways={self.address}", f"--workers={workers}", f"--zmq-keys={keys}"]
         self.scheduler = Child("scheduler", folder, ["-m", "services.scheduler", *sockets, supervisor, *flags])
         arguments = [f"--scheduler={workers}", f"--script={folder}/script.json", "--life={life}", supervisor]
+        arguments.append(f"--zmq-keys={keys}")
         self.worker = Child("worker", folder, ["tests/scripted_worker.py", *arguments])
 
 
@@ -142,11 +146,11 @@ class Server(Struct):
 
 @asynccontextmanager
 async def engine(
-    script: Script | None = None, *flags: str, worker: bool = True, tcp: bool = False
+    script: Script | None = None, *flags: str, worker: bool = True, tcp: bool = False, keys: str = ""
 ) -> AsyncIterator[Engine]:
     """Run an engine for the block; `flags` are the scheduler's."""
     folder = Path(tempfile.mkdtemp(prefix="q"))
-    running = Engine(folder, script or Script(), flags, tcp=tcp)
+    running = Engine(folder, script or Script(), flags, tcp=tcp, keys=keys)
     try:
         await running.scheduler.start()
         if worker:
@@ -160,12 +164,12 @@ async def engine(
 
 @asynccontextmanager
 async def serving(
-    script: Script | None = None, *flags: str, tcp: bool = False, loss_timeout: float = 60.0
+    script: Script | None = None, *flags: str, tcp: bool = False, keys: str = "", loss_timeout: float = 60.0
 ) -> AsyncIterator[tuple[Engine, Backend]]:
     """Run an engine; yield it and a gateway's backend that is connected to it."""
     async with (
-        engine(script, *flags, tcp=tcp) as running,
-        Backend([running.address], loss_timeout=loss_timeout) as backend,
+        engine(script, *flags, tcp=tcp, keys=keys) as running,
+        Backend([running.address], loss_timeout=loss_timeout, keys=load_connection_keys(keys, "gateway")) as backend,
     ):
         await until(backend.ready)
         yield running, backend

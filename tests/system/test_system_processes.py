@@ -43,7 +43,16 @@ def refusal(module: str, *flags: str) -> str:
     ("module", "flag", "said"),
     [
         ("services.scheduler", "--gateways=udp://here", "scheduler: udp://here: must begin with ipc:// or tcp://"),
-        ("services.scheduler", "--workers=tcp://0.0.0.0:1", "needs --insecure"),
+        ("services.scheduler", "--workers=tcp://0.0.0.0:1", "needs --zmq-keys, or --insecure"),
+        (
+            "services.scheduler",
+            "--zmq-keys=/nowhere",
+            "scheduler: --zmq-keys /nowhere: there is no /nowhere/",
+        ),
+        ("services.worker", "--zmq-keys=/nowhere", "worker: --zmq-keys /nowhere: there is no /nowhere/worker/"),
+        ("services.worker", "--scheduler=tcp://scheduler:1", "needs --zmq-keys, or --insecure"),
+        ("services.gateway", "--zmq-keys=/nowhere", "gateway: --zmq-keys /nowhere: there is no /nowhere/gateway/"),
+        ("services.gateway", "--engines=tcp://scheduler:1", "needs --zmq-keys, or --insecure"),
         ("services.scheduler", "--max-num-seqs=0", "scheduler: --max-num-seqs '0'"),
         ("services.scheduler", "--nonsense", "scheduler: unrecognized arguments: --nonsense"),
         ("services.worker", "--scheduler=here", "worker: here: must begin with ipc:// or tcp://"),
