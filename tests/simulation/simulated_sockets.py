@@ -122,6 +122,12 @@ class SimulatedListener:
                 link.to_gateway.pop()
 
 
+class LinkMonitor:
+    """The monitor of a link, whose handshake never fails."""
+
+    refusal = ""
+
+
 class Network:
     """The addresses at which schedulers listen, and the links to them."""
 
@@ -142,7 +148,9 @@ class Network:
         self._listeners.pop(address).close(linger=linger)
 
     @contextmanager
-    def connect(self, context: object, address: str, identity: bytes) -> Iterator[tuple[Link, None]]:
+    def connect(
+        self, context: object, address: str, identity: bytes, keys: None
+    ) -> Iterator[tuple[Link, SimulatedMonitor]]:
         """Yield a link to an address for the time of the block, in place of `shared.transport.connect`."""
         link = Link(identity, next(self._fds))
         if address in self._listeners:
@@ -150,6 +158,6 @@ class Network:
         else:
             self._unattached.setdefault(address, []).append(link)
         try:
-            yield link, None
+            yield link, LinkMonitor()
         finally:
             link.closed_by_gateway = True
