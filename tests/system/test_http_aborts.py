@@ -95,6 +95,7 @@ async def test_hundreds_of_streams_left_anywhere_leave_nothing() -> None:
     async with serving(FAST, "--max-num-seqs=24", "--max-num-batched-tokens=64") as server:
         processes = [psutil.Process(child.pid) for child in (server.gateway, server.engine.scheduler)]
         first = await complete(server, [CHAIN], 8)
+        await asyncio.sleep(1.0)  # by then each process has the sockets of its heartbeats
         since, descriptors = await settled(server), [process.num_fds() for process in processes]
         chance, places = random.Random(3), asyncio.Semaphore(32)
 
