@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kernels.batch_rows import BatchRows, RowLengths
 from kernels.ops import Ops
 from services.worker.models.causal_lm import Inputs
-from services.worker.sequence_states import SequenceStates, StateChanges
+from services.worker.sequence_states import Ints, SequenceStates, StateChanges
 from shared.protocol import Row
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

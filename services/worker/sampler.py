@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from kernels.sampling_metadata import SamplingMetadata
-from services.worker.batch import Batch, Ints
-from services.worker.sequence_states import SequenceStates
+from services.worker.batch import Batch
+from services.worker.sequence_states import Ints, SequenceStates
 from services.worker.transfers import Array, Section, StepBuffer
 from shared.protocol import Fork
 
@@ -67,19 +67,19 @@ class Sampler:
         """Add what sampling `batch` needs on the device to `buffer`."""
         states, slots = self._states, batch.slots
         below_min_tokens = batch.positions - states.prompt_len[slots] < states.min_tokens[slots]
-        edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
-        if edited.any():
-            order = np.argsort(edited, kind="stable")
+        is_edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
+        if is_edited.any():
+            order = np.argsort(is_edited, kind="stable")
             batch, below_min_tokens = batch.subset(order), below_min_tokens[order]
-        num_unedited = len(batch) - int(edited.sum())
-        unedited, rest = batch.subset(slice(num_unedited)), batch.subset(slice(num_unedited, None))
+        num_unedited = len(batch) - int(is_edited.sum())
+        unedited, edited = batch.subset(slice(num_unedited)), batch.subset(slice(num_unedited, None))
         return StagedSampling(
             batch=batch,
             slots=buffer.add(batch.slots),
             positions=buffer.add(batch.positions),
             unedited=self._stage_parameters(unedited, unedited.rows, buffer) if num_unedited else None,
-            edited=self._stage_parameters(rest, np.arange(len(rest)), buffer) if len(rest) else None,
-            edits=self._stage_edits(rest, below_min_tokens[num_unedited:], buffer) if len(rest) else None,
+            edited=self._stage_parameters(edited, np.arange(len(edited)), buffer) if len(edited) else None,
+            edits=self._stage_edits(edited, below_min_tokens[num_unedited:], buffer) if len(edited) else None,
         )
 
     def sample(self, logits: Tensor, staged: "StagedSampling") -> Tensor:
