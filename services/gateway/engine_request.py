@@ -141,10 +141,8 @@ class EngineRequest:
         if sample in self._samples and self._error is None:
             del self._samples[sample]
             self._rows = [row for row in self._rows if row.sample != sample]
-            for attempt in self._attempts:
-                if sample in attempt.samples:
-                    attempt.samples.discard(sample)
-                    attempt.engine.abort(attempt.id, sample)
+            if (attempt := self._take_from_attempt(sample)) is not None:
+                attempt.engine.abort(attempt.id, sample)
 
     def place(self, engine: Engine, ids: Iterator[int]) -> list[Submit]:
         """Return what to send to `engine`, so that it runs the samples that are at no engine, under new `ids`.
@@ -185,8 +183,7 @@ class EngineRequest:
         if sample is None or self._error is not None:
             return
         if row.finish_reason is FinishReason.ABORT:  # not by this gateway: the engine ends
-            for attempt in self._attempts:
-                attempt.samples.discard(row.sample)
+            self._take_from_attempt(row.sample)
             self._report_unplaced()
             return
         num_received = len(sample.output)
@@ -201,8 +198,7 @@ class EngineRequest:
         sample.output.extend(row.tokens)
         if row.finish_reason is not None:
             del self._samples[row.sample]
-            for attempt in self._attempts:
-                attempt.samples.discard(row.sample)
+            self._take_from_attempt(row.sample)
         self.accepted, self.waiting_since = True, None
         self._rows.append(row)
         self._wake()
@@ -245,6 +241,14 @@ class EngineRequest:
             before, sample.scheduling = sample.scheduling, sample.continue_scheduling(row.scheduling)
             row = replace(row, scheduling=sample.scheduling if sample.scheduling != before else None)
         return row
+
+    def _take_from_attempt(self, sample: int) -> Attempt | None:
+        """Take a sample from the attempt that has it, and return that attempt; None if the sample is at no engine."""
+        for attempt in self._attempts:
+            if sample in attempt.samples:
+                attempt.samples.remove(sample)
+                return attempt
+        return None
 
     def _report_unplaced(self) -> None:
         if not self.done and self.unplaced:
