@@ -131,10 +131,18 @@ class Backend:
 
     @asynccontextmanager
     async def submit(
-        self, tokens: "array[int]", sampling: Sampling, *, n: int = 1, priority: int = 0, samples_before: int = 0
+        self,
+        tokens: "array[int]",
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        samples_before: int = 0,
+        request_id: str = "",
     ) -> AsyncIterator[EngineRequest]:
         """Run a request for the time of the block. On leaving the block, abort its unfinished samples.
 
+        All services log it under `request_id`.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
         if self._unusable:
@@ -145,6 +153,7 @@ class Backend:
             n=n,
             priority=priority,
             samples_before=samples_before,
+            request_id=request_id,
             on_unplaced=self._wait_for_engine,
         )
         if (engine := self._choose()) is not None:

@@ -71,9 +71,11 @@ class EngineRequest:
         n: int = 1,
         priority: int = 0,
         samples_before: int = 0,
+        request_id: str = "",
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
     ) -> None:
-        """`samples_before` counts the samples of the same user's earlier requests."""
+        """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs."""
+        self.request_id = request_id
         self.arrival = time.time()
         self.accepted = False  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -224,6 +226,7 @@ class EngineRequest:
             arrival=self.arrival,
             samples_before=self._samples_before,
             resumed=self.accepted,
+            request_id=self.request_id,
         )
 
     def _continued(self, row: ProgressRow, sample: _Sample) -> ProgressRow:

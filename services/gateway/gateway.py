@@ -61,6 +61,7 @@ class Gateway(Struct, frozen=True):
         default_max_tokens: int | None,
         priority: int,
         arrived: float,
+        request_id: str,
         samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
     ) -> PreparedPrompt:
@@ -76,7 +77,7 @@ class Gateway(Struct, frozen=True):
         )
         echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
-            prompt.tokens, params, sampling, priority, arrived, samples_before, echo_text, prompt.offsets
+            prompt.tokens, params, sampling, priority, arrived, request_id, samples_before, echo_text, prompt.offsets
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -142,6 +142,7 @@ async def submit(gateway: Gateway, prompt: PreparedPrompt) -> AsyncIterator[Gene
         n=prompt.params.n,
         priority=prompt.priority,
         samples_before=prompt.samples_before,
+        request_id=prompt.request_id,
     )
     async with submission as request:
         generation = Generation(prompt, request, gateway.model.tokenizer, gateway.metrics)

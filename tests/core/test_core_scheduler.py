@@ -1,5 +1,7 @@
 """Tests the methods of the scheduler core by the messages that they return."""
 
+from typing import Any
+
 import pytest
 
 from services.scheduler.core import Limits, Scheduler
@@ -42,7 +44,7 @@ AT_ONCE = SchedulingInfo(0.0, 0)
 """The scheduling info that the first row of a sequence carries if it did not wait."""
 
 
-def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:
+def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: Any) -> None:
     request = Submit(id, pack_tokens(prompt), fields.pop("prompt_len", len(prompt)), sampling, **fields)
     assert core.submit(request, 1.0) is None
 
@@ -63,9 +65,9 @@ def _commit(core: Scheduler, plan: StepPlan, *tokens: int, **fields: object) -> 
 def test_the_way_of_a_request_at_depth_two() -> None:
     core = _core()
     sampling = Sampling(max_tokens=3, seed=5)
-    _submit(core, 1, [1, 2, 3, 4, 5], sampling)
+    _submit(core, 1, [1, 2, 3, 4, 5], sampling, request_id="cmpl-a")
     first = _plan(core)
-    new = NewSequence(0, pack_tokens([1, 2, 3, 4, 5]), 5, [0, 1], sampling, 0)
+    new = NewSequence(0, pack_tokens([1, 2, 3, 4, 5]), 5, [0, 1], sampling, 0, "cmpl-a")
     assert first == StepPlan(EPOCH, 0, [Row(0, 0, 5, 1)], new_sequences=[new])
     second = _plan(core)
     assert second == StepPlan(EPOCH, 1, [Row(0, 5, 1, 1)]), "before the first result is there"

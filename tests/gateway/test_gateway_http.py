@@ -105,6 +105,24 @@ async def test_the_id_is_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureF
     assert any("abc POST /v1/completions: 200" in record.message for record in caplog.records)
 
 
+async def test_the_engine_gets_the_id_of_the_answer() -> None:
+    """Each prompt of several has its own."""
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        headers = {"X-Request-Id": "abc"}
+        for body in ({"prompt": "x"}, {"prompt": ["x", "y"]}):
+            await client.post("/v1/completions", json=body, headers=headers)
+        await client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, headers=headers
+        )
+    assert [request.request_id for request in backend.requests] == [
+        "cmpl-abc",
+        "cmpl-abc-0",
+        "cmpl-abc-1",
+        "chatcmpl-abc",
+    ]
+
+
 async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with serve() as client:

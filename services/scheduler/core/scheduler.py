@@ -147,6 +147,7 @@ class Scheduler:
             now,
             request.samples_before,
             sample_spacing(self.limits),
+            request.request_id,
         )
         self._next_serial += 1
         self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))

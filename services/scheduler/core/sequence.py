@@ -282,6 +282,7 @@ class Request:
         "order_key",
         "priority",
         "prompt_len",
+        "request_id",
         "sample_spacing",
         "samples_before",
         "sampling",
@@ -299,8 +300,10 @@ class Request:
         accepted_at: float = 0.0,
         samples_before: int = 0,
         sample_spacing: float = 0.0,
+        request_id: str = "",
     ) -> None:
         self.id = id
+        self.request_id = request_id  # the id that the client sees
         self.prompt_len = prompt_len
         self.sampling = sampling
         self.order_key = order_key
