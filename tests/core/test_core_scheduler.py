@@ -19,6 +19,7 @@ from shared.protocol import (
     StepPlan,
     StepResult,
     Submit,
+    Suspicion,
     TableWrite,
     TokenLogprobs,
     pack_tokens,
@@ -246,7 +247,8 @@ def test_a_worker_lost_and_another_one() -> None:
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5))
     first, second = _plan(core), _plan(core)
     _commit(core, first, 4)
-    assert core.lose_worker(2.0) == []
+    suspected = SchedulingInfo(0.0, 0, Suspicion(cleared_at=4, deaths_alone=1, start=3, end=4))
+    assert core.lose_worker(2.0) == [ProgressRow(1, 0, 1, [], scheduling=suspected)]
     assert core.lose_worker(2.0) == [], "once is enough"
     assert (core.snapshot().worker_losses, core.snapshot().running, core.in_flight) == (1, 0, 0)
     assert core.plan(2.0) is None
@@ -255,7 +257,20 @@ def test_a_worker_lost_and_another_one() -> None:
     assert (again.epoch, again.step, again.rows) == (Epoch("boot", 2), 0, [Row(0, 0, 4, 1)])
     assert again.new_sequences[0].tokens == pack_tokens([1, 2, 3, 4])
     assert _commit(core, second, 5) == [], "a result of the old epoch"
-    assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5])]
+    assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5], scheduling=AT_ONCE)], "it is no suspect any more"
+
+
+def test_a_request_brings_its_suspicion() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2], Sampling(max_tokens=9, seed=5))
+    _submit(core, 2, [1, 2, 3], Sampling(max_tokens=9, seed=5), prompt_len=2, suspicion=Suspicion(3, 1, 2, 3))
+    plan = _plan(core)
+    assert [new.tokens for new in plan.new_sequences] == [pack_tokens([1, 2, 3])], "it runs alone"
+    died_again = SchedulingInfo(0.0, 0, Suspicion(cleared_at=4, deaths_alone=2, start=0, end=4))
+    _plan(core)
+    (row,) = core.lose_worker(2.0)
+    assert (row.id, row.finish_reason, row.scheduling) == (2, FinishReason.ERROR, died_again)
+    assert row.detail == "2 workers died while they ran this request alone"
 
 
 def test_a_pool_too_small_for_what_was_promised_is_refused() -> None:
