@@ -47,6 +47,9 @@ MAX_CLOCK_SKEW = 10.0
 """Maximum seconds between the arrival that a gateway claims for a request and its arrival here. A gateway with a wrong
 clock must not put its requests before or behind all others."""
 
+MAX_RESUMED_AGE = 86_400.0
+"""The same for a request that an engine has accepted before: it keeps its place in the queue, and streams last long."""
+
 MAX_TURN_BYTES = 4 * 1024 * 1024
 """Bytes of gateways' messages after which no more are read in one turn, which take some milliseconds."""
 
@@ -263,7 +266,7 @@ class Gateways:
         id = next(self._next_id)
         gateway.ids[submit.id] = id
         self._origins[id] = Origin(gateway, submit.id)
-        return replace(submit, id=id, arrival=_arrival(submit.arrival, time.time()))
+        return replace(submit, id=id, arrival=_arrival(submit, time.time()))
 
     def _forget(self, id: int) -> None:
         origin = self._origins.pop(id)
@@ -295,6 +298,7 @@ class Gateways:
             self._orphans.append(Abort(id))
 
 
-def _arrival(claimed: float, now: float) -> float:
+def _arrival(submit: Submit, now: float) -> float:
     """Return when a request arrived: the time that its gateway claims, within bounds, or `now` if that is 0."""
-    return min(max(claimed, now - MAX_CLOCK_SKEW), now) if claimed else now
+    earliest = now - (MAX_RESUMED_AGE if submit.resumed else MAX_CLOCK_SKEW)
+    return min(max(submit.arrival, earliest), now) if submit.arrival else now

@@ -270,7 +270,7 @@ def test_a_request_brings_its_suspicion() -> None:
     _plan(core)
     (row,) = core.lose_worker(2.0)
     assert (row.id, row.finish_reason, row.scheduling) == (2, FinishReason.ERROR, died_again)
-    assert row.detail == "2 workers died while they ran this request alone"
+    assert row.detail == "the worker died 2 times while it ran this request alone"
 
 
 def test_a_pool_too_small_for_what_was_promised_is_refused() -> None:

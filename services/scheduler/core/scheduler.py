@@ -117,7 +117,7 @@ class Scheduler:
         self._forget_worker(self._block_manager.pool.num_blocks)
         rows: list[ProgressRow] = []
         if culprit is not None:
-            detail = f"{culprit.suspicion.deaths_alone} workers died while they ran this request alone"
+            detail = f"the worker died {culprit.suspicion.deaths_alone} times while it ran this request alone"
             rows = self._finish(culprit.request, culprit.sample, FinishReason.ERROR, detail)
         suspects = [one for one in in_flight if one.finish_reason is None and one.stats.scheduling_changed]
         return rows + [_row_without_tokens(suspect) for suspect in suspects]
