@@ -10,7 +10,7 @@ from aiohttp import web
 from services.gateway.api_requests import CompletionRequest
 from services.gateway.body import read
 from services.gateway.bounds import MAX_LISTED, MAX_SAMPLES
-from services.gateway.gateway import GATEWAY, REQUEST_ID, Gateway
+from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import completion_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, completion_prompts
@@ -29,8 +29,8 @@ MAX_PROMPT_LOGPROBS = 1_000_000
 async def completions(http: web.Request) -> web.StreamResponse:
     """Answer with the continuations of each prompt, whole or as a stream. Choice i is sample i % n of prompt i // n."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
+    id = http[RESPONSE_ID] = f"cmpl-{http[REQUEST_ID]}"
     request = await read(http, CompletionRequest)
-    id = f"cmpl-{http[REQUEST_ID]}"
     prompts = await _prepare(gateway, request, arrived, id)
     head = ResponseHead.now(id, "text_completion", gateway.model.name)
     if request.stream:

@@ -103,3 +103,12 @@ ROUTE_PATHS = web.AppKey("route paths", dict[str, str])
 """Each route's path without --root-path, by its full path: a route is served with and without --root-path."""
 
 REQUEST_ID = web.RequestKey("id", str)
+"""The id that the client has sent or is given: the header X-Request-Id of the response."""
+
+RESPONSE_ID = web.RequestKey("response id", str)
+"""The `id` of a response that generates, which has `REQUEST_ID` in it. Logs name such a request by it."""
+
+
+def logged_id(request: web.Request) -> str:
+    """Return the id under which a request is logged."""
+    return request.get(RESPONSE_ID) or request[REQUEST_ID]

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from shared.errors import ProtocolError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
+from shared.log_format import of_requests
 from shared.protocol import (
     VERSION,
     Abort,
@@ -94,6 +95,7 @@ class Origin(Struct, frozen=True):
 
     gateway: Gateway
     id: int  # of the request, at the gateway
+    request_id: str  # that its client sees
 
 
 class Gateways:
@@ -265,7 +267,7 @@ class Gateways:
             return None
         id = next(self._next_id)
         gateway.ids[submit.id] = id
-        self._origins[id] = Origin(gateway, submit.id)
+        self._origins[id] = Origin(gateway, submit.id, submit.request_id)
         return replace(submit, id=id, arrival=_arrival(submit, time.time()))
 
     def _forget(self, id: int) -> None:
@@ -291,7 +293,9 @@ class Gateways:
             self._give_up(gateway, "its connection ended")
 
     def _give_up(self, gateway: Gateway, reason: str) -> None:
-        logger.log(logging.WARNING if gateway.ids else logging.INFO, "gateway %r has left: %s", gateway, reason)
+        extra = of_requests(self._origins[id].request_id for id in gateway.ids.values())
+        level = logging.WARNING if gateway.ids else logging.INFO
+        logger.log(level, "gateway %r has left: %s", gateway, reason, extra=extra)
         del self._gateways[gateway.identity]
         for id in gateway.ids.values():
             del self._origins[id]

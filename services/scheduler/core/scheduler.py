@@ -82,6 +82,11 @@ class Scheduler:
         return self._queues.requests.keys()
 
     @property
+    def request_ids(self) -> dict[int, str]:
+        """The ids that clients see of all requests that have not ended, by their ids here."""
+        return {id: request.request_id for id, request in self._queues.requests.items()}
+
+    @property
     def in_flight(self) -> int:
         """The number of plans whose result is not back."""
         return len(self._in_flight)
