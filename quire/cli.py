@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules are imported
     from shared.errors import ConfigError, ModelError, QuireError
-    from shared.startup import printable
+    from shared.log_format import printable
 
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))

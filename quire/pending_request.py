@@ -40,6 +40,7 @@ class PendingRequest:
             prompt_len=len(self.tokens),
             sampling=self.sampling,
             n=self.params.n,
+            request_id=str(self.id),
         )
 
     def apply(self, row: ProgressRow) -> bool:

@@ -32,7 +32,10 @@ C = TypeVar("C", bound=Struct)
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"], Meta(description="Minimum level of the lines in the log.")
 ]
-"""A knob of every service."""
+LogFormat = Annotated[
+    Literal["text", "json"], Meta(description="Format of the lines in the log: text, or a JSON object each.")
+]
+"""Knobs of every service."""
 
 
 ZmqKeys = Annotated[

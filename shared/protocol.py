@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 6
+VERSION = 7
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -53,6 +53,7 @@ CpuSeconds = Annotated[float, Meta(ge=0, le=1e15)]  # summed over all threads of
 WallTime = Annotated[float, Meta(ge=0, le=1e11)]  # seconds since the epoch
 Float32 = Annotated[float, Meta(ge=-3.4e38, le=3.4e38)]  # finite
 ShortText = Annotated[str, Meta(max_length=4096)]  # a name, an identity or a digest
+RequestId = Annotated[str, Meta(max_length=256)]  # the id that a client sees, by which all services log its request
 LongText = Annotated[str, Meta(max_length=2**20)]  # an explanation for people
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; the API's own range is much smaller
@@ -118,6 +119,15 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     top_logprobs: list[Float32]  # of `top_ids`
 
 
+class Suspicion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The evidence against a sequence, from workers that died while they ran it. It goes with the sequence."""
+
+    cleared_at: Index = 0  # it is a suspect until the positions before this one are computed; 0: it is none
+    deaths_alone: Index = 0  # workers that died while they ran nothing else, since it was last cleared
+    start: Index = 0  # when the last of these died, positions from this one
+    end: Index = 0  # up to, but not including, this one were being computed
+
+
 # every process → the processes that watch it
 
 
@@ -159,6 +169,8 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     arrival: WallTime = 0.0  # when the gateway received the request; orders the queue across gateways
     samples_before: Index = 0  # samples of the same user's request in earlier `Submit`s; sets its turn in the queue
     resumed: bool = False  # an engine has accepted it before, and was lost; it is never refused for load
+    request_id: RequestId = ""  # the id that the client sees
+    suspicion: Suspicion = Suspicion()  # of its first sample, as the last engine reported it
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -236,10 +248,11 @@ class SchedulingInfo(Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     queued_seconds: Seconds  # time from the acceptance of its request to its first admission
     preemptions: Count
+    suspicion: Suspicion = Suspicion()
 
 
 class ProgressRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """New output of one sequence."""
+    """New output of one sequence, or news about it without output."""
 
     id: Count  # of the `Submit`
     sample: Index
@@ -310,6 +323,7 @@ class NewSequence(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     blocks: list[Index]  # the block table so far
     sampling: Sampling
     sample: Index
+    request_id: RequestId = ""  # the id that the client sees
 
 
 class Fork(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -1,7 +1,6 @@
 """The first calls of every service: log to stderr, and end with the supervisor that started it.
 
-Log lines quote what clients sent: paths, names, texts in errors. None of it may look like a log line of its own or
-control a terminal, so `LogFormatter` escapes every record.
+`shared.log_format` has the lines of the log.
 """
 
 import ctypes
@@ -9,9 +8,11 @@ import logging
 import os
 import signal
 import sys
-import textwrap
+import threading
+from types import TracebackType
 
 from shared.errors import QuireError
+from shared.log_format import JsonFormatter, TextFormatter, printable
 
 PR_SET_PDEATHSIG = 1
 
@@ -19,45 +20,50 @@ EXIT_CANNOT_START = 2
 """Exit status of a service that cannot run with its settings or its model. One line on stderr says why."""
 
 
-class LogFormatter(logging.Formatter):
-    """Formats a record as one line. A traceback follows on indented lines of its own."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the record's line."""
-        return printable(super().formatMessage(record))
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record's line and its traceback."""
-        line, *trace = super().format(record).split("\n")
-        return "\n".join([line, *(textwrap.indent(printable(part), "  ") for part in trace)])
-
-
-def printable(text: str) -> str:
-    """Return `text` with characters escaped that end lines, control terminals, reorder text or are invisible."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def start_logging() -> None:
-    """Log to stderr, from level INFO on."""
+    """Log to stderr as text, from level INFO on, until the settings are known."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogFormatter())
+    handler.setFormatter(TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def set_log_level(level: str) -> None:
-    """Drop lines below `level`, which the settings name."""
+def configure_logging(service: str, level: str, log_format: str) -> None:
+    """Drop lines below `level`, and write the others in `log_format`, both of which the settings name."""
     logging.getLogger().setLevel(level.upper())
+    if log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter(service))
+        logging.captureWarnings(True)
+        sys.excepthook = _log_exception
+        threading.excepthook = _log_exception_of_thread
+
+
+def logs_json() -> bool:
+    """Return whether the log of this process is JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 def report_error(service: str, error: QuireError) -> int:
     """Write the error to stderr as one line, and return the exit status of a service that cannot start."""
-    print(printable(f"{service}: {error}"), file=sys.stderr)  # noqa: T201
+    line = f"{service}: {error}"
+    if logs_json():
+        logging.getLogger(service).critical("%s", line)
+    else:
+        print(printable(line), file=sys.stderr)  # noqa: T201
     return EXIT_CANNOT_START
+
+
+def _log_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log an exception that ends the process or a thread: its traceback would otherwise be lines of text."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        logging.getLogger("quire").critical("an exception that nothing handles", exc_info=(kind, error, trace))
+
+
+def _log_exception_of_thread(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_value is not None:
+        _log_exception(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
 
 
 def end_with_supervisor(supervisor: int) -> None:

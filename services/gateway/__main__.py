@@ -32,7 +32,7 @@ from services.gateway.served_model import ServedModel
 from shared.config import load
 from shared.curve import ConnectionKeys, load_connection_keys
 from shared.errors import ConfigError, QuireError
-from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
+from shared.startup import configure_logging, end_with_supervisor, report_error, start_logging
 
 logger = logging.getLogger("services.gateway")
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
-        set_log_level(config.log_level)
+        configure_logging("gateway", config.log_level, config.log_format)
         end_with_supervisor(config.supervisor)
         keys = load_connection_keys(config.zmq_keys, "gateway")
         model = ServedModel.load(config)

@@ -26,6 +26,7 @@ from services.gateway.engine_request import EngineRequest
 from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
+from shared.log_format import of_request
 from shared.protocol import Sampling, Status, Welcome
 
 __all__ = ["Backend", "EngineRequest"]
@@ -131,10 +132,18 @@ class Backend:
 
     @asynccontextmanager
     async def submit(
-        self, tokens: "array[int]", sampling: Sampling, *, n: int = 1, priority: int = 0, samples_before: int = 0
+        self,
+        tokens: "array[int]",
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        samples_before: int = 0,
+        request_id: str = "",
     ) -> AsyncIterator[EngineRequest]:
         """Run a request for the time of the block. On leaving the block, abort its unfinished samples.
 
+        All services log it under `request_id`.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
         if self._unusable:
@@ -145,6 +154,7 @@ class Backend:
             n=n,
             priority=priority,
             samples_before=samples_before,
+            request_id=request_id,
             on_unplaced=self._wait_for_engine,
         )
         if (engine := self._choose()) is not None:
@@ -199,9 +209,15 @@ class Backend:
         before = self._fingerprints.setdefault(request, fingerprint)
         if request.accepted:
             self._resumed.inc()
-            if request.has_output and fingerprint != before:
+            exact = not request.has_output or fingerprint == before
+            if not exact:
                 self._inexact.inc()
-                logger.warning("a request goes on at engine %s, which may compute other tokens", engine.name)
+            logger.warning(
+                "a request goes on at engine %s%s",
+                engine.name,
+                "" if exact else ", which may compute other tokens",
+                extra=of_request(request.request_id),
+            )
         engine.place(request)
 
     def _wait_for_engine(self, request: EngineRequest) -> None:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from services.gateway.api_requests import ChatRequest
 from services.gateway.body import read
-from services.gateway.gateway import GATEWAY, REQUEST_ID, Gateway
+from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.prompt import PreparedPrompt, chat_prompt
@@ -22,9 +22,9 @@ from shared.text.sample_text import SampleText
 async def chat_completions(http: web.Request) -> web.StreamResponse:
     """Answer with the model's next message, whole or as a stream."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
+    id = http[RESPONSE_ID] = f"chatcmpl-{http[REQUEST_ID]}"
     request = await read(http, ChatRequest)
-    prompt = await _prepare(gateway, request, arrived)
-    id = f"chatcmpl-{http[REQUEST_ID]}"
+    prompt = await _prepare(gateway, request, arrived, id)
     if request.stream:
         head = ResponseHead.now(id, "chat.completion.chunk", gateway.model.name)
         encoder = _ChunkEncoder(head, bool(request.logprobs))
@@ -34,7 +34,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     return await run_in_thread_if(has_many_logprobs(generations), _respond, head, request, generations)
 
 
-async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float) -> PreparedPrompt:
+async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: str) -> PreparedPrompt:
     model = gateway.model
     model.check(request.model)
     params = chat_params(request, model.defaults)
@@ -44,6 +44,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float) -> Pr
         default_max_tokens=model.defaults.max_tokens,
         priority=priority_of(request),
         arrived=arrived,
+        request_id=id,
     )
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from services.gateway.api_requests import CompletionRequest
 from services.gateway.body import read
 from services.gateway.bounds import MAX_LISTED, MAX_SAMPLES
-from services.gateway.gateway import GATEWAY, REQUEST_ID, Gateway
+from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import completion_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, completion_prompts
@@ -29,9 +29,10 @@ MAX_PROMPT_LOGPROBS = 1_000_000
 async def completions(http: web.Request) -> web.StreamResponse:
     """Answer with the continuations of each prompt, whole or as a stream. Choice i is sample i % n of prompt i // n."""
     gateway, arrived = http.app[GATEWAY], time.monotonic()
+    id = http[RESPONSE_ID] = f"cmpl-{http[REQUEST_ID]}"
     request = await read(http, CompletionRequest)
-    prompts = await _prepare(gateway, request, arrived)
-    head = ResponseHead.now(f"cmpl-{http[REQUEST_ID]}", "text_completion", gateway.model.name)
+    prompts = await _prepare(gateway, request, arrived, id)
+    head = ResponseHead.now(id, "text_completion", gateway.model.name)
     if request.stream:
         return await stream(http, gateway, prompts, _ChunkEncoder(head), request.stream_options)
     generations = await collect(gateway, prompts)
@@ -45,7 +46,7 @@ def _respond(head: ResponseHead, request: CompletionRequest, generations: Sequen
     return head.respond(choices, usage=usage(generations))
 
 
-async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float) -> list[PreparedPrompt]:
+async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float, id: str) -> list[PreparedPrompt]:
     model = gateway.model
     model.check(request.model)
     params = completion_params(request, model.defaults)
@@ -66,6 +67,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float)
                 default_max_tokens=default_max_tokens,
                 priority=priority,
                 arrived=arrived,
+                request_id=id if len(prompts) == 1 else f"{id}-{prompt_index}",
                 samples_before=prompt_index * params.n,
                 echo=request.echo is True,
             )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from shared.config import Insecure, LogLevel, ModelConfig, ZmqKeys
+from shared.config import Insecure, LogFormat, LogLevel, ModelConfig, ZmqKeys
 from shared.params import MAX_LOGPROBS
 
 SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -138,6 +138,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     supervisor: Annotated[
         int,
         Meta(

@@ -21,6 +21,7 @@ from services.gateway.engine_request import EngineRequest
 from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
+from shared.log_format import of_requests
 from shared.protocol import (
     VERSION,
     Abort,
@@ -158,7 +159,13 @@ class EngineConnection:
                 if not self._refusal:
                     level, ended = (logging.INFO, "left") if self.leaving else (logging.WARNING, "lost")
                     logger.log(
-                        level, "engine at %s was %s: %s (%d requests)", self.address, ended, reason, len(requests)
+                        level,
+                        "engine at %s was %s: %s (%d requests)",
+                        self.address,
+                        ended,
+                        reason,
+                        len(requests),
+                        extra=of_requests(request.request_id for request in requests),
                     )
                 elif not former_refusal:
                     logger.error("no connection to the engine at %s: %s", self.address, reason)

@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shared.errors import EngineFailure, QuireError
-from shared.protocol import FinishReason, ProgressRow, Sampling, SchedulingInfo, Submit, pack_tokens
+from shared.protocol import FinishReason, ProgressRow, Sampling, SchedulingInfo, Submit, Suspicion, pack_tokens
 
 
 class Engine(Protocol):
@@ -44,17 +44,33 @@ class _Sample:
     def __init__(self) -> None:
         self.output = array("i")
         self.cached_tokens = -1  # of its first row
-        self.scheduling: SchedulingInfo | None = None  # as given to the reader
+        self.scheduling: SchedulingInfo | None = None  # by all engines
+        self.suspicion = Suspicion()  # as the last engine that reported one left it
         self.preemptions_before = 0  # at earlier engines
+        self._given: SchedulingInfo | None = None  # what the reader knows of `scheduling`
 
     def leave_engine(self) -> None:
         """Note that the next rows come from another attempt."""
         self.preemptions_before = self.scheduling.preemptions if self.scheduling else 0
 
-    def continue_scheduling(self, scheduling: SchedulingInfo) -> SchedulingInfo:
-        """Return the treatment by all engines, of which the last one reports `scheduling`."""
+    @property
+    def has_news(self) -> bool:
+        """True if there is something for `take_scheduling` to return."""
+        return self.scheduling is not self._given
+
+    def note_scheduling(self, scheduling: SchedulingInfo) -> None:
+        """Note how the last engine treats the sample. Its suspicion is for the next engine, and not for the reader."""
         queued = self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds
-        return SchedulingInfo(queued, self.preemptions_before + scheduling.preemptions)
+        by_all = SchedulingInfo(queued, self.preemptions_before + scheduling.preemptions)
+        if by_all != self.scheduling:
+            self.scheduling = by_all
+        self.suspicion = scheduling.suspicion
+
+    def take_scheduling(self) -> SchedulingInfo | None:
+        """Return the treatment by all engines for the reader, or None if that has not changed."""
+        news = self.scheduling if self.has_news else None
+        self._given = self.scheduling
+        return news
 
 
 class EngineRequest:
@@ -71,9 +87,11 @@ class EngineRequest:
         n: int = 1,
         priority: int = 0,
         samples_before: int = 0,
+        request_id: str = "",
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
     ) -> None:
-        """`samples_before` counts the samples of the same user's earlier requests."""
+        """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs."""
+        self.request_id = request_id
         self.arrival = time.time()
         self.accepted = False  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -182,6 +200,8 @@ class EngineRequest:
         sample = self._samples.get(row.sample)
         if sample is None or self._error is not None:
             return
+        if row.scheduling is not None:
+            sample.note_scheduling(row.scheduling)
         if row.finish_reason is FinishReason.ABORT:  # not by this gateway: the engine ends
             self._take_from_attempt(row.sample)
             self._report_unplaced()
@@ -193,6 +213,9 @@ class EngineRequest:
             for attempt in self._attempts:
                 attempt.engine.abort(attempt.id)
             self.fail(EngineFailure(f"tokens {num_received} to {row.position - 1} of the output were lost"))
+            return
+        row = self._without_known_logprobs(row)
+        if not (row.tokens or row.prompt_logprobs or row.finish_reason):  # nothing for which to wake the reader
             return
         row = self._continued(row, sample)
         sample.output.extend(row.tokens)
@@ -224,22 +247,27 @@ class EngineRequest:
             arrival=self.arrival,
             samples_before=self._samples_before,
             resumed=self.accepted,
+            request_id=self.request_id,
+            suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
         )
 
-    def _continued(self, row: ProgressRow, sample: _Sample) -> ProgressRow:
-        """Return a row as it would be if one engine had run the request from its beginning."""
+    def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:
+        """Return a row without those of the prompt's log-probabilities that an earlier engine has sent."""
         if row.prompt_logprobs and self._skip_prompt_logprobs:
             known = min(self._skip_prompt_logprobs, len(row.prompt_logprobs))
             self._skip_prompt_logprobs -= known
             row = replace(row, prompt_logprobs=row.prompt_logprobs[known:] or None)
         self._num_prompt_logprobs += len(row.prompt_logprobs or ())
+        return row
+
+    def _continued(self, row: ProgressRow, sample: _Sample) -> ProgressRow:
+        """Return a row as it would be if one engine had run the request from its beginning."""
         if sample.cached_tokens < 0:
             sample.cached_tokens = row.cached_tokens
         elif row.cached_tokens != sample.cached_tokens:
             row = replace(row, cached_tokens=sample.cached_tokens)
-        if row.scheduling is not None:
-            before, sample.scheduling = sample.scheduling, sample.continue_scheduling(row.scheduling)
-            row = replace(row, scheduling=sample.scheduling if sample.scheduling != before else None)
+        if row.scheduling is not None or sample.has_news:
+            row = replace(row, scheduling=sample.take_scheduling())
         return row
 
     def _take_from_attempt(self, sample: int) -> Attempt | None:
@@ -261,3 +289,8 @@ class EngineRequest:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _weight(suspicion: Suspicion) -> tuple[int, int]:
+    """Return what makes one suspicion graver than another: of several samples, the gravest one goes with them."""
+    return suspicion.deaths_alone, suspicion.cleared_at

@@ -15,6 +15,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
+from shared.log_format import of_request
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,14 @@ class BodyTimeout(Exception):
     """The body has not arrived in time."""
 
 
-def to_api_error(error: BaseException) -> ApiError:
-    """Return the API error that a client gets for `error`, or for the first of a group."""
+def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """Return the API error that a client gets for `error`, or for the first of a group.
+
+    A bug is logged under `request_id`.
+    """
     match error:
         case BaseExceptionGroup():
-            return to_api_error(error.exceptions[0])
+            return to_api_error(error.exceptions[0], request_id)
         case UnknownModel():
             return ApiError(404, error.message, error.param)
         case InvalidRequest():
@@ -85,7 +89,7 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(500, str(error))
         case web.HTTPException():
             return _from_http_exception(error)
-    logger.error("a request failed because of a bug", exc_info=error)
+    logger.error("a request failed because of a bug", exc_info=error, extra=of_request(request_id))
     return ApiError(500, "internal error; the server's log has more under this request's id")
 
 

@@ -61,6 +61,7 @@ class Gateway(Struct, frozen=True):
         default_max_tokens: int | None,
         priority: int,
         arrived: float,
+        request_id: str,
         samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
     ) -> PreparedPrompt:
@@ -76,7 +77,7 @@ class Gateway(Struct, frozen=True):
         )
         echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
-            prompt.tokens, params, sampling, priority, arrived, samples_before, echo_text, prompt.offsets
+            prompt.tokens, params, sampling, priority, arrived, request_id, samples_before, echo_text, prompt.offsets
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
@@ -102,3 +103,12 @@ ROUTE_PATHS = web.AppKey("route paths", dict[str, str])
 """Each route's path without --root-path, by its full path: a route is served with and without --root-path."""
 
 REQUEST_ID = web.RequestKey("id", str)
+"""The id that the client has sent or is given: the header X-Request-Id of the response."""
+
+RESPONSE_ID = web.RequestKey("response id", str)
+"""The `id` of a response that generates, which has `REQUEST_ID` in it. Logs name such a request by it."""
+
+
+def logged_id(request: web.Request) -> str:
+    """Return the id under which a request is logged."""
+    return request.get(RESPONSE_ID) or request[REQUEST_ID]

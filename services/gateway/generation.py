@@ -4,6 +4,7 @@ A generation runs for the time of a `submit` block. However the block ends, the 
 engine, and each sample is recorded in the metrics once.
 """
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,10 +17,13 @@ from services.gateway.gateway import Gateway
 from services.gateway.metrics import EngineMetrics, Metrics, SampleTimes
 from services.gateway.prompt import PreparedPrompt
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
+from shared.log_format import of_request
 from shared.protocol import FinishReason, ProgressRow
 from shared.text.logprobs import LogprobEntry
 from shared.text.request_text import RequestText
 from shared.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 REFUSALS = (Overloaded, InvalidRequest, Unavailable)
 
@@ -53,6 +57,7 @@ class Generation:
         submitted = time.monotonic()
         self._times = [SampleTimes(prompt.arrived, submitted) for _ in self.text.samples]
         self._refused = False
+        self._close_reason = ""  # of samples that were unfinished then
 
     @cached_property
     def _engine_metrics(self) -> EngineMetrics:
@@ -97,6 +102,7 @@ class Generation:
 
     def close(self, reason: str) -> None:
         """Record the unfinished samples in the metrics, with `reason`. A refused prompt is not recorded."""
+        self._close_reason = "refused" if self._refused else reason
         if self._refused:
             return
         now = time.monotonic()
@@ -107,6 +113,25 @@ class Generation:
         has_output = any(times.first_token for times in self._times)
         num_computed = len(self.prompt.tokens) - self.text.num_cached_tokens if has_output else None
         self._engine_metrics.record_prompt(self.prompt.sampling.max_tokens, num_outputs, num_computed)
+
+    def log_arrival(self) -> None:
+        """Log that the prompt is submitted to an engine."""
+        sampling, n = self.prompt.sampling, len(self.text.samples)
+        extra = of_request(self.prompt.request_id)
+        length = len(self.prompt.tokens)
+        logger.info("arrived: %d tokens of prompt, max_tokens=%d, n=%d", length, sampling.max_tokens, n, extra=extra)
+
+    def log_end(self) -> None:
+        """Log how the samples ended, after `close`."""
+        samples = self.text.samples
+        logger.info(
+            "ended: %s, after %d tokens of prompt and %d of output, in %.3f s",
+            ", ".join(sample.finish_reason or self._close_reason for sample in samples),
+            len(self.prompt.tokens),
+            self.text.num_output_tokens,
+            time.monotonic() - self.prompt.arrived,
+            extra=of_request(self.prompt.request_id),
+        )
 
     def _apply(self, row: ProgressRow, now: float) -> str:
         """Return the text that a row adds to its sample. Raise `EngineFailure` or `Unavailable` if the row says so."""
@@ -142,15 +167,30 @@ async def submit(gateway: Gateway, prompt: PreparedPrompt) -> AsyncIterator[Gene
         n=prompt.params.n,
         priority=prompt.priority,
         samples_before=prompt.samples_before,
+        request_id=prompt.request_id,
     )
     async with submission as request:
         generation = Generation(prompt, request, gateway.model.tokenizer, gateway.metrics)
+        if gateway.config.enable_log_requests:
+            generation.log_arrival()
         try:
             yield generation
         except BaseException as error:
             generation.close(_reason(error))
+            failure = _first(error)
+            if isinstance(failure, (EngineFailure, Unavailable)):
+                logger.error("a request failed: %s", failure, extra=of_request(prompt.request_id))
             raise
-        generation.close("abort")
+        else:
+            generation.close("abort")
+        finally:
+            if gateway.config.enable_log_requests:
+                generation.log_end()
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return an error that is no group: the first of a group."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _reason(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from services.gateway import errors
 from services.gateway.body import CONTINUE
 from services.gateway.hangups import HangUpWatcher
 from services.gateway.request_parser import RequestParser
+from shared.log_format import of_request
 
 logger = logging.getLogger(__name__)
 
@@ -118,14 +119,14 @@ class _Connection(RequestHandler):
         id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
             reason = _first_line(message or exc.message)
-            logger.info("%s %s sent an unreadable request: %s", id, request.remote, reason)
+            logger.info("%s sent an unreadable request: %s", request.remote, reason, extra=of_request(id))
             if isinstance(exc, ContentEncodingError):
                 reason = "its Content-Encoding is not supported"
             error = errors.ApiError(status, f"the request cannot be read: {reason}")
         elif exc is None:
             error = errors.ApiError(status, message or "the request failed")
         else:
-            error = errors.to_api_error(exc)
+            error = errors.to_api_error(exc, id)
         response = errors.error_response(error)
         response.headers["X-Request-Id"] = id
         response.force_close()

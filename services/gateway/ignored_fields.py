@@ -10,6 +10,9 @@ from urllib.parse import quote
 
 from aiohttp import web
 
+from services.gateway.gateway import logged_id
+from shared.log_format import of_request
+
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Quire-Ignored-Fields"
@@ -30,7 +33,9 @@ def report(request: web.Request, fields: Sequence[str]) -> None:
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
             logger.warning(
-                "a request has the field %s, which is ignored (logged once; --strict-fields refuses it)", name
+                "a request has the field %s, which is ignored (logged once; --strict-fields refuses it)",
+                name,
+                extra=of_request(logged_id(request)),
             )
 
 

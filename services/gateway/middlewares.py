@@ -16,7 +16,8 @@ from aiohttp.typedefs import Handler
 
 from services.gateway import cors, errors
 from services.gateway.body import awaits_continue
-from services.gateway.gateway import GATEWAY, REQUEST_ID, ROUTE_PATHS
+from services.gateway.gateway import GATEWAY, REQUEST_ID, ROUTE_PATHS, logged_id
+from shared.log_format import of_request
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +44,15 @@ async def track_request(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPRedirection as redirect:
         response = web.Response(status=redirect.status, headers={"Location": redirect.headers["Location"]})
     except Exception as error:
-        response = errors.error_response(errors.to_api_error(error))
+        response = errors.error_response(errors.to_api_error(error, logged_id(request)))
     gateway = request.app[GATEWAY]
     gateway.metrics.count_response(_route(request), response.status)
     if gateway.lifecycle.draining or awaits_continue(request):
         response.force_close()  # what a client that awaits 100-continue sends next may be its body or another request
     if gateway.config.enable_log_requests and _route(request) not in UNLOGGED_PATHS:
         seconds, path = time.monotonic() - started, request.rel_url.raw_path
-        logger.info("%s %s %s: %d in %.3f s", request[REQUEST_ID], request.method, path, response.status, seconds)
+        extra = of_request(logged_id(request))
+        logger.info("%s %s: %d in %.3f s", request.method, path, response.status, seconds, extra=extra)
     return response
 
 

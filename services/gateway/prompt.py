@@ -42,6 +42,7 @@ class PreparedPrompt(Struct, frozen=True):
     sampling: Sampling
     priority: int
     arrived: float  # on the monotonic clock
+    request_id: str = ""  # that the client sees, with the prompt's index if there are several
     samples_before: int = 0  # samples of the same request in earlier prompts
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # character of the prompt's text at which each token begins, if needed

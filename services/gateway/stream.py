@@ -23,7 +23,7 @@ from aiohttp import web
 from services.gateway import errors
 from services.gateway.api_requests import StreamOptions
 from services.gateway.config import GatewayConfig
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import Gateway, logged_id
 from services.gateway.generation import Generation, Update, submit
 from services.gateway.prompt import PreparedPrompt
 from services.gateway.response import StreamedUsage, usage
@@ -181,7 +181,7 @@ class _StreamWriter:
         if not self.response.prepared:
             raise error
         with suppress(ConnectionError):
-            event = b"data: " + errors.error_body(errors.to_api_error(error)) + b"\n\n"
+            event = b"data: " + errors.error_body(errors.to_api_error(error, logged_id(self._request))) + b"\n\n"
             await self.response.write(self._events(event + DONE))
             await self.response.write_eof()
 

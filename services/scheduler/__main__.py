@@ -18,7 +18,7 @@ from shared.config import load
 from shared.curve import load_listener_keys
 from shared.errors import QuireError
 from shared.metrics import EngineCollector, registry
-from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
+from shared.startup import configure_logging, end_with_supervisor, report_error, start_logging
 from shared.transport import listen
 
 LINGER_MS = 1_000
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(SchedulerConfig, argv, os.environ, prog="python -m services.scheduler")
-        set_log_level(config.log_level)
+        configure_logging("scheduler", config.log_level, config.log_format)
         end_with_supervisor(config.supervisor)
         run(config)
     except QuireError as error:

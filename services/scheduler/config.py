@@ -8,6 +8,7 @@ from services.scheduler.core import Limits, check_settings, fit_model_len
 from shared.config import (
     MAX_NUM_SEQS,
     Insecure,
+    LogFormat,
     LogLevel,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -95,6 +96,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     zmq_keys: ZmqKeys = ""
     insecure: Insecure = False
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0

@@ -6,7 +6,7 @@ clock, like the core that it wraps.
 
 import logging
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from services.scheduler.config import (
 )
 from services.scheduler.core import Scheduler
 from services.scheduler.recorder import RecordedScheduler, Recorder
+from shared.log_format import of_request, of_requests
 from shared.protocol import (
     VERSION,
     Configure,
@@ -92,7 +93,14 @@ class Engine:
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not."""
-        return self._core.submit(request, now)
+        refused = self._core.submit(request, now)
+        extra = of_request(request.request_id)
+        if refused is not None:
+            logger.debug("a request is refused: %s", refused.detail, extra=extra)
+        elif request.suspicion.cleared_at:
+            deaths = request.suspicion.deaths_alone
+            logger.warning("a request runs alone, as it is suspected of %d deaths of workers", deaths, extra=extra)
+        return refused
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
         """End a request, or one sample of it. Return the last rows of the samples that this ended."""
@@ -104,11 +112,22 @@ class Engine:
 
     def commit(self, result: StepResult) -> list[ProgressRow]:
         """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan."""
-        return self._core.commit(result)
+        rows = self._core.commit(result)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_scheduling(rows)
+        return rows
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         """Put running sequences back into the queue. Return the last rows of requests that killed their workers."""
-        return self._core.lose_worker(now, out_of_memory=out_of_memory)
+        request_ids = self._core.request_ids
+        rows = self._core.lose_worker(now, out_of_memory=out_of_memory)
+        suspects = [request_ids[row.id] for row in rows if row.finish_reason is None]
+        if suspects:
+            logger.warning("the worker was lost with %d suspects", len(suspects), extra=of_requests(suspects))
+        for row in rows:
+            if row.finish_reason is not None:
+                logger.error("a request is ended: %s", row.detail, extra=of_request(request_ids[row.id]))
+        return rows
 
     def drain(self) -> None:
         """Accept no new requests from now on."""
@@ -118,6 +137,24 @@ class Engine:
         """Complete the record, if there is one. Nothing may be called after that."""
         if isinstance(self._core, RecordedScheduler):
             self._core.end_record()
+
+    @property
+    def request_ids(self) -> dict[int, str]:
+        """The ids that clients see of all requests that have not ended, by their ids here."""
+        return self._core.request_ids
+
+    def _log_scheduling(self, rows: Iterable[ProgressRow]) -> None:
+        """Log the rows that say how a sequence is treated: when it has run for the first time, or again."""
+        request_ids = self._core.request_ids
+        for row in rows:
+            if row.scheduling is not None and row.id in request_ids:
+                logger.debug(
+                    "sample %d runs, after %.3f s in the queue and %d preemptions",
+                    row.sample,
+                    row.scheduling.queued_seconds,
+                    row.scheduling.preemptions,
+                    extra=of_request(request_ids[row.id]),
+                )
 
     def _make_core(self) -> Scheduler:
         if not self._config.record:

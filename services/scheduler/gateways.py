@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from shared.errors import ProtocolError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
+from shared.log_format import of_requests
 from shared.protocol import (
     VERSION,
     Abort,
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 MAX_CLOCK_SKEW = 10.0
 """Maximum seconds between the arrival that a gateway claims for a request and its arrival here. A gateway with a wrong
 clock must not put its requests before or behind all others."""
+
+MAX_RESUMED_AGE = 86_400.0
+"""The same for a request that an engine has accepted before: it keeps its place in the queue, and streams last long."""
 
 MAX_TURN_BYTES = 4 * 1024 * 1024
 """Bytes of gateways' messages after which no more are read in one turn, which take some milliseconds."""
@@ -91,6 +95,7 @@ class Origin(Struct, frozen=True):
 
     gateway: Gateway
     id: int  # of the request, at the gateway
+    request_id: str  # that its client sees
 
 
 class Gateways:
@@ -262,8 +267,8 @@ class Gateways:
             return None
         id = next(self._next_id)
         gateway.ids[submit.id] = id
-        self._origins[id] = Origin(gateway, submit.id)
-        return replace(submit, id=id, arrival=_arrival(submit.arrival, time.time()))
+        self._origins[id] = Origin(gateway, submit.id, submit.request_id)
+        return replace(submit, id=id, arrival=_arrival(submit, time.time()))
 
     def _forget(self, id: int) -> None:
         origin = self._origins.pop(id)
@@ -288,13 +293,16 @@ class Gateways:
             self._give_up(gateway, "its connection ended")
 
     def _give_up(self, gateway: Gateway, reason: str) -> None:
-        logger.log(logging.WARNING if gateway.ids else logging.INFO, "gateway %r has left: %s", gateway, reason)
+        extra = of_requests(self._origins[id].request_id for id in gateway.ids.values())
+        level = logging.WARNING if gateway.ids else logging.INFO
+        logger.log(level, "gateway %r has left: %s", gateway, reason, extra=extra)
         del self._gateways[gateway.identity]
         for id in gateway.ids.values():
             del self._origins[id]
             self._orphans.append(Abort(id))
 
 
-def _arrival(claimed: float, now: float) -> float:
+def _arrival(submit: Submit, now: float) -> float:
     """Return when a request arrived: the time that its gateway claims, within bounds, or `now` if that is 0."""
-    return min(max(claimed, now - MAX_CLOCK_SKEW), now) if claimed else now
+    earliest = now - (MAX_RESUMED_AGE if submit.resumed else MAX_CLOCK_SKEW)
+    return min(max(submit.arrival, earliest), now) if submit.arrival else now

@@ -27,6 +27,7 @@ from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, Wor
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
 from shared.liveness import STALL
+from shared.log_format import of_requests
 from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, StepResult, Submit
 from shared.transport import Listener
 
@@ -209,7 +210,8 @@ class Service:
 
     def _shut_down(self, now: float) -> None:
         if self.engine is not None and self.engine.unfinished:
-            logger.warning("aborting %d unfinished requests", len(self.engine.unfinished))
+            request_ids = self.engine.request_ids.values()
+            logger.warning("aborting %d unfinished requests", len(request_ids), extra=of_requests(request_ids))
             for id in list(self.engine.unfinished):
                 self._gateways.deliver(self.engine.abort(id), self.engine.unfinished)
         self._gateways.flush(now)

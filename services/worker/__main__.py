@@ -9,7 +9,7 @@ from services.worker.service import serve
 from shared.config import load
 from shared.curve import load_connection_keys
 from shared.errors import QuireError
-from shared.startup import end_with_supervisor, report_error, set_log_level, start_logging
+from shared.startup import configure_logging, end_with_supervisor, report_error, start_logging
 from shared.transport import check_exposure
 
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     start_logging()
     try:
         config = load(WorkerConfig, argv, os.environ, prog="python -m services.worker")
-        set_log_level(config.log_level)
+        configure_logging("worker", config.log_level, config.log_format)
         end_with_supervisor(config.supervisor)
         keys = load_connection_keys(config.zmq_keys, "worker")  # before seconds are spent on a model
         check_exposure(config.scheduler, protected=config.insecure or keys is not None)

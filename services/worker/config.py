@@ -12,6 +12,7 @@ from msgspec import Meta
 from shared.config import (
     MAX_NUM_SEQS,
     Insecure,
+    LogFormat,
     LogLevel,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -107,6 +108,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         ),
     ] = 300.0
     log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
     supervisor: Annotated[
         int, Meta(ge=0, description="Process id of the parent that restarts this service; it ends with that one.")
     ] = 0

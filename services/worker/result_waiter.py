@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from services.worker.interface import PendingStep
-from shared.protocol import Epoch, StepPlan, StepResult
+from shared.protocol import StepPlan, StepResult
 
 _numbers = itertools.count()
 
@@ -20,8 +20,7 @@ _numbers = itertools.count()
 class FailedStep(NamedTuple):
     """A step without a result."""
 
-    epoch: Epoch
-    step: int
+    plan: StepPlan
     error: Exception
 
 
@@ -67,6 +66,6 @@ class ResultWaiter:
                 try:
                     self._results.put(step.result())
                 except Exception as error:
-                    self._results.put(FailedStep(plan.epoch, plan.step, error))
+                    self._results.put(FailedStep(plan, error))
                 socket.send(b"")
             socket.close(linger=0)

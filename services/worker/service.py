@@ -21,7 +21,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from enum import Enum
 from types import FrameType
@@ -32,9 +32,11 @@ import zmq
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory, Runner
 from services.worker.result_waiter import FailedStep, ResultWaiter
+from services.worker.running_requests import RunningRequests
 from shared.curve import ConnectionKeys
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
+from shared.log_format import of_requests
 from shared.protocol import (
     VERSION,
     Configure,
@@ -148,6 +150,7 @@ class _Connection:
         self._config = config
         self._context = context
         self._epoch: Epoch | None = None
+        self._requests = RunningRequests()
 
     def run(self) -> CloseReason:
         name = new_identity("worker")
@@ -220,7 +223,7 @@ class _Connection:
         try:
             self._service.configure(message)
         except Exception as error:
-            return self._send_fault(socket, message.epoch, 0, error)
+            return self._send_fault(socket, message.epoch, 0, error, [])
         self._epoch = message.epoch
         logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
         socket.send(encode(Configured(message.epoch)))
@@ -230,6 +233,7 @@ class _Connection:
         if plan.epoch != self._epoch:
             logger.warning("ignored a plan of epoch %s", plan.epoch)
             return None
+        self._requests.launch(plan)
         try:
             step = self._service.runner.launch(plan)
             if waiter.num_pending or not step.is_done:
@@ -237,23 +241,30 @@ class _Connection:
                 return None
             result = step.result()
         except Exception as error:
-            return self._send_fault(socket, plan.epoch, plan.step, error)
+            return self._send_failure(socket, FailedStep(plan, error))
         return self._send_result(socket, result)
 
     def _send_result(self, socket: "zmq.Socket[bytes]", result: StepResult | FailedStep) -> CloseReason | None:
         if isinstance(result, FailedStep):
-            return self._send_fault(socket, *result)
+            return self._send_failure(socket, result)
+        self._requests.finish()
         socket.send(encode(result))
         return None
 
-    def _send_fault(self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, error: Exception) -> CloseReason:
+    def _send_failure(self, socket: "zmq.Socket[bytes]", failed: FailedStep) -> CloseReason:
+        plan, error = failed
+        return self._send_fault(socket, plan.epoch, plan.step, error, self._requests.of_step(plan))
+
+    def _send_fault(
+        self, socket: "zmq.Socket[bytes]", epoch: Epoch, step: int, error: Exception, request_ids: Sequence[str]
+    ) -> CloseReason:
+        extra = of_requests(request_ids)
         if isinstance(error, OutOfMemory):
-            logger.error("step %d: %s", step, error)
+            logger.error("step %d: %s", step, error, extra=extra)
             socket.send(encode(Fault(epoch, step, str(error), out_of_memory=True)))
             return CloseReason.FAILED
-        detail = "".join(traceback.format_exception(error))
-        logger.error("step %d failed:\n%s", step, detail.rstrip())
-        socket.send(encode(Fault(epoch, step, detail)))
+        logger.error("step %d failed", step, exc_info=error, extra=extra)
+        socket.send(encode(Fault(epoch, step, "".join(traceback.format_exception(error)))))
         return CloseReason.FAILED
 
     def _register(self, name: str) -> Register:

@@ -2,9 +2,10 @@
 
 from array import array
 
-from services.scheduler.core.quarantine import Quarantine
+from services.scheduler.core.plan_builder import InFlightPlan
+from services.scheduler.core.quarantine import MAX_AHEAD, MAX_DEATHS_ALONE, Quarantine
 from services.scheduler.core.sequence import Request, Sequence
-from shared.protocol import FinishReason, Sampling
+from shared.protocol import FinishReason, Row, Sampling, Suspicion
 
 
 def _suspects(count: int) -> list[Sequence]:
@@ -17,9 +18,24 @@ def _suspects(count: int) -> list[Sequence]:
     return suspects
 
 
-def _clear(*sequences: Sequence) -> None:
+def _compute(quarantine: Quarantine, sequence: Sequence, end: int) -> None:
+    """Let the result of a plan come back that has computed the positions below `end`."""
+    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, end, 0)], [sequence], [], end))
+    sequence.progress.num_computed = end
+    quarantine.update()
+
+
+def _clear(quarantine: Quarantine, *sequences: Sequence) -> None:
     for sequence in sequences:
-        sequence.progress.num_computed = sequence.suspicion.cleared_at
+        _compute(quarantine, sequence, sequence.suspicion.cleared_at)
+
+
+def _die_alone(quarantine: Quarantine, suspect: Sequence, start: int, end: int) -> Sequence | None:
+    """Run a sequence alone, and let the worker die while it computes the positions from `start` to `end` - 1."""
+    if quarantine.group_due:
+        assert quarantine.start_group() == [suspect]
+    suspect.progress.num_computed, suspect.progress.num_scheduled = start, end
+    return quarantine.lose_worker([suspect])
 
 
 def test_suspects_run_in_halves_one_after_the_other() -> None:
@@ -27,15 +43,12 @@ def test_suspects_run_in_halves_one_after_the_other() -> None:
     assert quarantine.lose_worker(suspects) is None
     assert quarantine.start_group() == suspects[:3]
     assert not quarantine.group_due
-    _clear(*suspects[:2])
-    quarantine.update()
+    _clear(quarantine, *suspects[:2])
     assert not quarantine.group_due, "the third is not cleared"
-    _clear(suspects[2])
-    quarantine.update()
+    _clear(quarantine, suspects[2])
     assert quarantine.start_group() == suspects[3:]
     suspects[3].finish_reason = FinishReason.ABORT
-    _clear(suspects[4])
-    quarantine.update()
+    _clear(quarantine, suspects[4])
     assert not quarantine.active
 
 
@@ -47,22 +60,47 @@ def test_a_death_in_quarantine_halves_the_group_and_keeps_the_others_for_later()
     groups = []
     while quarantine.active:
         groups.append(quarantine.start_group())
-        _clear(*groups[-1])
-        quarantine.update()
+        _clear(quarantine, *groups[-1])
     assert groups == [suspects[1:3], suspects[3:4], suspects[:1], suspects[4:]]
 
 
-def test_two_deaths_alone_in_a_row_show_the_culprit() -> None:
+def test_two_deaths_alone_at_one_place_show_the_culprit() -> None:
     quarantine, (suspect,) = Quarantine(), _suspects(1)
-    assert quarantine.lose_worker([suspect]) is None
-    quarantine.start_group()
-    _clear(suspect)
-    quarantine.update()
-    assert quarantine.lose_worker([suspect]) is None
-    suspect.progress.num_computed = 0
-    quarantine.start_group()
-    assert quarantine.lose_worker([suspect]) is suspect
+    assert _die_alone(quarantine, suspect, 0, 4) is None
+    assert suspect.suspicion == Suspicion(cleared_at=4, deaths_alone=1, start=0, end=4)
+    assert _die_alone(quarantine, suspect, 3, 5) is suspect
     assert not quarantine.active
+
+
+def test_progress_between_two_deaths_alone_forgets_the_first() -> None:
+    quarantine, (suspect,) = Quarantine(), _suspects(1)
+    for start in range(4, 40, 4):
+        assert _die_alone(quarantine, suspect, start, start + 2) is None
+        quarantine.start_group()
+        _compute(quarantine, suspect, start + 1)
+        assert quarantine.active, "the position at which the worker died is not computed yet"
+        _compute(quarantine, suspect, start + 2)
+        assert not quarantine.active
+        assert suspect.suspicion == Suspicion()
+
+
+def test_deaths_alone_at_different_places_are_no_proof_but_a_few_are_enough() -> None:
+    """Such as those of workers that an operator kills while a long prompt is computed again."""
+    quarantine, (suspect,) = Quarantine(), _suspects(1)
+    assert _die_alone(quarantine, suspect, 100, 102) is None
+    for deaths in range(2, MAX_DEATHS_ALONE):
+        start = 10 * deaths
+        assert _die_alone(quarantine, suspect, start, start + 10) is None
+        assert suspect.suspicion == Suspicion(102, deaths, start, start + 10), "it must get past where it once stood"
+    assert _die_alone(quarantine, suspect, 0, 10) is suspect
+
+
+def test_a_death_elsewhere_hides_no_culprit() -> None:
+    quarantine, (suspect,) = Quarantine(), _suspects(1)
+    assert _die_alone(quarantine, suspect, 100, 102) is None
+    assert _die_alone(quarantine, suspect, 10, 20) is None, "another reason"
+    assert _die_alone(quarantine, suspect, 100, 102) is None
+    assert _die_alone(quarantine, suspect, 100, 102) is suspect
 
 
 def test_missing_memory_makes_no_culprit_but_smaller_groups() -> None:
@@ -76,7 +114,7 @@ def test_missing_memory_makes_no_culprit_but_smaller_groups() -> None:
 def test_who_ran_beside_an_aborted_one_was_not_alone() -> None:
     quarantine, (aborted, other) = Quarantine(), _suspects(2)
     aborted.finish_reason = FinishReason.ABORT
-    for _ in range(3):
+    for _ in range(5):
         assert quarantine.lose_worker([aborted, other]) is None
     assert other.suspicion.deaths_alone == 0
 
@@ -99,7 +137,37 @@ def test_a_suspect_must_get_past_where_it_once_stood() -> None:
     suspect.progress.num_scheduled = 10  # it is computed again, and the worker dies of something else
     quarantine.lose_worker([suspect])
     quarantine.start_group()
-    suspect.progress.num_computed = 99
-    quarantine.update()
+    _compute(quarantine, suspect, 99)
     assert quarantine.active
     assert quarantine.group == [suspect]
+
+
+def test_a_suspect_that_was_preempted_when_it_had_got_far_enough_is_cleared() -> None:
+    quarantine, (suspect,) = Quarantine(), _suspects(1)
+    quarantine.lose_worker([suspect])
+    quarantine.start_group()
+    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 4, 0)], [suspect], [], 4))
+    suspect.rewind()
+    quarantine.update()
+    assert not quarantine.active
+
+
+def test_suspects_of_another_scheduler_run_alone_with_their_deaths() -> None:
+    quarantine, (first, second, third) = Quarantine(), _suspects(3)
+    quarantine.lose_worker([third])
+    quarantine.add(first, Suspicion(5, 1, 3, 5))
+    quarantine.add(second, Suspicion(5))
+    for suspect in (third, first, second):
+        assert quarantine.start_group() == [suspect]
+        _clear(quarantine, suspect)
+    quarantine.add(first, Suspicion(5, 1, 3, 5))
+    assert _die_alone(quarantine, first, 4, 6) is first
+
+
+def test_the_claims_of_a_gateway_are_bounded() -> None:
+    quarantine, (suspect,) = Quarantine(), _suspects(1)
+    quarantine.add(suspect, Suspicion(2**31 - 1, 2**31 - 1, 0, 0))
+    assert suspect.suspicion == Suspicion(4 + MAX_AHEAD, MAX_DEATHS_ALONE - 1, 0, 0)
+    quarantine.start_group()
+    _compute(quarantine, suspect, 4 + MAX_AHEAD)
+    assert not quarantine.active

@@ -1,5 +1,7 @@
 """Tests the methods of the scheduler core by the messages that they return."""
 
+from typing import Any
+
 import pytest
 
 from services.scheduler.core import Limits, Scheduler
@@ -17,6 +19,7 @@ from shared.protocol import (
     StepPlan,
     StepResult,
     Submit,
+    Suspicion,
     TableWrite,
     TokenLogprobs,
     pack_tokens,
@@ -42,7 +45,7 @@ AT_ONCE = SchedulingInfo(0.0, 0)
 """The scheduling info that the first row of a sequence carries if it did not wait."""
 
 
-def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: int) -> None:
+def _submit(core: Scheduler, id: int, prompt: list[int], sampling: Sampling, **fields: Any) -> None:
     request = Submit(id, pack_tokens(prompt), fields.pop("prompt_len", len(prompt)), sampling, **fields)
     assert core.submit(request, 1.0) is None
 
@@ -63,9 +66,9 @@ def _commit(core: Scheduler, plan: StepPlan, *tokens: int, **fields: object) -> 
 def test_the_way_of_a_request_at_depth_two() -> None:
     core = _core()
     sampling = Sampling(max_tokens=3, seed=5)
-    _submit(core, 1, [1, 2, 3, 4, 5], sampling)
+    _submit(core, 1, [1, 2, 3, 4, 5], sampling, request_id="cmpl-a")
     first = _plan(core)
-    new = NewSequence(0, pack_tokens([1, 2, 3, 4, 5]), 5, [0, 1], sampling, 0)
+    new = NewSequence(0, pack_tokens([1, 2, 3, 4, 5]), 5, [0, 1], sampling, 0, "cmpl-a")
     assert first == StepPlan(EPOCH, 0, [Row(0, 0, 5, 1)], new_sequences=[new])
     second = _plan(core)
     assert second == StepPlan(EPOCH, 1, [Row(0, 5, 1, 1)]), "before the first result is there"
@@ -244,7 +247,8 @@ def test_a_worker_lost_and_another_one() -> None:
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5))
     first, second = _plan(core), _plan(core)
     _commit(core, first, 4)
-    assert core.lose_worker(2.0) == []
+    suspected = SchedulingInfo(0.0, 0, Suspicion(cleared_at=4, deaths_alone=1, start=3, end=4))
+    assert core.lose_worker(2.0) == [ProgressRow(1, 0, 1, [], scheduling=suspected)]
     assert core.lose_worker(2.0) == [], "once is enough"
     assert (core.snapshot().worker_losses, core.snapshot().running, core.in_flight) == (1, 0, 0)
     assert core.plan(2.0) is None
@@ -253,7 +257,20 @@ def test_a_worker_lost_and_another_one() -> None:
     assert (again.epoch, again.step, again.rows) == (Epoch("boot", 2), 0, [Row(0, 0, 4, 1)])
     assert again.new_sequences[0].tokens == pack_tokens([1, 2, 3, 4])
     assert _commit(core, second, 5) == [], "a result of the old epoch"
-    assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5])]
+    assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5], scheduling=AT_ONCE)], "it is no suspect any more"
+
+
+def test_a_request_brings_its_suspicion() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2], Sampling(max_tokens=9, seed=5))
+    _submit(core, 2, [1, 2, 3], Sampling(max_tokens=9, seed=5), prompt_len=2, suspicion=Suspicion(3, 1, 2, 3))
+    plan = _plan(core)
+    assert [new.tokens for new in plan.new_sequences] == [pack_tokens([1, 2, 3])], "it runs alone"
+    died_again = SchedulingInfo(0.0, 0, Suspicion(cleared_at=4, deaths_alone=2, start=0, end=4))
+    _plan(core)
+    (row,) = core.lose_worker(2.0)
+    assert (row.id, row.finish_reason, row.scheduling) == (2, FinishReason.ERROR, died_again)
+    assert row.detail == "the worker died 2 times while it ran this request alone"
 
 
 def test_a_pool_too_small_for_what_was_promised_is_refused() -> None:

@@ -71,6 +71,7 @@ class FakeEngineRequest:
 
     engine = "0"
     samples_before = 0
+    request_id = ""
 
     def __init__(self, backend: "FakeBackend", tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> None:
         self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
@@ -173,12 +174,19 @@ class FakeBackend:
 
     @asynccontextmanager
     async def submit(
-        self, tokens: "array[int]", sampling: Sampling, *, n: int, priority: int, samples_before: int = 0
+        self,
+        tokens: "array[int]",
+        sampling: Sampling,
+        *,
+        n: int,
+        priority: int,
+        samples_before: int = 0,
+        request_id: str = "",
     ) -> AsyncIterator[FakeEngineRequest]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
         request = FakeEngineRequest(self, tokens, sampling, n, priority)
-        request.samples_before = samples_before
+        request.samples_before, request.request_id = samples_before, request_id
         self.requests.append(request)
         self.submitted.set()
         try:

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from yarl import URL
 
 from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.middlewares import OPEN_PATHS
+from shared.errors import EngineFailure
 from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -102,7 +104,50 @@ async def test_the_id_is_in_the_answer_and_in_the_log(caplog: pytest.LogCaptureF
         assert not [record for record in caplog.records if record.name.startswith("services")]
         response = await client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "abc"})
         assert (await response.json())["id"] == "cmpl-abc"
-    assert any("abc POST /v1/completions: 200" in record.message for record in caplog.records)
+        await client.post("/v1/completions", json={"prompt": ""}, headers={"X-Request-Id": "long"})
+    records = [record for record in caplog.records if record.name.startswith("services")]
+    assert [(record.request_id, re.sub(r"\d\.\d+ s", "0.0 s", record.message)) for record in records] == [
+        ("cmpl-abc", "arrived: 1 tokens of prompt, max_tokens=16, n=1"),
+        ("cmpl-abc", "ended: stop, after 1 tokens of prompt and 4 of output, in 0.0 s"),
+        ("cmpl-abc", "POST /v1/completions: 200 in 0.0 s"),
+        ("cmpl-long", "POST /v1/completions: 400 in 0.0 s"),
+    ]
+
+
+async def test_a_failure_names_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    """Streams too, and whether the requests are logged or not. What a client does wrong is not logged."""
+    backend = FakeBackend()
+    backend.failure, backend.fail_at = EngineFailure("the engine was lost"), 1
+    async with serve(backend) as client:
+        for stream in (False, True):
+            body = {"prompt": "x", "stream": stream}
+            await (await client.post("/v1/completions", json=body, headers={"X-Request-Id": "abc"})).read()
+        backend.failure = ZeroDivisionError()
+        await client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "bug"})
+        await client.post("/v1/completions", json={"prompt": 5}, headers={"X-Request-Id": "wrong"})
+    assert [(record.request_id, record.message) for record in caplog.records] == [
+        ("cmpl-abc", "a request failed: the engine was lost"),
+        ("cmpl-abc", "a request failed: the engine was lost"),
+        ("cmpl-bug", "a request failed because of a bug"),
+    ]
+
+
+async def test_the_engine_gets_the_id_of_the_answer() -> None:
+    """Each prompt of several has its own."""
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        headers = {"X-Request-Id": "abc"}
+        for body in ({"prompt": "x"}, {"prompt": ["x", "y"]}):
+            await client.post("/v1/completions", json=body, headers=headers)
+        await client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, headers=headers
+        )
+    assert [request.request_id for request in backend.requests] == [
+        "cmpl-abc",
+        "cmpl-abc-0",
+        "cmpl-abc-1",
+        "chatcmpl-abc",
+    ]
 
 
 async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,8 +6,9 @@ import time
 import msgspec
 import pytest
 from msgspec import Struct
+from msgspec.structs import replace
 
-from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_ROWS, MAX_TURN_BYTES, Gateways
+from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_RESUMED_AGE, MAX_ROWS, MAX_TURN_BYTES, Gateways
 from shared.liveness import GATEWAY_TIMEOUT, GRACE_PERIOD
 from shared.protocol import (
     VERSION,
@@ -156,29 +157,34 @@ def test_only_so_many_messages_are_read_in_a_turn(harness: GatewaysHarness) -> N
 
 
 @pytest.mark.parametrize(
-    ("claimed", "at_least", "at_most"),
+    ("claimed", "resumed", "at_least", "at_most"),
     [
-        (0.0, 0, 0),
-        (-0.0, 0, 0),
-        (7.0, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
-        (1e11, 0, 0),
-        (5e-324, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
+        (0.0, False, 0, 0),
+        (-0.0, False, 0, 0),
+        (7.0, False, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
+        (1e11, False, 0, 0),
+        (5e-324, False, -MAX_CLOCK_SKEW, -MAX_CLOCK_SKEW),
+        (7.0, True, -MAX_RESUMED_AGE, -MAX_RESUMED_AGE),
+        (1e11, True, 0, 0),
     ],
 )
 def test_a_claimed_arrival_is_kept_within_bounds(
-    harness: GatewaysHarness, claimed: float, at_least: float, at_most: float
+    harness: GatewaysHarness, claimed: float, resumed: bool, at_least: float, at_most: float
 ) -> None:
     """PRC-26: no gateway's clock puts its requests before or behind all others'."""
     before = time.time()
-    harness.net.hear(A, submit(1, arrival=claimed), 1)
+    harness.net.hear(A, replace(submit(1, arrival=claimed), resumed=resumed), 1)
     (request,) = harness.receive()
     assert isinstance(request, Submit)
     assert before + at_least <= request.arrival <= time.time() + at_most
 
 
-def test_an_arrival_just_now_is_kept(harness: GatewaysHarness) -> None:
-    arrival = time.time() - MAX_CLOCK_SKEW / 2
-    harness.net.hear(A, submit(1, arrival=arrival), 1)
+@pytest.mark.parametrize(("resumed", "age"), [(False, MAX_CLOCK_SKEW / 2), (True, 3600.0)])
+def test_an_arrival_just_now_is_kept_and_a_resumed_request_keeps_its_place(
+    harness: GatewaysHarness, resumed: bool, age: float
+) -> None:
+    arrival = time.time() - age
+    harness.net.hear(A, replace(submit(1, arrival=arrival), resumed=resumed), 1)
     (request,) = harness.receive()
     assert isinstance(request, Submit)
     assert request.arrival == arrival

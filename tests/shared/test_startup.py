@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from shared.startup import LogFormatter, printable
+from shared.log_format import TextFormatter, printable
 
 CHILD = """
 import os, time
@@ -70,7 +70,7 @@ def logged(message: str, *values: object, error: BaseException | None = None, st
     """Return the lines of a formatted record."""
     trace = None if error is None else (type(error), error, error.__traceback__)
     record = logging.LogRecord("name", logging.INFO, __file__, 1, message, values, trace, sinfo=stack)
-    return LogFormatter().format(record).split("\n")
+    return TextFormatter().format(record).split("\n")
 
 
 def test_a_record_is_one_line() -> None:

@@ -31,6 +31,7 @@ from shared.protocol import (
     StepResult,
     Stop,
     Submit,
+    Suspicion,
     TableWrite,
     TokenLogprobs,
     UnknownGateway,
@@ -58,17 +59,19 @@ SAMPLING = Sampling(
 )
 LOGPROBS = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])
+SUSPICION = Suspicion(12, 1, 10, 11)
+SCHEDULING = SchedulingInfo(0.75, 2, SUSPICION)
 PROCESS = ProcessStats(0.5, 12.5, 3.25)
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
-    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION),
     Abort(9, 3),
     Heartbeat("gateway-1-a", PROCESS),
 ]
 TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", MODEL, 4096, 128),
-    Progress([ProgressRow(9, 3, 5, [42], LOGPROBS, LOGPROBS, FinishReason.ERROR, 16, "why", SchedulingInfo(0.75, 2))]),
+    Progress([ProgressRow(9, 3, 5, [42], LOGPROBS, LOGPROBS, FinishReason.ERROR, 16, "why", SCHEDULING)]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
     Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31), PROCESS),
     Accepted([9, 10]),
@@ -80,7 +83,7 @@ TO_WORKER: list[Struct] = [
         EPOCH,
         7,
         [Row(0, 2, 1, 1)],
-        [NewSequence(0, TOKENS, 2, [8, 9], SAMPLING, 3)],
+        [NewSequence(0, TOKENS, 2, [8, 9], SAMPLING, 3, "chatcmpl-7")],
         [Fork(0, [(1, 1)])],
         [TableWrite(0, 2, [10])],
         [(8, 11)],

@@ -11,10 +11,11 @@ from simulated_worker import VOCABULARY
 from workloads import random_limits
 
 from services.gateway.backend import Backend
+from services.gateway.engine_request import EngineRequest
 from services.scheduler.core import Limits
-from shared.protocol import FinishReason, Sampling, Submit
+from shared.protocol import FinishReason, ProgressRow, Sampling, Submit
 
-FAULTS = ["scheduler died", "all died", "worker died", "drained", "ended", "cut", "given up", "late"]
+FAULTS = ["scheduler died", "all died", "worker died", "both died", "drained", "ended", "cut", "given up", "late"]
 
 
 def run(seed: int) -> Counter[str]:
@@ -27,7 +28,8 @@ def run(seed: int) -> Counter[str]:
 
 
 async def _run(rng: Random, network: Network, clock: Clock, limits: Limits, addresses: list[str]) -> Counter[str]:
-    schedulers = [SimulatedScheduler(address, limits, network, clock, rng) for address in addresses]
+    poison: dict[int, int] = {}
+    schedulers = [SimulatedScheduler(address, limits, network, clock, rng, poison) for address in addresses]
     async with Backend(addresses) as backend, asyncio.TaskGroup() as clients:
         script = _Script(rng, clock, schedulers, backend, clients)
         for _ in range(rng.randint(20, 200)):
@@ -58,7 +60,9 @@ class _Script:
         self.rng, self.clock, self.schedulers, self.backend, self.tasks = rng, clock, schedulers, backend, tasks
         self.connections: list[SimulatedConnection] = backend._connections  # type: ignore[assignment]
         for connection in self.connections:
-            connection.on_submit = self._check_submit
+            connection.on_submit, connection.on_news = self._check_submit, self._note_news
+        self.poison = schedulers[0].poison
+        self.poisonous = rng.random() < 0.25
         self.clients: dict[GatewayClient, asyncio.Task[None]] = {}
         self.prefixes = [self._tokens(rng.randint(1, 24)) for _ in range(2)]
         self.seen: Counter[str] = Counter()
@@ -107,7 +111,9 @@ class _Script:
         for client in self.clients:
             self.seen[client.outcome] += 1
             failed = [one for one in client.samples.values() if one.finish_reason is FinishReason.ERROR]
-            assert not failed or self.seen["worker died"] > 1, "an innocent request was condemned"
+            guilty = client.seed in self.poison
+            assert not failed or guilty or self.seen["worker died"] > 1, "an innocent request was condemned"
+            self.seen["poison found"] += bool(failed) and guilty
             allowed = {"served", "refused", *["left"] * self.clients_leave, *["given up"] * self.seen["away for long"]}
             assert client.outcome in allowed
         for scheduler in self.schedulers:
@@ -130,6 +136,10 @@ class _Script:
             case "worker died" if scheduler.ready:
                 self.seen["worker died"] += 1
                 scheduler.lose_worker()
+            case "both died" if scheduler.ready:
+                self.seen["worker died"] += 1
+                scheduler.lose_worker()
+                self._die_after_worker(scheduler)
             case "drained":
                 self.draining = True
             case "ended" if scheduler.up:
@@ -145,6 +155,14 @@ class _Script:
                 if self.giving_up and not any(one.ready for one in self.schedulers):
                     self.seen["away for long"] += 1
                     self.clock.now += 60
+
+    def _die_after_worker(self, scheduler: SimulatedScheduler) -> None:
+        """Let a scheduler die that has lost its worker, as soon as it has told the gateway who was running."""
+        self.seen["died after the worker"] += 1
+        scheduler.turn(deliver=False, max_messages=0, plan=False)
+        for connection in self.connections:
+            connection.read(64, self.clock.now)
+        scheduler.die()
 
     def _drain(self) -> None:
         """Let a scheduler drain that has read a part of what has come, maybe of a resubmission: the rest is refused."""
@@ -170,7 +188,11 @@ class _Script:
             scheduler.start_worker()
         if rng.random() < 0.3:
             scheduler.tick()
+        had_worker = scheduler.ready
         scheduler.turn(deliver=rng.random() < 0.8, max_messages=rng.choice([0, 1, 3, 32]), plan=rng.random() < 0.8)
+        if had_worker and not scheduler.ready and "both died" in self.kinds and rng.random() < 0.3:
+            self._die_after_worker(scheduler)
+            return
         if scheduler.drained and rng.random() < 0.3:
             self._shut_down(scheduler)
 
@@ -200,6 +222,13 @@ class _Script:
         client = next((one for one in self.clients if one.seed == submit.sampling.seed), None)
         if client is not None:  # otherwise its noise is wrong, which will show
             self.seen["at two engines"] += client.check_submit(submit) > 1
+            self.seen["suspect resubmitted"] += submit.suspicion.cleared_at > 0
+            self.seen["suspect with a death resubmitted"] += submit.suspicion.deaths_alone > 0
+
+    def _note_news(self, request: EngineRequest, row: ProgressRow) -> None:
+        client = next((one for one in self.clients if one.request is request), None)
+        if client is not None and row.scheduling is not None:
+            client.suspicions[row.sample] = row.scheduling.suspicion
 
     def _submit(self) -> None:
         rng, longest = self.rng, self.schedulers[0].limits.max_model_len
@@ -214,6 +243,8 @@ class _Script:
             prompt_logprobs=rng.choice([-1, -1, 0]),
         )
         n = rng.choice([1, 1, 1, 2, 3, 5])
+        if self.poisonous and rng.random() < 0.3:
+            self.poison[sampling.seed] = rng.randint(0, len(prompt) + max_tokens)
         client = GatewayClient(
             prompt,
             sampling,

@@ -4,7 +4,7 @@ Results come late: a plan is executed when it is made, since a device runs plans
 `deliver`.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -27,10 +27,14 @@ from shared.protocol import (
     StepPlan,
     StepResult,
     Submit,
+    Suspicion,
     TokenLogprobs,
     pack_tokens,
     unpack_tokens,
 )
+
+MAX_DEATHS_ALONE = 4
+"""Workers that may die while they run one sequence alone, at different positions, and the last one ends it."""
 
 
 def sampling_of(sampling: Sampling, sample: int) -> Sampling:
@@ -66,8 +70,10 @@ class Client:
                 assert row.scheduling.queued_seconds == self.scheduling.queued_seconds, (
                     "its first admission does not change"
                 )
-                assert row.scheduling.preemptions > self.scheduling.preemptions
+                assert row.scheduling.preemptions >= self.scheduling.preemptions
             self.scheduling = row.scheduling
+        else:
+            assert row.tokens or row.prompt_logprobs or row.finish_reason is not None, "a row has something to say"
         self.output += row.tokens
         self.scores += row.prompt_logprobs or []
         expected = self.oracle.tokens[row.position : row.position + len(row.tokens)]
@@ -82,6 +88,60 @@ class Client:
                 "it ends where it should"
             )
             assert self.scores == self.oracle.scores, "the whole prompt was scored"
+
+
+class SuspicionCheck:
+    """Keeps for each sample what it should be suspected of, by the plans that were made and the deaths of workers.
+
+    Keys are (id of the request, sample).
+    """
+
+    def __init__(self) -> None:
+        self.expected: defaultdict[tuple[int, int], Suspicion] = defaultdict(Suspicion)
+        self.condemned: set[tuple[int, int]] = set()
+
+    def submit(self, request: Submit) -> None:
+        """Note a request, whose first sample may bring a suspicion."""
+        self.expected[request.id, request.sample] = request.suspicion
+
+    def lose_worker(self, core: Scheduler) -> None:
+        """Note the death of a worker. Must be called before the core hears of it."""
+        ranges: dict[Any, list[int]] = {}
+        for plan in core._in_flight:
+            for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+                first = row.start if row.count else 0  # a fork's child has not computed anything alone
+                ranges.setdefault(sequence, []).extend((first, row.start + row.count))
+        for sequence, positions in ranges.items():
+            if sequence.finish_reason is None:
+                self._suspect((sequence.request.id, sequence.sample), positions, alone=len(ranges) == 1)
+
+    def commit(self, core: Scheduler) -> None:
+        """Note that the result of the oldest plan is back. Must be called before the core hears of it."""
+        plan = core._in_flight[0]
+        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+            key = (sequence.request.id, sequence.sample)
+            if row.start + row.count >= self.expected[key].cleared_at:
+                self.expected[key] = Suspicion()
+
+    def receive(self, row: ProgressRow, client: Client) -> None:
+        """Check a row that `client` has received."""
+        key = (row.id, row.sample)
+        known = client.scheduling.suspicion if client.scheduling else Suspicion()
+        if client.scheduling is not None:
+            assert known == self.expected[key], "rows tell of each change of the suspicion"
+        if key in self.condemned:
+            assert row.finish_reason is FinishReason.ERROR, "what is proven to kill workers is ended"
+
+    def _suspect(self, key: tuple[int, int], positions: list[int], *, alone: bool) -> None:
+        before, start, end = self.expected[key], min(positions), max(positions)
+        cleared_at, deaths_alone = max(before.cleared_at, end), before.deaths_alone + alone
+        if not alone:
+            self.expected[key] = replace(before, cleared_at=cleared_at)
+            return
+        again = deaths_alone > 1 and set(range(start, end)) & set(range(before.start, before.end))
+        if again or deaths_alone >= MAX_DEATHS_ALONE:
+            self.condemned.add(key)
+        self.expected[key] = Suspicion(cleared_at, deaths_alone, start, end)
 
 
 class OrderCheck:
@@ -132,6 +192,7 @@ class SimulatedEngine:
         self.plans: list[StepPlan] = []  # of the epoch
         self.now = 1000.0
         self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
+        self.suspicions = SuspicionCheck()
         self._checked = checked
         self._on_rows = on_rows
         self.events: Counter[str] = Counter()  # how often each event happened, to show that workloads reach it
@@ -163,7 +224,12 @@ class SimulatedEngine:
         self.stale += self.results
         self.results.clear()
         self.worker = None
-        self._receive(self.core.lose_worker(self.now))
+        self.suspicions.lose_worker(self.core)
+        rows = self.core.lose_worker(self.now)
+        self._receive(rows)
+        failed = {(row.id, row.sample) for row in rows if row.finish_reason is not None}
+        assert bool(failed) == bool(self.suspicions.condemned & failed), "nobody else is condemned"
+        assert all(self.clients[key].finish_reason is not None for key in self.suspicions.condemned)
         assert self.core.plan(self.now) is None, "no plan without a worker"
         self.check()
 
@@ -202,6 +268,7 @@ class SimulatedEngine:
         if refused is not None:
             assert refused.id == request.id
             return refused
+        self.suspicions.submit(request)
         tokens, prompt_len = unpack_tokens(request.tokens).tolist(), request.prompt_len
         for index in range(request.sample, request.sample + request.n):
             oracle = expected_output(tokens, prompt_len, sampling_of(request.sampling, index), index)
@@ -245,6 +312,7 @@ class SimulatedEngine:
     def deliver(self) -> list[ProgressRow]:
         """Give the oldest result back to the core."""
         self.stale.append(self.results.popleft())
+        self.suspicions.commit(self.core)
         rows = self.core.commit(self.stale[-1])
         self._receive(rows)
         self.check()
@@ -305,7 +373,9 @@ class SimulatedEngine:
 
     def _receive(self, rows: list[ProgressRow]) -> None:
         for row in rows:
-            self.clients[row.id, row.sample].receive(row, self.core.snapshot().steps)
+            client = self.clients[row.id, row.sample]
+            client.receive(row, self.core.snapshot().steps)
+            self.suspicions.receive(row, client)
         self._on_rows(rows)
 
     def _kills_worker(self, plan: StepPlan) -> bool:

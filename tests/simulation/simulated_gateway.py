@@ -43,6 +43,7 @@ from shared.protocol import (
     Snapshot,
     Status,
     Submit,
+    Suspicion,
     Welcome,
     decode_from_gateway,
     decode_submit_id,
@@ -89,12 +90,20 @@ class SimulatedConnection(EngineConnection):
         self.link: Link | None = None
         self._late_answers: list[bytes] = []
         self.on_submit: Callable[[Submit], None] = lambda submit: None
+        self.on_news: Callable[[EngineRequest, ProgressRow], None] = lambda request, row: None
         self._lost: asyncio.Future[str]
 
     def _send(self, message: Any) -> None:
         if isinstance(message, Submit):
             self.on_submit(message)
         super()._send(message)
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Progress):
+            for row in message.rows:
+                if row.scheduling is not None and row.id in self._requests:
+                    self.on_news(self._requests[row.id], row)
+        super()._handle(message)
 
     async def _receive(self, socket: Any, monitor: Any) -> str:
         if self.link is not None:  # ZeroMQ drops these messages, but the ids alone must be enough
@@ -134,9 +143,12 @@ class SimulatedConnection(EngineConnection):
 class SimulatedScheduler:
     """A scheduler process, which can die and boot again. It takes turns as `Service` does."""
 
-    def __init__(self, address: str, limits: Limits, network: Network, clock: Clock, rng: Random) -> None:
+    def __init__(
+        self, address: str, limits: Limits, network: Network, clock: Clock, rng: Random, poison: dict[int, int]
+    ) -> None:
         self.address = address
         self.limits = limits
+        self.poison = poison  # as in `SimulatedEngine`
         self.engine: SimulatedEngine | None = None  # made when the first worker comes
         self.up = self.draining = False
         self.deaths: Counter[str] = Counter()  # what the sequences were doing that a death has hit
@@ -166,7 +178,7 @@ class SimulatedScheduler:
         """Let a worker register, the first one or another after a loss."""
         if self.engine is None:
             self.engine = SimulatedEngine(self.limits, on_rows=self._deliver)
-            self.engine.now = self._clock.now
+            self.engine.now, self.engine.poison = self._clock.now, self.poison
             if self.draining:
                 self.engine.core.drain()
         elif self.engine.worker is None:
@@ -244,6 +256,9 @@ class SimulatedScheduler:
             self._handle(request)
         if plan and self.engine is not None and self.engine.worker is not None:
             self.engine.plan()
+            if self.engine.worker is None:
+                self.deaths["killed by a request"] += 1
+                self.tick()
         self.gateways.flush(now)
         for abort in self.gateways.take_orphans():
             self._handle(abort)
@@ -289,6 +304,7 @@ class GatewayClient:
             for sample in range(n)
         }
         self.promised = False  # an engine has accepted the request
+        self.suspicions: dict[int, Suspicion] = {}  # by sample, as engines have told the gateway
         self.outcome = "left"  # how it ended
         self.request: EngineRequest | None = None
         self.seed = sampling.seed  # unlike that of any other client
@@ -323,12 +339,18 @@ class GatewayClient:
         assert tokens[: len(known)] == known, "no output is computed again"
         if client.scores and client.scores == client.oracle.scores:
             assert submit.sampling.prompt_logprobs < 0, "no prompt is scored again"
+        samples = range(submit.sample, submit.sample + submit.n)
+        known = [self.suspicions.get(sample, Suspicion()) for sample in samples]
+        gravest = max(known, key=lambda suspicion: (suspicion.deaths_alone, suspicion.cleared_at))
+        assert submit.suspicion == gravest, "it is a suspect where it was one before"
         attempts = [] if self.request is None else self.request._attempts
         assert sum(submit.sample in attempt.samples for attempt in attempts) <= 1, "a sample runs at one engine"
         return len({attempt.engine.name for attempt in attempts if attempt.samples})
 
     def _receive(self, request: EngineRequest, row: ProgressRow) -> None:
         self.promised = True
+        assert row.tokens or row.prompt_logprobs or row.finish_reason, "the reader is not woken for nothing"
+        assert row.scheduling is None or row.scheduling.suspicion == Suspicion(), "suspicions are for engines"
         client = self.samples[row.sample]
         if self._stopped(row.sample):
             return

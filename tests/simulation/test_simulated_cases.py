@@ -10,7 +10,7 @@ from simulated_engine import SimulatedEngine
 from simulated_worker import VOCABULARY
 
 from services.scheduler.core import Limits
-from shared.protocol import FinishReason, Refusal, Refused
+from shared.protocol import FinishReason, Refusal, Refused, Suspicion
 
 
 def _limits(**changes: object) -> Limits:
@@ -347,16 +347,48 @@ def test_only_a_poison_request_is_ended_with_an_error() -> None:
         assert engine.core.snapshot().worker_losses <= 6, "1 at first, 3 to single it out of 8, and 2 alone at most"
 
 
-def test_two_deaths_in_a_long_life_make_no_culprit() -> None:
-    engine = SimulatedEngine(_limits())
-    id = engine.accept(_prompt(10), 200)
-    for _ in range(4):
-        for _ in range(20):
+def _lose_worker_at(engine: SimulatedEngine, *counts: int) -> None:
+    """Let workers die, each after so many steps, while they run what there is."""
+    for steps in counts:
+        for _ in range(steps):
             engine.step()
+        assert engine.core.in_flight
         engine.lose_worker()
         engine.begin_epoch()
+
+
+def test_deaths_in_a_long_life_make_no_culprit() -> None:
+    engine = SimulatedEngine(_limits())
+    id = engine.accept(_prompt(10), 200)
+    _lose_worker_at(engine, 20, 20, 20, 20)
     engine.run(300)
     assert engine.clients[id, 0].finish_reason is FinishReason.LENGTH
+
+
+def test_deaths_while_a_prompt_is_computed_again_make_no_culprit() -> None:
+    """Neither of a lone prompt in chunks, nor of the output behind it: nothing was being computed at both deaths."""
+    engine = SimulatedEngine(_limits(max_num_batched_tokens=16, prefix_caching=False))
+    id = engine.accept(_prompt(400), 200)
+    _lose_worker_at(engine, 60, 20, 10)  # a chunk has 16 tokens
+    assert engine.clients[id, 0].scheduling.suspicion.deaths_alone == 3
+    engine.run(400)
+    assert engine.clients[id, 0].finish_reason is FinishReason.LENGTH
+    assert engine.clients[id, 0].scheduling.suspicion == Suspicion()
+
+
+def test_deaths_wherever_a_request_stands_make_a_culprit_in_the_end() -> None:
+    engine = SimulatedEngine(_limits(max_num_batched_tokens=16, prefix_caching=False))
+    id = engine.accept(_prompt(400), 200)
+    _lose_worker_at(engine, 60, 20, 10, 1)
+    assert engine.clients[id, 0].finish_reason is FinishReason.ERROR
+    engine.check_finished()
+
+
+def test_deaths_at_the_same_chunk_make_a_culprit() -> None:
+    engine = SimulatedEngine(_limits(max_num_batched_tokens=16, prefix_caching=False))
+    id = engine.accept(_prompt(400), 200)
+    _lose_worker_at(engine, 20, 20)
+    assert engine.clients[id, 0].finish_reason is FinishReason.ERROR
 
 
 def test_scoring_a_prompt_samples_nothing() -> None:

@@ -10,6 +10,8 @@ ENOUGH = 400
 REQUEST = "gateway.engine_request:EngineRequest"
 CONNECTION = "gateway.engine_connection:EngineConnection"
 BACKEND = "gateway.backend:Backend"
+SAMPLE = "gateway.engine_request:_Sample"
+QUARANTINE = "scheduler.core.quarantine:Quarantine"
 OUTPUT = "self._tokens + self._samples[first].output"
 
 MUTANTS: dict[str, list[tuple[str, str, str]]] = {
@@ -43,21 +45,59 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "a sample is submitted where it runs": [(f"{REQUEST}.unplaced", "if sample not in placed", "")],
     "prompt log-probabilities are sent again": [
-        (f"{REQUEST}._continued", "min(self._skip_prompt_logprobs, len(row.prompt_logprobs))", "0"),
+        (f"{REQUEST}._without_known_logprobs", "min(self._skip_prompt_logprobs, len(row.prompt_logprobs))", "0"),
     ],
     "prompt log-probabilities are left out": [
-        (f"{REQUEST}._continued", "self._skip_prompt_logprobs -= known", "pass"),
+        (f"{REQUEST}._without_known_logprobs", "self._skip_prompt_logprobs -= known", "pass"),
     ],
     "a prompt is scored again": [
         (f"{REQUEST}._submit", "first == 0 and self._num_prompt_logprobs < len(self._tokens) - 1", "first == 0"),
     ],
     "usage changes": [(f"{REQUEST}._continued", "row = replace(row, cached_tokens=sample.cached_tokens)", "pass")],
     "preemptions are forgotten": [
-        ("gateway.engine_request:_Sample.continue_scheduling", "self.preemptions_before + ", ""),
+        ("gateway.engine_request:_Sample.note_scheduling", "self.preemptions_before + ", ""),
     ],
+    "suspicions are forgotten": [(f"{SAMPLE}.note_scheduling", "self.suspicion = scheduling.suspicion", "pass")],
+    "a resubmission forgets its suspicion": [
+        (f"{REQUEST}._submit", "suspicion=max(", "suspicion=Suspicion() or max("),
+    ],
+    "deaths are forgotten when a sample moves": [
+        (
+            f"{SAMPLE}.leave_engine",
+            "self.preemptions_before =",
+            "self.suspicion = Suspicion(self.suspicion.cleared_at); self.preemptions_before =",
+        ),
+    ],
+    "deaths are counted twice when a sample moves": [
+        (
+            f"{SAMPLE}.leave_engine",
+            "self.preemptions_before =",
+            "self.suspicion = replace(self.suspicion, deaths_alone=2 * self.suspicion.deaths_alone); "
+            "self.preemptions_before =",
+        ),
+    ],
+    "a suspect stays one for its gateway": [
+        (
+            f"{SAMPLE}.note_scheduling",
+            "self.suspicion = scheduling.suspicion",
+            "self.suspicion = max(self.suspicion, scheduling.suspicion, key=_weight)",
+        ),
+    ],
+    "an engine forgets the deaths that a suspect brings": [
+        (f"{QUARANTINE}.add", "min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)", "0"),
+    ],
+    "an engine counts them twice": [
+        (
+            f"{QUARANTINE}.add",
+            "min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)",
+            "min(2 * suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)",
+        ),
+    ],
+    "a suspect from another engine is welcome in company": [(f"{QUARANTINE}.add", "self._groups.append", "list")],
+    "a suspicion wakes readers": [(f"{REQUEST}.add", "or row.finish_reason):", "or row.finish_reason or True):")],
     "the queue's seconds change": [
         (
-            "gateway.engine_request:_Sample.continue_scheduling",
+            "gateway.engine_request:_Sample.note_scheduling",
             "self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds",
             "scheduling.queued_seconds",
         ),

@@ -31,6 +31,13 @@ def test_workloads_reach_what_they_are_to_prove() -> None:
         *("queued", "in prefill", "decoding", "at the last token", "forking"),
         *("with samples that have not started", "with results on the way", "while draining", "resumed"),
         *("drained between two samples", "at two engines"),
+        *(
+            "killed by a request",
+            "died after the worker",
+            "suspect resubmitted",
+            "suspect with a death resubmitted",
+            "poison found",
+        ),
         *("served", "refused", "left", "given up"),
     }
     rare = {name: count for name, count in seen.items() if count < 3}

@@ -130,7 +130,31 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a worker's death leaves the index": [
         ("block_manager:BlockManager.reset", "self.index = ", "self.index = vars(self).get('index') or "),
     ],
-    "one death makes a culprit": [("quarantine:Quarantine.lose_worker", ">= MAX_DEATHS_ALONE", ">= 1")],
+    "one death makes a culprit": [("quarantine:_is_proven", ">= MAX_DEATHS_ALONE", ">= 1")],
+    "two deaths anywhere make a culprit": [("quarantine:_is_proven", ">= MAX_DEATHS_ALONE", ">= 2")],
+    "two deaths at one place make no culprit": [("quarantine:_is_proven", "same_place or ", "")],
+    "a death in company is evidence": [
+        ("quarantine:Quarantine.lose_worker", "is_evidence and len(in_flight) == 1", "is_evidence"),
+    ],
+    "deaths are counted twice": [
+        ("quarantine:_with_another_death", "before.deaths_alone + 1", "before.deaths_alone + 2")
+    ],
+    "a cleared suspect keeps its deaths": [
+        (
+            "quarantine:Quarantine.note_computed",
+            "sequence.suspect(Suspicion())",
+            "sequence.suspect(replace(sequence.suspicion, cleared_at=0))",
+        ),
+    ],
+    "suspects are cleared too early": [
+        ("quarantine:Quarantine.note_computed", "row.start + row.count >=", "row.start + row.count + 1 >="),
+    ],
+    "a suspect that is preempted in time is not cleared": [
+        ("quarantine:Quarantine.note_computed", "if row.start", "if sequence.slot < 0 and row.start"),
+    ],
+    "nobody hears of a suspicion": [
+        ("scheduler:Scheduler.lose_worker", "[_row_without_tokens(suspect) for suspect in suspects]", "[]"),
+    ],
     "suspects have company": [("planner:Planner._next_waiting", "if self._quarantine.active:", "if False:")],
     "suspects start in company": [("scheduler:Scheduler._start_group", "self._queues.preempt(sequence)", "pass")],
     "suspects are never separated": [

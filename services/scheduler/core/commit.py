@@ -83,5 +83,5 @@ def _advance(row: Row, sequence: Sequence, sampled_row: SampledRow | None) -> Pr
         finish_reason,
         stats.num_cached_tokens,
         "",
-        None if stats.scheduling is None else stats.take_scheduling(),
+        sequence.take_scheduling() if stats.scheduling_changed else None,
     )

@@ -49,8 +49,11 @@ class PlanBuilder:
         """Put a sequence that has been admitted into its slot."""
         tokens = pack_tokens(sequence.tokens)
         blocks = list(sequence.table.blocks)  # a copy, since the table grows on
+        request_id = sequence.request.request_id
         self.new_sequences.append(
-            NewSequence(sequence.slot, tokens, sequence.prompt_len, blocks, sequence.sampling, sequence.sample)
+            NewSequence(
+                sequence.slot, tokens, sequence.prompt_len, blocks, sequence.sampling, sequence.sample, request_id
+            )
         )
 
     def add_rows(self, sequences: list[Sequence], count: int) -> None:

@@ -3,18 +3,33 @@
 When a worker dies, every sequence in a plan in flight is a suspect. Suspects run again in groups: one group at a time,
 and no other sequence. A member is cleared when it has finished, or has computed all positions that were scheduled when
 the worker died. The next group runs when all members are cleared. If another worker dies meanwhile, the group is
-halved. A member that was in flight alone when two workers in a row died is the culprit. Clearing a member resets its
-count of deaths, so that two unrelated deaths in the life of a long stream do no harm.
+halved.
+
+A worker that dies while it runs one sequence alone is evidence against it, until the sequence is cleared. What kills by
+its content kills again at the same position, so the second of such deaths shows the culprit if positions were being
+computed that were being computed at the first one too. If not, something else may have killed both workers, such as an
+operator while a long prompt is computed again. Only after `MAX_DEATHS_ALONE` of them is the sequence ended anyway.
+
+A sequence that was submitted again after its scheduler was lost brings its suspicion. It runs alone, whatever group it
+was in: that clears it at the price of computing it, which has to be done anyway, and finds the culprit soonest.
 
 This class says who may run. The planner enforces it, and the scheduler starts a group only when nothing is in flight.
 """
 
 from collections import deque
 
-from services.scheduler.core.sequence import Sequence
+from msgspec.structs import replace
 
-MAX_DEATHS_ALONE = 2
-"""Consecutive workers that die while they run one sequence alone, before it is ended as the culprit."""
+from services.scheduler.core.plan_builder import InFlightPlan
+from services.scheduler.core.sequence import Sequence
+from shared.protocol import Suspicion
+
+MAX_DEATHS_ALONE = 4
+"""Workers that die while they run one sequence alone, wherever it stands, before it is ended as the culprit."""
+
+MAX_AHEAD = 16
+"""Maximum number of positions behind its tokens that a sequence from another scheduler must compute to be cleared. A
+gateway has all tokens that were committed before a suspicion, so one that tells the truth names fewer."""
 
 
 class Quarantine:
@@ -40,6 +55,16 @@ class Quarantine:
         """The only sequences that may run while `active`."""
         return self._group
 
+    def add(self, sequence: Sequence, suspicion: Suspicion) -> None:
+        """Take in a new sequence that another scheduler suspected. It will run alone."""
+        sequence.suspicion = Suspicion(
+            min(suspicion.cleared_at, len(sequence.tokens) + MAX_AHEAD),
+            min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1),
+            suspicion.start,
+            suspicion.end,
+        )
+        self._groups.append([sequence])
+
     def lose_worker(self, in_flight: list[Sequence], *, is_evidence: bool = True) -> Sequence | None:
         """Suspect the sequences in flight at a worker that died. Return the culprit, or None if it is not certain.
 
@@ -51,13 +76,10 @@ class Quarantine:
             self._groups.appendleft(not_run)
         self._group, self._uncleared = [], []
         for sequence in suspects:
-            suspicion = sequence.suspicion
-            # An earlier death counts too: a sequence that is computed again may not have got that far yet.
-            suspicion.cleared_at = max(suspicion.cleared_at, sequence.progress.num_scheduled)
-        if len(in_flight) == 1 and suspects and is_evidence:
-            suspects[0].suspicion.deaths_alone += 1
-            if suspects[0].suspicion.deaths_alone >= MAX_DEATHS_ALONE:
-                return suspects[0]
+            before, alone = sequence.suspicion, is_evidence and len(in_flight) == 1
+            sequence.suspect(_with_another_death(sequence, alone=alone))
+            if alone and _is_proven(before, sequence.suspicion):
+                return sequence
         half = (len(suspects) + 1) // 2
         self._groups.extendleft(group for group in (suspects[half:], suspects[:half]) if group)
         return None
@@ -69,17 +91,36 @@ class Quarantine:
         self.update()
         return self._group
 
+    def note_computed(self, plan: InFlightPlan) -> None:
+        """Clear the sequences that a plan whose result is back has moved far enough, even if they were preempted."""
+        for row, sequence in zip(plan.rows, plan.sequences, strict=True):
+            if row.start + row.count >= sequence.suspicion.cleared_at:
+                sequence.suspect(Suspicion())
+
     def update(self) -> None:
-        """Clear the members of the group that got far enough. Call it after anything that moves sequences on."""
-        uncleared = [sequence for sequence in self._uncleared if not _is_cleared(sequence)]
-        for sequence in self._uncleared:
-            if sequence not in uncleared:
-                sequence.suspicion.deaths_alone = 0
-        self._uncleared = uncleared
+        """Let go of the members of the group that are cleared or have finished. Call it after sequences have ended."""
+        self._uncleared = [
+            sequence for sequence in self._uncleared if sequence.finish_reason is None and sequence.suspicion.cleared_at
+        ]
 
     def __repr__(self) -> str:
         return f"<Quarantine uncleared={self._uncleared!r} groups={len(self._groups)}>"
 
 
-def _is_cleared(sequence: Sequence) -> bool:
-    return sequence.finish_reason is not None or sequence.progress.num_computed >= sequence.suspicion.cleared_at
+def _with_another_death(sequence: Sequence, *, alone: bool) -> Suspicion:
+    """Return the suspicion against a sequence after the death of a worker that ran it, maybe `alone`."""
+    before, progress = sequence.suspicion, sequence.progress
+    # An earlier death counts too: a sequence that is computed again may not have got that far yet.
+    cleared_at = max(before.cleared_at, progress.num_scheduled)
+    if not alone:
+        return replace(before, cleared_at=cleared_at)
+    return Suspicion(cleared_at, before.deaths_alone + 1, progress.num_computed, progress.num_scheduled)
+
+
+def _is_proven(before: Suspicion, now: Suspicion) -> bool:
+    """Return whether the last death alone, by which the suspicion has changed, shows that the sequence kills workers.
+
+    `start` and `end` are 0 before the first of such deaths, which no positions overlap.
+    """
+    same_place = now.start < before.end and before.start < now.end
+    return same_place or now.deaths_alone >= MAX_DEATHS_ALONE

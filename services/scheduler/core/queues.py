@@ -39,12 +39,14 @@ class Queues:
         """The samples that wait, including those that have not started."""
         return len(self.waiting) + self.num_unstarted
 
-    def add(self, request: Request, tokens: "array[int]", samples: list[int]) -> None:
-        """Add a request. Its first sample waits; the others start when the prompt has been computed."""
+    def add(self, request: Request, tokens: "array[int]", samples: list[int]) -> Sequence:
+        """Add a request. Its first sample, which is returned, waits; the others start when the prompt is computed."""
         self.requests[request.id] = request
         request.unstarted_samples = samples[1:]
         self.num_unstarted += len(request.unstarted_samples)
-        self.enqueue(request.start(samples[0], tokens))
+        first = request.start(samples[0], tokens)
+        self.enqueue(first)
+        return first
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a waiting sequence into its place in the queue."""

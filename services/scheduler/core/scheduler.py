@@ -24,7 +24,7 @@ Why every accepted request comes to its end (none starves, except by strict prio
 4. A plan has more positions than there are slots, and every admitted sequence gets at least one, so some chunk moves
    on in every step, however many streams there are.
 5. A quarantine (quarantine.py) ends. The members of its group advance by points 1 to 4 above, and each death makes
-   a group smaller or ends its only member.
+   a group smaller, or is one of a few that its only member survives.
 
 Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
 (places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), admission.py, policy.py,
@@ -82,6 +82,11 @@ class Scheduler:
         return self._queues.requests.keys()
 
     @property
+    def request_ids(self) -> dict[int, str]:
+        """The ids that clients see of all requests that have not ended, by their ids here."""
+        return {id: request.request_id for id, request in self._queues.requests.items()}
+
+    @property
     def in_flight(self) -> int:
         """The number of plans whose result is not back."""
         return len(self._in_flight)
@@ -104,8 +109,9 @@ class Scheduler:
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
         """Give up the worker, which died, hangs or is at fault. There is no plan before the next epoch.
 
-        No committed token is lost. Return the last rows of a request that killed a worker twice while it ran alone,
-        but not `out_of_memory`: whether a step fits is a matter of settings.
+        No committed token is lost. Return a row without tokens for each sequence that is a suspect now, and the last
+        rows of a request that killed workers while it ran alone, but not of one that was `out_of_memory`: whether a
+        step fits is a matter of settings.
         """
         self._now = now
         if self._epoch is None:
@@ -114,11 +120,12 @@ class Scheduler:
         in_flight = dict.fromkeys(sequence for plan in self._in_flight for sequence in plan.sequences)
         culprit = self._quarantine.lose_worker(list(in_flight), is_evidence=not out_of_memory)
         self._forget_worker(self._block_manager.pool.num_blocks)
-        if culprit is None:
-            return []
-        return self._finish(
-            culprit.request, culprit.sample, FinishReason.ERROR, "the worker died twice on this request alone"
-        )
+        rows: list[ProgressRow] = []
+        if culprit is not None:
+            detail = f"the worker died {culprit.suspicion.deaths_alone} times while it ran this request alone"
+            rows = self._finish(culprit.request, culprit.sample, FinishReason.ERROR, detail)
+        suspects = [one for one in in_flight if one.finish_reason is None and one.stats.scheduling_changed]
+        return rows + [_row_without_tokens(suspect) for suspect in suspects]
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not. `request.id` must be unique over the life of the core."""
@@ -147,9 +154,12 @@ class Scheduler:
             now,
             request.samples_before,
             sample_spacing(self.limits),
+            request.request_id,
         )
         self._next_serial += 1
-        self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))
+        first = self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))
+        if request.suspicion.cleared_at:
+            self._quarantine.add(first, request.suspicion)
         return None
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
@@ -185,6 +195,8 @@ class Scheduler:
         if not self._in_flight or result.epoch != self._epoch or result.step != self._in_flight[0].step:
             return []
         sampled_rows = match_sampled_rows(self._in_flight[0], result)
+        if self._quarantine.active:
+            self._quarantine.note_computed(self._in_flight[0])
         progress_rows = commit(
             self._in_flight.popleft(), sampled_rows, self._queues, self._block_manager, self._counters
         )
@@ -228,7 +240,7 @@ class Scheduler:
         for _ in dropped:
             self._counters.count_finish(finish_reason)
         for sequence in ended:
-            rows.append(_last_row(sequence, finish_reason, detail))
+            rows.append(_row_without_tokens(sequence, finish_reason, detail))
             self._queues.finish(sequence, finish_reason)
         self._note_ends(rows)
         return rows
@@ -264,7 +276,7 @@ class Scheduler:
         )
 
 
-def _last_row(sequence: Sequence, finish_reason: FinishReason, detail: str) -> ProgressRow:
+def _row_without_tokens(sequence: Sequence, finish_reason: FinishReason | None = None, detail: str = "") -> ProgressRow:
     return ProgressRow(
         sequence.request.id,
         sequence.sample,
@@ -273,5 +285,5 @@ def _last_row(sequence: Sequence, finish_reason: FinishReason, detail: str) -> P
         finish_reason=finish_reason,
         cached_tokens=max(sequence.stats.num_cached_tokens, 0),
         detail=detail,
-        scheduling=sequence.stats.scheduling,
+        scheduling=sequence.take_scheduling(),
     )

@@ -25,7 +25,7 @@ from enum import Enum
 
 import msgspec
 
-from shared.protocol import FinishReason, Sampling, SchedulingInfo, TokenLogprobs
+from shared.protocol import FinishReason, Sampling, SchedulingInfo, Suspicion, TokenLogprobs
 
 Key = tuple[float, float, int, int]
 """Place in the static order of all sequences; see policy.py."""
@@ -120,16 +120,6 @@ class BlockTable:
         self.num_pending_free = 0  # blocks that come free when the sequence has stopped
 
 
-class Suspicion:
-    """The evidence against a sequence, from workers that died while they ran it."""
-
-    __slots__ = ("cleared_at", "deaths_alone")
-
-    def __init__(self) -> None:
-        self.cleared_at = 0  # value of `num_computed` at which it is no suspect any more
-        self.deaths_alone = 0  # consecutive workers that died while they ran nothing else
-
-
 class SequenceStats:
     """The numbers of a sequence that progress rows and metrics report."""
 
@@ -139,13 +129,13 @@ class SequenceStats:
         "num_prompt_counted",
         "num_prompt_logprobs_sent",
         "queued_seconds",
-        "scheduling",
+        "scheduling_changed",
     )
 
     def __init__(self) -> None:
         self.queued_seconds = -1.0  # until its first admission; negative: not admitted yet
         self.num_preemptions = 0
-        self.scheduling: SchedulingInfo | None = None  # to be sent with the next row
+        self.scheduling_changed = False  # since a row has said how the sequence is treated
         self.num_cached_tokens = -1  # prompt tokens found in the index at its first admission; -1: not admitted yet
         self.num_prompt_counted = 0  # prompt tokens counted in the metrics
         self.num_prompt_logprobs_sent = 0  # positions 1 to this one were sent
@@ -154,17 +144,17 @@ class SequenceStats:
         """Note an admission. Only the first one is reported."""
         if self.queued_seconds < 0:
             self.queued_seconds = max(queued_seconds, 0.0)
-            self._report_scheduling()
+            self.scheduling_changed = True
 
     def fork_from(self, parent: "SequenceStats") -> None:
         """Note the admission of a fork of `parent`, which shares its wait."""
         self.queued_seconds = parent.queued_seconds
-        self._report_scheduling()
+        self.scheduling_changed = True
 
     def preempt(self) -> None:
         """Note a preemption."""
         self.num_preemptions += 1
-        self._report_scheduling()
+        self.scheduling_changed = True
 
     def note_cached(self, num_tokens: int) -> None:
         """Note the prompt tokens that an admission found in the prefix index. Only the first one is reported."""
@@ -177,19 +167,11 @@ class SequenceStats:
         self.num_prompt_counted += new
         return new
 
-    def take_scheduling(self) -> SchedulingInfo | None:
-        """Return the scheduling info for the next row, or None if it has not changed since it was last taken."""
-        scheduling, self.scheduling = self.scheduling, None
-        return scheduling
-
     def take_unsent(self, start: int, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
         """Return those of the prompt's logprobs, from position `start + 1` on, that no earlier row carried."""
         unsent = logprobs[max(self.num_prompt_logprobs_sent - start, 0) :]
         self.num_prompt_logprobs_sent += len(unsent)
         return unsent
-
-    def _report_scheduling(self) -> None:
-        self.scheduling = SchedulingInfo(self.queued_seconds, self.num_preemptions)
 
 
 class Sequence:
@@ -229,7 +211,7 @@ class Sequence:
         row_samples = 1 if sampling.max_tokens else 0
         self.progress = SequenceProgress(len(tokens), self.prompt_len + sampling.max_tokens, row_samples)
         self.table = BlockTable()
-        self.suspicion = Suspicion()
+        self.suspicion = Suspicion()  # from workers that died while they ran it
         self.stats = SequenceStats()
         self.state = State.WAITING
         self.slot = -1
@@ -250,6 +232,20 @@ class Sequence:
         if len(self.tokens) == self.progress.max_num_tokens:
             return FinishReason.LENGTH
         return None
+
+    def suspect(self, suspicion: Suspicion) -> None:
+        """Change the suspicion. The next row reports it."""
+        if suspicion != self.suspicion:
+            self.suspicion = suspicion
+            self.stats.scheduling_changed = True
+
+    def take_scheduling(self) -> SchedulingInfo | None:
+        """Return the scheduling info for a row, or None if it has not changed since it was last taken."""
+        stats = self.stats
+        if not stats.scheduling_changed:
+            return None
+        stats.scheduling_changed = False
+        return SchedulingInfo(stats.queued_seconds, stats.num_preemptions, self.suspicion)
 
     def move(self, state: State) -> None:
         """Go to another state. Raise RuntimeError if that move is illegal."""
@@ -282,6 +278,7 @@ class Request:
         "order_key",
         "priority",
         "prompt_len",
+        "request_id",
         "sample_spacing",
         "samples_before",
         "sampling",
@@ -299,8 +296,10 @@ class Request:
         accepted_at: float = 0.0,
         samples_before: int = 0,
         sample_spacing: float = 0.0,
+        request_id: str = "",
     ) -> None:
         self.id = id
+        self.request_id = request_id  # the id that the client sees
         self.prompt_len = prompt_len
         self.sampling = sampling
         self.order_key = order_key

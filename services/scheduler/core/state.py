@@ -31,27 +31,19 @@ from services.scheduler.core.prefix import Entry, PrefixIndex
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.sequence import (
-    BlockTable,
-    Request,
-    Sequence,
-    SequenceProgress,
-    SequenceStats,
-    State,
-    Suspicion,
-)
+from services.scheduler.core.sequence import BlockTable, Request, Sequence, SequenceProgress, SequenceStats, State
 from shared.errors import ProtocolError
-from shared.protocol import Epoch, FinishReason, Row, Sampling, SchedulingInfo, pack_tokens, unpack_tokens
+from shared.protocol import Epoch, FinishReason, Row, Sampling, Suspicion, pack_tokens, unpack_tokens
 
 PLAIN = frozenset({bool, int, float, str, bytes, NoneType})
 
 OBJECTS: frozenset[type[Any]] = frozenset(
     (
         *(Scheduler, Counters, BlockManager, BlockPool, PrefixIndex, Queues, SortedSequences, Quarantine, Planner),
-        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, Suspicion),
+        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable),
     )
 )
-VALUES: frozenset[type[Any]] = frozenset((Limits, Epoch, Sampling, SchedulingInfo, Row, FinishReason, State))
+VALUES: frozenset[type[Any]] = frozenset((Limits, Epoch, Sampling, Suspicion, Row, FinishReason, State))
 TUPLES: frozenset[type[Any]] = frozenset((tuple, Entry, InFlightPlan))
 
 _by_name = {kind.__name__: kind for kind in (*OBJECTS, *VALUES, *TUPLES)}
