@@ -268,8 +268,9 @@ class EngineConnection:
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
+                self._losses.know(message.engine)
                 if self._boot_id not in ("", message.boot_id):
-                    self._losses.restarts.labels(self.name).inc()
+                    self._losses.restarts.labels(message.engine).inc()
                 self._boot_id = message.boot_id
                 logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
 

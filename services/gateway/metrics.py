@@ -136,6 +136,11 @@ class EngineLosses:
             registry=None,
         )
 
+    def know(self, engine: str) -> None:
+        """Show zeros for an engine, so that the first loss is seen as a growth."""
+        self.restarts.labels(engine)
+        self.detection.labels(engine)
+
     @property
     def all(self) -> tuple[Counter | Histogram, ...]:
         """Return all metrics."""
