@@ -361,6 +361,27 @@ async def test_an_engine_lost_during_a_recovery_is_another_interruption() -> Non
     assert harness.request.recoveries == harness.request.interruptions
 
 
+async def test_what_another_sample_says_ends_no_interruption_and_neither_does_a_row_without_tokens() -> None:
+    harness = EngineRequestHarness(2, prompt_logprobs=0)
+    engines = [FakeEngine("1"), FakeEngine("2")]
+    harness.take(0, 7)
+    harness.take(0, 8, sample=1)
+    harness.request.lose(harness.engine)
+    harness.request.place(engines[0], harness.ids)
+    harness.request.reject(engines[0], 7)  # that of sample 1
+    harness.request.place(engines[1], harness.ids)
+    harness.take(1, 9)
+    harness.take(1, 9, sample=1)
+    harness.request.lose(engines[1])
+    harness.request.place(engines[1], harness.ids)
+    harness.take(2, 10)
+    harness.request.add(ProgressRow(8, 1, 2, [], prompt_logprobs=[TokenLogprobs(-1.0, 1, [], [])]))
+    first, second = harness.request.interruptions
+    assert (first.samples, first.ended, second.samples, second.ended) == ([0, 1], 100.0, [1], None)
+    harness.take(2, 10, sample=1)
+    assert second.ended == 100.0
+
+
 async def test_samples_that_an_ending_engine_gives_back_one_by_one_are_one_interruption() -> None:
     harness = EngineRequestHarness(2)
     harness.take(0, 7)
