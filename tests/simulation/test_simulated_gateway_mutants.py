@@ -58,8 +58,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "the queue's seconds change": [
         (
             "gateway.engine_request:_Sample.continue_scheduling",
-            "self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds",
-            "scheduling.queued_seconds",
+            "self.scheduling.queued_seconds if self.scheduling else self.waited + scheduling.queued_seconds",
+            "self.waited + scheduling.queued_seconds",
         ),
     ],
     "a resubmission is refused for load": [(f"{REQUEST}._submit", "resumed=self.accepted", "resumed=False")],

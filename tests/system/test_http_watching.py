@@ -25,7 +25,8 @@ from tests.system.processes import server as serving
 from tests.waiting import until
 
 SLOW = talk(delay=0.01)
-TOKENS = 60
+TOKENS = 200  # two seconds, so that no request ends before its engine is lost
+STARVED = 60.0  # seconds: a gateway that is short of CPU waits longer for an engine's sign of life
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -43,7 +44,7 @@ async def generated(server: Server, tokens: int) -> bool:
 async def lose_scheduler(server: Server, number: signal.Signals) -> None:
     """Kill or freeze the scheduler, and wait until the next one has taken over."""
     server.engine.scheduler.signal(number)
-    await until(lambda: "was lost" in server.gateway.log, 10.0)
+    await until(lambda: "was lost" in server.gateway.log, STARVED)
     if number is signal.SIGSTOP:
         server.engine.scheduler.signal(signal.SIGKILL)
     await until(server.gateway.healthy)
@@ -100,8 +101,8 @@ def assert_times_add_up(grown: Figures, samples: int) -> None:
     queue, prefill, decode, inference = (grown[f"vllm:request_{name}_seconds_sum"] for name in names)
     whole, first = grown["vllm:e2e_request_latency_seconds_sum"], grown["vllm:time_to_first_token_seconds_sum"]
     assert inference == pytest.approx(prefill + decode)
-    assert first + decode == pytest.approx(whole, abs=samples * 0.01)  # the last token ends a sample
-    assert queue + prefill <= first <= queue + prefill + samples * 0.5, "the rest is parsing and tokenizing"
+    assert first + decode == pytest.approx(whole), "the last token ends a sample"
+    assert queue + prefill <= first, "which begins with parsing and tokenizing"
 
 
 async def test_times_add_up_with_preemptions_and_several_samples() -> None:
@@ -125,7 +126,7 @@ async def test_times_add_up_after_a_resumption() -> None:
         asking = [asyncio.create_task(complete(server, prompt, TOKENS)) for prompt in prompts]
         await until(lambda: generated(server, 20))
         server.engine.scheduler.signal(signal.SIGSTOP)
-        await until(lambda: "was lost" in server.gateway.log, 10.0)
+        await until(lambda: "was lost" in server.gateway.log, STARVED)
         loop = asyncio.get_running_loop()
         asking.append(asyncio.create_task(complete(server, [CHAIN, 50], TOKENS)))
         began = loop.time()
