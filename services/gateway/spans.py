@@ -40,11 +40,15 @@ from services.gateway.tracing import current_trace
 FLUSH_TIMEOUT = 3.0
 """Seconds that the last spans get when the gateway ends."""
 
-LOG_INTERVAL = 60.0
-"""Seconds between two lines of the log about spans that could not be exported."""
+LIMITED_LOGGERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",  # each try to export that failed
+    "opentelemetry.sdk._shared_internal",  # spans that were dropped
+    "opentelemetry.trace.span",  # each wrong `tracestate` of a client
+)
+"""Loggers of the library that may write at any rate."""
 
-EXPORT_LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
-"""Loggers of the library that would otherwise write a line for each try."""
+LOG_INTERVAL = 60.0
+"""Seconds between two lines of one of them."""
 
 MAX_CHOICES = 64
 """Choices of a response that have spans of their own. A request may have a thousand, which may end at the same time."""
@@ -67,7 +71,7 @@ class Tracing:
         self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire.gateway")
-        self._log_limit = _LogLimit()
+        self._log_limits = {name: _LogLimit() for name in LIMITED_LOGGERS}
 
     @classmethod
     def to_collector(cls, url: str) -> "Tracing":
@@ -75,8 +79,8 @@ class Tracing:
         return cls(OTLPSpanExporter(endpoint=url or None))
 
     def __enter__(self) -> "Tracing":
-        for name in EXPORT_LOGGERS:
-            logging.getLogger(name).addFilter(self._log_limit)
+        for name, limit in self._log_limits.items():
+            logging.getLogger(name).addFilter(limit)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,8 +88,8 @@ class Tracing:
         ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         ending.start()
         ending.join(FLUSH_TIMEOUT)
-        for name in EXPORT_LOGGERS:
-            logging.getLogger(name).removeFilter(self._log_limit)
+        for name, limit in self._log_limits.items():
+            logging.getLogger(name).removeFilter(limit)
 
     @property
     def middleware(self) -> Middleware:
@@ -97,7 +101,9 @@ class Tracing:
             if route in UNLOGGED_PATHS:
                 return await handler(request)
             spans = RequestSpans(self._tracer, request, route)
-            token = current_trace.set(spans if spans.recorded else None)
+            if not spans.recorded:
+                return await handler(request)
+            token = current_trace.set(spans)
             status = CLIENT_CLOSED
             try:
                 response = await handler(request)
@@ -128,7 +134,7 @@ class RequestSpans:
 
     @property
     def recorded(self) -> bool:
-        """Return whether the request is sampled. If it is not, nothing else need be noted."""
+        """Return whether the request is sampled. If it is not, nothing need be noted."""
         return self._span.is_recording()
 
     def add_prompt(self, prompt: PreparedPrompt) -> None:

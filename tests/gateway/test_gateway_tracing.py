@@ -237,6 +237,15 @@ async def test_a_traceparent_that_is_none_begins_a_trace(header: str) -> None:
     assert recorder.server.parent is None
 
 
+async def test_clients_with_a_wrong_tracestate_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with Recorder() as recorder:
+        async with serve(outer=(recorder.tracing.middleware,)) as client:
+            for _ in range(5):
+                await client.get("/version", headers={**SAMPLED, "tracestate": "é=1"})
+    assert {f"{span.context.trace_id:032x}" for span in recorder.spans} == {TRACE}
+    assert len([record for record in caplog.records if record.name.startswith("opentelemetry")]) == 1
+
+
 @pytest.mark.parametrize("by_flag", [True, False])
 async def test_spans_reach_a_collector_named_by_the_flag_or_by_opentelemetrys_variable(
     by_flag: bool, monkeypatch: pytest.MonkeyPatch
