@@ -73,4 +73,4 @@ def _value(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
         return [_value(one) for one in value.array_value.values]
-    return getattr(value, kind)
+    return getattr(value, kind) if kind else None

@@ -326,7 +326,7 @@ def test_what_cannot_be_used_is_an_error_of_the_flag_and_a_line_for_a_variable(
 def test_without_the_extra_the_flag_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "services.gateway.spans")
     for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"pip install 'quire-server\[tracing\]'"), tracing("http://c:4318", {}):
         pass
     with tracing("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}) as outer:
