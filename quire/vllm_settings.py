@@ -156,7 +156,7 @@ REFUSED: dict[str, str] = {
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers ssl_cert_reqs=0 enable_ssl_refresh!""",
     "there is no gRPC": "grpc! grpc_port",
     "there are no such endpoints or records": """
-        enable_server_load_tracking! enable_tokenizer_info_endpoint! otlp_traces_endpoint collect_detailed_traces
+        enable_server_load_tracking! enable_tokenizer_info_endpoint! collect_detailed_traces
         profiler_config custom_histogram_buckets enable_trace_replay! log_config_file logging_config""",
     "there is no such feature": "engram_config diffusion_config watermark_config",
 }

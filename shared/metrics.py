@@ -38,6 +38,12 @@ CACHE_LABELS = (
     "kv_cache_max_concurrency",  # number of sequences of maximum length that fit at the same time
 )
 
+DETECTION_BUCKETS = (.005, .01, .025, .05, .1, .25, .5, 1, 1.5, 2, 2.5, 3, 4, 5, 10, 30, 60, 120, 300)  # fmt: skip
+"""Bounds in seconds: milliseconds for a process that ended, about two seconds for one that hangs."""
+
+RECOVERY_BUCKETS = (.01, .025, .05, .1, .25, .5, .75, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 20, 30, 60, 120, 300)  # fmt: skip
+"""Bounds in seconds: less than one if another process takes over at once, up to minutes if a model has to load."""
+
 
 class MetricFamily(NamedTuple):
     """A metric with one sample per engine. The client library adds `_total` to the names of counters."""

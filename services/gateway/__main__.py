@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import uvloop
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from services.gateway.app import make_app
 from services.gateway.backend import Backend
@@ -29,6 +30,7 @@ from services.gateway.http_server import HttpRunner
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
 from services.gateway.served_model import ServedModel
+from services.gateway.tracing import tracing
 from shared.config import load
 from shared.curve import ConnectionKeys, load_connection_keys
 from shared.errors import ConfigError, QuireError
@@ -48,16 +50,25 @@ def main(argv: Sequence[str]) -> int:
         end_with_supervisor(config.supervisor)
         keys = load_connection_keys(config.zmq_keys, "gateway")
         model = ServedModel.load(config)
-        gc.collect()
-        gc.freeze()  # a full collection stops the loop; it need not visit objects that live until the end
-        uvloop.run(serve(config, model, keys))
+        with tracing(config.otlp_traces_endpoint, os.environ) as outer:
+            gc.collect()
+            gc.freeze()  # a full collection stops the loop; it need not visit objects that live until the end
+            uvloop.run(serve(config, model, keys, outer))
     except QuireError as error:
         return report_error("gateway", error)
     return 0
 
 
-async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys | None = None) -> None:
-    """Serve until a signal comes and the running requests have ended. Raise `ConfigError` if it cannot listen."""
+async def serve(
+    config: GatewayConfig,
+    model: ServedModel,
+    keys: ConnectionKeys | None = None,
+    outer: Sequence[Middleware] = (),
+) -> None:
+    """Serve until a signal comes and the running requests have ended. Raise `ConfigError` if it cannot listen.
+
+    `outer` are the application's outermost middlewares.
+    """
     backend = Backend(
         config.engines,
         model.text_digest,
@@ -71,10 +82,10 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
     metrics = Metrics(
         model.name,
         lambda: {name: status.snapshot for name, status in backend.statuses().items()},
-        backend.counters,
+        backend.losses.all,
     )
     runner = HttpRunner(
-        make_app(Gateway(config, model, backend, metrics, lifecycle)),
+        make_app(Gateway(config, model, backend, metrics, lifecycle), outer),
         handler_cancellation=True,  # without it, a client's disconnect would go unnoticed
         access_log=None,
         keepalive_timeout=config.keep_alive_timeout,

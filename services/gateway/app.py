@@ -1,10 +1,12 @@
 """Makes the HTTP application: its routes, and the handlers of those that do not generate."""
 
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from services.gateway import cors, errors, ignored_fields, middlewares
 from services.gateway.body import check_expect
@@ -17,9 +19,12 @@ STARTED = int(time.time())  # the API's creation time of the model
 MAX_DIGITS = 9  # of a number in a query
 
 
-def make_app(gateway: Gateway) -> web.Application:
-    """Return the HTTP application of a gateway. The caller starts and stops the gateway's backend."""
-    app = web.Application(middlewares=middlewares.MIDDLEWARES)
+def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Application:
+    """Return the HTTP application of a gateway. The caller starts and stops the gateway's backend.
+
+    `outer` are middlewares around the others.
+    """
+    app = web.Application(middlewares=(*outer, *middlewares.MIDDLEWARES))
     app[GATEWAY] = gateway
     app.on_response_prepare.extend([middlewares.add_headers, cors.add_headers, ignored_fields.add_header])
     app[ROUTE_PATHS] = {}

@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Any
 
 import zmq.asyncio
-from prometheus_client import Counter
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
 from services.gateway.engine_request import EngineRequest
+from services.gateway.metrics import EngineLosses
 from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
@@ -73,14 +73,7 @@ class Backend:
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
-        self._resumed = Counter(
-            "quire:resumed_requests", "Times that a request went on after its engine was lost.", registry=None
-        )
-        self._inexact = Counter(
-            "quire:inexact_resumes",
-            "Those with output that went on at an engine that may compute other tokens.",
-            registry=None,
-        )
+        self.losses = EngineLosses()
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -105,11 +98,6 @@ class Backend:
                 await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
-
-    @property
-    def counters(self) -> tuple[Counter, ...]:
-        """Return the metrics of requests that outlived their engine."""
-        return (self._resumed, self._inexact)
 
     @property
     def welcome(self) -> Welcome | None:
@@ -188,7 +176,13 @@ class Backend:
             engine.leaving = engine.address in removed
         for address in added:
             engine = EngineConnection(
-                self._context, address, self._text_digest, self._short_of_cpu, self._take_status, self._keys
+                self._context,
+                address,
+                self._text_digest,
+                self._short_of_cpu,
+                self._take_status,
+                self._keys,
+                self.losses,
             )
             self._connections.append(engine)
             self._start(self._run(engine))
@@ -208,10 +202,10 @@ class Backend:
         fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
         before = self._fingerprints.setdefault(request, fingerprint)
         if request.accepted:
-            self._resumed.inc()
+            self.losses.resumed.inc()
             exact = not request.has_output or fingerprint == before
             if not exact:
-                self._inexact.inc()
+                self.losses.inexact.inc()
             logger.warning(
                 "a request goes on at engine %s%s",
                 engine.name,

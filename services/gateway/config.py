@@ -153,3 +153,11 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     enable_log_requests: Annotated[
         bool, Meta(description="Write a line to the log for each request except probes.")
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str,
+        Meta(
+            description="URL of an OpenTelemetry collector that gets a trace of each request, by OTLP over HTTP; "
+            "without a path, it gets them at /v1/traces. Needs the extra `tracing`. Empty: "
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, or no traces."
+        ),
+    ] = ""

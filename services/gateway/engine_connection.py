@@ -18,6 +18,7 @@ import zmq.asyncio
 from msgspec import Struct
 
 from services.gateway.engine_request import EngineRequest
+from services.gateway.metrics import EngineLosses
 from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
@@ -73,8 +74,9 @@ class EngineConnection:
         short_of_cpu: Callable[[float], bool],
         on_status: Callable[["EngineConnection"], None] = lambda connection: None,
         keys: ConnectionKeys | None = None,
+        losses: EngineLosses | None = None,
     ) -> None:
-        """`on_status` is called for each status that has come."""
+        """`on_status` is called for each status that has come. Losses of the engine are counted in `losses`."""
         self.address = address
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
@@ -85,6 +87,8 @@ class EngineConnection:
         self._short_of_cpu = short_of_cpu
         self._on_status = on_status
         self._keys = keys
+        self._losses = losses or EngineLosses()
+        self._boot_id = ""  # of the engine's last process; empty before the first
         self._refusal = ""  # why the handshake of the last connection failed; empty if it did not
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
@@ -140,7 +144,7 @@ class EngineConnection:
         for request in self._take_requests():
             for attempt in request.attempts_at(self):
                 self.abort(attempt.id)
-            request.lose(self)
+            request.lose(self, "it drains")
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Send an `Abort`."""
@@ -170,7 +174,7 @@ class EngineConnection:
                 elif not former_refusal:
                     logger.error("no connection to the engine at %s: %s", self.address, reason)
                 for request in requests:
-                    request.lose(self)
+                    request.lose(self, reason)
                 if self.leaving:
                     return
                 delay = min(2 * delay, MAX_REFUSED_DELAY) if self._refusal else RECONNECT_DELAY
@@ -187,7 +191,11 @@ class EngineConnection:
             self._liveness = Liveness(ENGINE_TIMEOUT, time.monotonic())
             try:
                 self._send(Hello(VERSION, printable_identity(name)))
-                return await self._receive(socket, monitor)
+                reason = await self._receive(socket, monitor)
+                if not (monitor.refusal or self.leaving):
+                    detection = self._losses.detection.labels(self.name)
+                    detection.observe(time.monotonic() - self._liveness.last_heard)
+                return reason
             finally:
                 self._refusal = monitor.refusal
                 self._socket = self.welcome = self.status = None
@@ -202,10 +210,12 @@ class EngineConnection:
         last_check = time.monotonic()
         while True:
             await poller.poll(int(CHECK_INTERVAL * 1000))
+            woken = time.monotonic()
             more = self._read(reader)
             if more:
                 await asyncio.sleep(0)  # a poll with messages at hand does not yield
             elif monitor.drain():
+                self._liveness.note_message(woken)  # until now, the connection was there
                 return monitor.refusal or "its connection ended"
             now = time.monotonic()
             since_last_check, last_check = now - last_check, now
@@ -265,6 +275,10 @@ class EngineConnection:
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
+                self._losses.know(message.engine)
+                if self._boot_id not in ("", message.boot_id):
+                    self._losses.restarts.labels(message.engine).inc()
+                self._boot_id = message.boot_id
                 logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
 
     def _handle_refusal(self, refused: Refused) -> None:

@@ -38,6 +38,18 @@ class Attempt(Struct, eq=False):
     samples: set[int]
 
 
+class Interruption(Struct):
+    """A pause of a request that lost its engine. Times are seconds of the monotonic clock."""
+
+    engine: str  # that was lost
+    reason: str
+    samples: list[int]  # that ran there
+    began: float
+    placed: float | None = None  # when the samples were submitted again
+    next_engine: str = ""  # where to
+    ended: float | None = None  # when the first of them had new output
+
+
 class _Sample:
     """An unfinished sample: what has come of it, so that it can be submitted again."""
 
@@ -48,10 +60,12 @@ class _Sample:
         self.suspicion = Suspicion()  # as the last engine that reported one left it
         self.preemptions_before = 0  # at earlier engines
         self._given: SchedulingInfo | None = None  # what the reader knows of `scheduling`
+        self.waited = 0.0  # seconds from the request's beginning to the present attempt
 
-    def leave_engine(self) -> None:
-        """Note that the next rows come from another attempt."""
+    def begin_attempt(self, waited: float) -> None:
+        """Note that the next rows come from another attempt, which begins `waited` seconds after the request."""
         self.preemptions_before = self.scheduling.preemptions if self.scheduling else 0
+        self.waited = waited
 
     @property
     def has_news(self) -> bool:
@@ -60,7 +74,7 @@ class _Sample:
 
     def note_scheduling(self, scheduling: SchedulingInfo) -> None:
         """Note how the last engine treats the sample. Its suspicion is for the next engine, and not for the reader."""
-        queued = self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds
+        queued = self.scheduling.queued_seconds if self.scheduling else self.waited + scheduling.queued_seconds
         by_all = SchedulingInfo(queued, self.preemptions_before + scheduling.preemptions)
         if by_all != self.scheduling:
             self.scheduling = by_all
@@ -89,6 +103,7 @@ class EngineRequest:
         samples_before: int = 0,
         request_id: str = "",
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs."""
         self.request_id = request_id
@@ -96,6 +111,10 @@ class EngineRequest:
         self.accepted = False  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
         self.engine = ""  # the name of the last engine
+        self.interruptions: list[Interruption] = []
+        self.recoveries: list[Interruption] = []  # those that have ended; the reader takes them out
+        self._clock = clock
+        self._began = clock()
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
         self._on_unplaced = on_unplaced
@@ -173,16 +192,21 @@ class EngineRequest:
         self.engine = engine.name
         if 0 in unplaced:  # the sample that has them
             self._skip_prompt_logprobs = self._num_prompt_logprobs
+        now = self._clock()
         for sample in unplaced:
-            self._samples[sample].leave_engine()
+            self._samples[sample].begin_attempt(now - self._began)
+        for interruption in self.interruptions:
+            if interruption.placed is None:
+                interruption.placed, interruption.next_engine = now, engine.name
         return [self._submit(group, engine, next(ids)) for group in groups]
 
     def attempts_at(self, engine: Engine) -> list[Attempt]:
         return [attempt for attempt in self._attempts if attempt.engine is engine]
 
-    def lose(self, engine: Engine) -> None:
+    def lose(self, engine: Engine, reason: str = "it was lost") -> None:
         """Note that nothing more comes from `engine`."""
         self._attempts = [attempt for attempt in self._attempts if attempt.engine is not engine]
+        self._interrupt(reason)
         self._report_unplaced()
 
     def reject(self, engine: Engine, id: int) -> None:
@@ -204,6 +228,7 @@ class EngineRequest:
             sample.note_scheduling(row.scheduling)
         if row.finish_reason is FinishReason.ABORT:  # not by this gateway: the engine ends
             self._take_from_attempt(row.sample)
+            self._interrupt("it has ended")
             self._report_unplaced()
             return
         num_received = len(sample.output)
@@ -219,6 +244,8 @@ class EngineRequest:
             return
         row = self._continued(row, sample)
         sample.output.extend(row.tokens)
+        if self.interruptions:
+            self._end_interruptions(row)
         if row.finish_reason is not None:
             del self._samples[row.sample]
             self._take_from_attempt(row.sample)
@@ -277,6 +304,21 @@ class EngineRequest:
                 attempt.samples.remove(sample)
                 return attempt
         return None
+
+    def _interrupt(self, reason: str) -> None:
+        """Note that samples have lost their engine, the last one. What it never accepted has lost nothing."""
+        lost = [sample for sample in self.unplaced if self.accepted]
+        if self.interruptions and self.interruptions[-1].placed is None:
+            self.interruptions[-1].samples = lost  # an engine that ends says so for one sample after the other
+        elif lost and not self.done:
+            self.interruptions.append(Interruption(self.engine, reason, lost, self._clock()))
+
+    def _end_interruptions(self, row: ProgressRow) -> None:
+        """Note that a sample goes on, if `row` has new output of it."""
+        for interruption in self.interruptions:
+            if interruption.ended is None and row.sample in interruption.samples and row.tokens:
+                interruption.ended = self._clock()
+                self.recoveries.append(interruption)
 
     def _report_unplaced(self) -> None:
         if not self.done and self.unplaced:

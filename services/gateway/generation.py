@@ -16,6 +16,7 @@ from services.gateway.backend import EngineRequest
 from services.gateway.gateway import Gateway
 from services.gateway.metrics import EngineMetrics, Metrics, SampleTimes
 from services.gateway.prompt import PreparedPrompt
+from services.gateway.tracing import current_trace
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.log_format import of_request
 from shared.protocol import FinishReason, ProgressRow
@@ -58,6 +59,9 @@ class Generation:
         self._times = [SampleTimes(prompt.arrived, submitted) for _ in self.text.samples]
         self._refused = False
         self._close_reason = ""  # of samples that were unfinished then
+        self._trace = current_trace.get()
+        if self._trace is not None:
+            self._trace.add_prompt(prompt)
 
     @cached_property
     def _engine_metrics(self) -> EngineMetrics:
@@ -83,6 +87,7 @@ class Generation:
             self._refused = True
             raise
         now = time.monotonic()
+        self._record_recoveries()
         samples = self.text.samples
         texts: dict[int, str] = {}
         for row in rows:
@@ -101,8 +106,11 @@ class Generation:
                 self.logprobs[update.sample] += update.logprobs
 
     def close(self, reason: str) -> None:
-        """Record the unfinished samples in the metrics, with `reason`. A refused prompt is not recorded."""
+        """Record the unfinished samples, with `reason`. A refused prompt is in no metric of requests."""
         self._close_reason = "refused" if self._refused else reason
+        if self._trace is not None:
+            for interruption in self._request.interruptions:
+                self._trace.add_interruption(interruption, self.prompt.samples_before)
         if self._refused:
             return
         now = time.monotonic()
@@ -154,8 +162,19 @@ class Generation:
         return text
 
     def _record_end(self, index: int, reason: str, now: float) -> None:
-        num_output = len(self.text.samples[index].token_ids)
-        self._engine_metrics.record_sample(self._times[index], reason, len(self.prompt.tokens), num_output, now)
+        times, num_output = self._times[index], len(self.text.samples[index].token_ids)
+        self._engine_metrics.record_sample(times, reason, len(self.prompt.tokens), num_output, now)
+        if self._trace is not None:
+            choice, engine = self.prompt.samples_before + index, self._request.engine
+            self._trace.end_sample(choice, times, reason, engine=engine, num_output=num_output, now=now)
+
+    def _record_recoveries(self) -> None:
+        """Record how long the request did not go on after the losses of its engine."""
+        for interruption in self._request.recoveries:
+            if interruption.ended is not None:
+                recovery = self._metrics.engine(interruption.engine).recovery
+                recovery.observe(interruption.ended - interruption.began)
+        self._request.recoveries.clear()
 
 
 @asynccontextmanager

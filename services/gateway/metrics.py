@@ -18,7 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from services.gateway.config import SHARED_METRICS_VARIABLE
-from shared.metrics import EngineCollector, exposition, registry
+from shared.metrics import DETECTION_BUCKETS, RECOVERY_BUCKETS, EngineCollector, exposition, registry
 from shared.protocol import SchedulingInfo, Snapshot
 
 LABELS = ("model_name", "engine")
@@ -58,6 +58,7 @@ class EngineMetrics:
             self.prompt_tokens,
             self.generation_tokens,
         ) = (histogram.labels(*labels) for histogram in families.of_samples)
+        self.recovery = families.recovery.labels(*labels)
         self.queue_time, self.prefill_time, self.inference_time, self.num_preemptions = (
             histogram.labels(*labels) for histogram in families.of_admitted_samples
         )
@@ -112,6 +113,40 @@ class EngineMetrics:
         self.max_generation_tokens.observe(max(num_outputs))
 
 
+class EngineLosses:
+    """Metrics of the engines that a gateway has lost. Each gateway counts what it sees."""
+
+    def __init__(self) -> None:
+        self.resumed = Counter(
+            "quire:resumed_requests", "Times that a request went on after its engine was lost.", registry=None
+        )
+        self.inexact = Counter(
+            "quire:inexact_resumes",
+            "Those with output that went on at an engine that may compute other tokens.",
+            registry=None,
+        )
+        self.restarts = Counter(
+            "quire:engine_restarts", "Times that an engine came back as another process.", ("engine",), registry=None
+        )
+        self.detection = Histogram(
+            "quire:engine_detection_seconds",
+            "Seconds from the last sign of life of an engine to its loss. A connection's end is one.",
+            ("engine",),
+            buckets=DETECTION_BUCKETS,
+            registry=None,
+        )
+
+    def know(self, engine: str) -> None:
+        """Show zeros for an engine, so that the first loss is seen as a growth."""
+        self.restarts.labels(engine)
+        self.detection.labels(engine)
+
+    @property
+    def all(self) -> tuple[Counter | Histogram, ...]:
+        """Return all metrics."""
+        return (self.resumed, self.inexact, self.restarts, self.detection)
+
+
 class Metrics:
     """The metrics of one gateway.
 
@@ -119,7 +154,7 @@ class Metrics:
     """
 
     def __init__(
-        self, model_name: str, snapshots: Callable[[], Mapping[str, Snapshot]], others: Sequence[Counter] = ()
+        self, model_name: str, snapshots: Callable[[], Mapping[str, Snapshot]], others: Sequence[Collector] = ()
     ) -> None:
         self._model_name = model_name
         self._families = _Families()
@@ -153,6 +188,11 @@ class _Families:
         self.responses = Counter(
             "quire:http_responses", "HTTP responses by handler and status.", ("handler", "code"), registry=None
         )
+        self.recovery = _histogram(
+            "quire:request_recovery_seconds",
+            "Seconds from the loss of a request's engine to its next token.",
+            RECOVERY_BUCKETS,
+        )
         self.of_samples = (
             _histogram("vllm:time_to_first_token_seconds", "Seconds from arrival to the first token.", TTFT_BUCKETS),
             _histogram("vllm:inter_token_latency_seconds", "Seconds between two tokens of a sample.", ITL_BUCKETS),
@@ -169,7 +209,11 @@ class _Families:
             _histogram("vllm:request_generation_tokens", "Output tokens of a sample.", TOKEN_BUCKETS),
         )
         self.of_admitted_samples = (
-            _histogram("vllm:request_queue_time_seconds", "Seconds in the engine's waiting queue.", TIME_BUCKETS),
+            _histogram(
+                "vllm:request_queue_time_seconds",
+                "Seconds of waiting for an engine and in its queue, until admission.",
+                TIME_BUCKETS,
+            ),
             _histogram("vllm:request_prefill_time_seconds", "Seconds from admission to the first token.", TIME_BUCKETS),
             _histogram(
                 "vllm:request_inference_time_seconds", "Seconds from admission to the last token.", TIME_BUCKETS
@@ -191,7 +235,14 @@ class _Families:
 
     @property
     def all(self) -> tuple[Counter | Histogram, ...]:
-        return (self.finished, self.responses, *self.of_samples, *self.of_admitted_samples, *self.of_prompts)
+        return (
+            self.finished,
+            self.responses,
+            self.recovery,
+            *self.of_samples,
+            *self.of_admitted_samples,
+            *self.of_prompts,
+        )
 
 
 def _histogram(name: str, doc: str, buckets: Sequence[float]) -> Histogram:

@@ -27,6 +27,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
 UNLOGGED_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Routes that monitoring requests every few seconds. They are not logged, since they would hide other requests."""
 
+NO_ROUTE = "none"  # where a route's path is wanted
+
 MAX_ID_LENGTH = 128  # characters
 CLIENT_CLOSED = 499  # only counted: there is no client left to send it to
 
@@ -39,17 +41,17 @@ async def track_request(request: web.Request, handler: Handler) -> web.StreamRes
     try:
         response = await handler(request)
     except asyncio.CancelledError:
-        request.app[GATEWAY].metrics.count_response(_route(request), CLIENT_CLOSED)
+        request.app[GATEWAY].metrics.count_response(route_of(request), CLIENT_CLOSED)
         raise
     except web.HTTPRedirection as redirect:
         response = web.Response(status=redirect.status, headers={"Location": redirect.headers["Location"]})
     except Exception as error:
         response = errors.error_response(errors.to_api_error(error, logged_id(request)))
     gateway = request.app[GATEWAY]
-    gateway.metrics.count_response(_route(request), response.status)
+    gateway.metrics.count_response(route_of(request), response.status)
     if gateway.lifecycle.draining or awaits_continue(request):
         response.force_close()  # what a client that awaits 100-continue sends next may be its body or another request
-    if gateway.config.enable_log_requests and _route(request) not in UNLOGGED_PATHS:
+    if gateway.config.enable_log_requests and route_of(request) not in UNLOGGED_PATHS:
         seconds, path = time.monotonic() - started, request.rel_url.raw_path
         extra = of_request(logged_id(request))
         logger.info("%s %s: %d in %.3f s", request.method, path, response.status, seconds, extra=extra)
@@ -60,7 +62,7 @@ async def track_request(request: web.Request, handler: Handler) -> web.StreamRes
 async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Raise `Unauthorized` unless the request carries a valid key, or its route needs none."""
     keys = request.app[GATEWAY].config.api_key
-    if keys and _route(request) not in OPEN_PATHS and not _has_key(request.headers.get("Authorization", ""), keys):
+    if keys and route_of(request) not in OPEN_PATHS and not _has_key(request.headers.get("Authorization", ""), keys):
         raise errors.Unauthorized
     return await handler(request)
 
@@ -85,10 +87,10 @@ def _request_id(requested: str) -> str:
     return requested if is_valid else uuid.uuid4().hex
 
 
-def _route(request: web.Request) -> str:
-    """Return the path of the request's route, without --root-path, or 'none' if it has no route."""
+def route_of(request: web.Request) -> str:
+    """Return the path of the request's route, without --root-path, or `NO_ROUTE` if it has no route."""
     resource = request.match_info.route.resource
-    return "none" if resource is None else request.app[ROUTE_PATHS][resource.canonical]
+    return NO_ROUTE if resource is None else request.app[ROUTE_PATHS][resource.canonical]
 
 
 def _has_key(header: str, keys: Sequence[str]) -> bool:

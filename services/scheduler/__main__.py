@@ -63,7 +63,9 @@ def _export(config: SchedulerConfig, service: Service, refusals: RefusalCollecto
     if not config.metrics_port:
         return nullcontext()
     collector = EngineCollector(lambda: service.model, lambda: {config.engine: service.snapshot})
-    return export(config.metrics_port, registry(collector, refusals), lambda: service.last_turn)
+    return export(
+        config.metrics_port, registry(collector, refusals, *service.worker_metrics.all), lambda: service.last_turn
+    )
 
 
 if __name__ == "__main__":

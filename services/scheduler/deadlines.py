@@ -80,15 +80,15 @@ class Deadlines:
         if not self._sent:
             return float("inf")
         timeout = self._timeout if self._warm else max(self._timeout, FIRST_STEP_TIMEOUT)
-        return self._began + max(timeout, STEP_FACTOR * self._sent[0].predicted * max(self._ratio, 1.0))
+        return self.began + max(timeout, STEP_FACTOR * self._sent[0].predicted * max(self._ratio, 1.0))
 
     def describe_overdue(self, now: float) -> str:
         """Return a text that names the awaited answer, and for how long it has been awaited."""
         if not self.ready:
             return f"not configured within {CONFIGURE_TIMEOUT:.0f} s"
-        return f"busy with one step for {now - self._began:.1f} s"
+        return f"busy with one step for {now - self.began:.1f} s"
 
     @property
-    def _began(self) -> float:
+    def began(self) -> float:
         """The estimated time when the worker began the awaited step."""
         return max(self._last_answer, self._sent[0].sent_at) if self._sent else self._last_answer

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from shared.errors import ConfigError
-from shared.metrics import exposition
+from shared.metrics import DETECTION_BUCKETS, RECOVERY_BUCKETS, exposition
 from shared.transport import Monitor
+
+LABELS = ("engine",)
 
 STALLED_AFTER = 5.0
 """Seconds after its last turn at which the loop counts as stuck. An idle loop turns four times a second."""
@@ -38,6 +40,54 @@ class RefusalCollector(Collector):
         for role, monitor in self._monitors.items():
             family.add_metric((self._engine, role), monitor.refused)
         yield family
+
+
+class WorkerMetrics:
+    """Metrics of the workers of one engine. The scheduler's loop writes them. Times are parameters, in seconds."""
+
+    def __init__(self, engine: str) -> None:
+        epochs = Counter("quire:epochs", "Configurations of a worker, the first one included.", LABELS, registry=None)
+        detection = Histogram(
+            "quire:worker_detection_seconds",
+            "Seconds from the last sign of life of the worker to its loss. A connection's end is one.",
+            LABELS,
+            buckets=DETECTION_BUCKETS,
+            registry=None,
+        )
+        recovery = Histogram(
+            "quire:worker_recovery_seconds",
+            "Seconds from the loss of a worker to the next result, if there were requests.",
+            LABELS,
+            buckets=RECOVERY_BUCKETS,
+            registry=None,
+        )
+        self.all: tuple[Collector, ...] = (epochs, detection, recovery)
+        self._epochs, self._detection, self._recovery = (
+            epochs.labels(engine),
+            detection.labels(engine),
+            recovery.labels(engine),
+        )
+        self._lost: float | None = None  # when the worker was lost; None: nothing waits for another one
+
+    def note_epoch(self) -> None:
+        """Note that a worker is configured."""
+        self._epochs.inc()
+
+    def note_loss(self, seconds: float, now: float, *, busy: bool) -> None:
+        """Note that the worker is lost, `seconds` after its last sign of life. `busy`: there are requests."""
+        self._detection.observe(seconds)
+        if busy and self._lost is None:
+            self._lost = now
+
+    def note_result(self, now: float) -> None:
+        """Note that a result was committed."""
+        if self._lost is not None:
+            self._recovery.observe(now - self._lost)
+            self._lost = None
+
+    def note_idle(self) -> None:
+        """Note that no request is left: those that waited for a worker have ended otherwise."""
+        self._lost = None
 
 
 @contextmanager

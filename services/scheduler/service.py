@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
+from services.scheduler.exporter import WorkerMetrics
 from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, Workers
@@ -51,6 +52,7 @@ class Service:
         self.engine: Engine | None = None  # made when the first worker has registered
         self.snapshot = Snapshot()  # replaced each tick; other threads may read it
         self.last_turn = time.monotonic()  # other threads may read it
+        self.worker_metrics = WorkerMetrics(config.engine)
         self._config = config
         self._loop = LoopTimer()
         self._heartbeats = HeartbeatSender(self._loop, supervisor_watcher(config.supervisor_address, "scheduler"))
@@ -100,6 +102,8 @@ class Service:
         if self.engine is not None:
             self._send_plans(self.engine, now)
         was_idle, self._was_idle = self._was_idle, not self._unfinished
+        if self._was_idle:
+            self.worker_metrics.note_idle()
         if now - self._last_tick >= TICK or (self._was_idle and not was_idle):
             self._tick(now)
         self._gateways.flush(now)
@@ -121,21 +125,23 @@ class Service:
         for event in events:
             match event:
                 case StepResult():
-                    self._commit(engine, event)
+                    self._commit(engine, event, now)
                 case WorkerReady():
                     self._welcome(engine, now)
-                case WorkerLost(out_of_memory=out_of_memory):
+                case WorkerLost(out_of_memory, seconds):
+                    self.worker_metrics.note_loss(seconds, now, busy=bool(engine.unfinished))
                     rows = engine.lose_worker(now, out_of_memory=out_of_memory)
                     self._gateways.deliver(rows, engine.unfinished)
                     self._tick(now)
         self._send_plans(engine, now)
 
-    def _commit(self, engine: Engine, result: StepResult) -> None:
+    def _commit(self, engine: Engine, result: StepResult, now: float) -> None:
         try:
             rows = engine.commit(result)
         except ProtocolError as error:
             self._workers.give_up(str(error))
         else:
+            self.worker_metrics.note_result(now)
             self._gateways.deliver(rows, engine.unfinished)
 
     def _welcome(self, engine: Engine, now: float) -> None:
@@ -168,6 +174,7 @@ class Service:
             if reason := engine.mismatch(candidate):
                 self._workers.dismiss(reason)
             else:
+                self.worker_metrics.note_epoch()
                 self._workers.configure(engine.configure(candidate), now)
 
     def _start_engine(self, worker: Register) -> Engine:

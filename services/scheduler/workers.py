@@ -45,6 +45,7 @@ class WorkerLost(Struct, frozen=True):
     """The active worker computes no more; what it had in flight is lost."""
 
     out_of_memory: bool = False  # its device had too little memory for a step
+    seconds: float = 0.0  # since its last sign of life; what shows at once that it is lost, is one
 
 
 class WorkerReady(Struct, frozen=True):
@@ -69,6 +70,10 @@ class ActiveWorker(Struct):
         due, missed = self.deadlines.due(), self.deadlines.describe_overdue(now)
         self.worker.observe_process(now, due)
         return self.worker.liveness.failure(now, due=due, missed=missed, short_of_cpu=short_of_cpu)
+
+    def seconds_since_sign(self, now: float) -> float:
+        """Return for how long the worker has not shown that it works: since it began an overdue step, if it has one."""
+        return now - (self.deadlines.began if now > self.deadlines.due() else self.worker.liveness.last_heard)
 
 
 class Workers:
@@ -158,7 +163,7 @@ class Workers:
 
     def _check(self, now: float) -> None:
         if self._active is not None and (reason := self._active.overdue(now, self._short_of_cpu(now))):
-            self._terminate(self._active.worker, reason)
+            self._terminate(self._active.worker, reason, self._active.seconds_since_sign(now))
 
     def _handle(self, message: Message, now: float) -> None:
         worker = self._registered.get(message.peer)
@@ -221,19 +226,20 @@ class Workers:
             if self._registered.get(worker.identity) is worker:
                 self._remove(worker, "its connection ended")
 
-    def _terminate(self, worker: Registration, reason: str) -> None:
+    def _terminate(self, worker: Registration, reason: str, seconds: float = 0.0) -> None:
         """Kill the worker's process, or tell it to stop if it is on another host."""
         if not worker.kill():
             self._send(worker.identity, Stop())
-        self._remove(worker, reason)
+        self._remove(worker, reason, seconds=seconds)
 
-    def _remove(self, worker: Registration, reason: str, *, out_of_memory: bool = False) -> None:
+    def _remove(self, worker: Registration, reason: str, *, out_of_memory: bool = False, seconds: float = 0.0) -> None:
+        """Forget a worker, whose last sign of life came `seconds` ago."""
         logger.warning("worker %r is given up: %s", worker, reason)
         del self._registered[worker.identity]
         worker.close()
         if self._active is not None and worker is self._active.worker:
             self._active = None
-            self._events.append(WorkerLost(out_of_memory))
+            self._events.append(WorkerLost(out_of_memory, seconds))
 
     def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
         try:

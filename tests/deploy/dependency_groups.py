@@ -96,5 +96,10 @@ def declared() -> list[Any]:
     return list(PYPROJECT["project"]["dependencies"])
 
 
+def extra(name: str) -> list[Any]:
+    """Return the dependencies of one of the project's extras."""
+    return list(PYPROJECT["project"]["optional-dependencies"][name])
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.dependency_groups import ROOT, absent, declared, requirements
+from tests.deploy.dependency_groups import ROOT, absent, declared, extra, requirements
 from tests.ports import free_ports
 from tests.text.vocabulary import write_model_folder
 
@@ -84,9 +84,9 @@ def end(process: "subprocess.Popen[str]") -> None:
     assert process.returncode == 0, errors
 
 
-def test_together_the_groups_are_the_projects_dependencies() -> None:
+def test_together_the_groups_are_the_projects_dependencies_and_what_traces_need() -> None:
     together = {need for group in ("scheduler", "gateway", "worker-gpu") for need in requirements(group)}
-    assert sorted(together) == sorted(declared())
+    assert sorted(together) == sorted(declared() + extra("tracing"))
 
 
 def test_images_lack_the_packages_that_their_services_do_not_need() -> None:

@@ -2,14 +2,20 @@
 
 import json
 import re
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.parse import unquote
 
+import pytest
 import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway.metrics import Metrics
+from deploy import dashboard_check
+from services.gateway.metrics import EngineLosses, Metrics
+from services.scheduler.exporter import WorkerMetrics
 from shared.metrics import EngineCollector, registry
 from shared.protocol import Snapshot
 
@@ -33,8 +39,15 @@ def of_scheduler() -> set[str]:
     return samples(generate_latest(registry(collector)))
 
 
+def of_scheduler_alone() -> set[str]:
+    """Return the metrics of a scheduler that gateways do not have."""
+    return samples(generate_latest(registry(*WorkerMetrics("0").all)))
+
+
 def of_gateway() -> set[str]:
-    metrics = Metrics("model", lambda: {"0": Snapshot()})
+    losses = EngineLosses()
+    losses.know("0")
+    metrics = Metrics("model", lambda: {"0": Snapshot()}, losses.all)
     metrics.engine("0")
     metrics.count_response("/v1/models", 200)
     return samples(metrics.render()[0])
@@ -48,7 +61,7 @@ def queries() -> list[str]:
 def test_every_metric_of_the_dashboard_is_exported() -> None:
     named = {name for query in queries() for name in re.findall(r"(?:vllm|quire):\w+", query)}
     assert len(named) > 10
-    assert named <= of_scheduler() | of_gateway()
+    assert named <= of_scheduler() | of_scheduler_alone() | of_gateway()
 
 
 def test_the_dashboard_shows_what_operators_ask_for() -> None:
@@ -75,6 +88,17 @@ def test_the_dashboard_shows_what_operators_ask_for() -> None:
         "prompt_tokens_by_source_total",
         "request_num_preemptions_bucket",
         "cache_config_info",
+        "request_decode_time_seconds_bucket",
+        "worker_losses_total",
+        "engine_detection_seconds_count",
+        "engine_detection_seconds_bucket",
+        "worker_detection_seconds_bucket",
+        "engine_restarts_total",
+        "epochs_total",
+        "resumed_requests_total",
+        "inexact_resumes_total",
+        "request_recovery_seconds_bucket",
+        "worker_recovery_seconds_bucket",
     ):
         assert name in text
 
@@ -85,9 +109,64 @@ def test_metrics_of_engines_are_scraped_from_the_scheduler_alone() -> None:
     assert rule["action"] == "drop"
     dropped = {name for name in of_gateway() if re.fullmatch(rule["regex"], name)}
     assert dropped == of_scheduler()
+    assert not of_gateway() & of_scheduler_alone()
     assert len(dropped) > 20
 
 
 def test_panels_use_the_data_source_that_is_provisioned() -> None:
     uids = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"] if panel["type"] != "row"}
     assert uids == {source["uid"] for source in DATASOURCE["datasources"]}
+
+
+def test_panels_do_not_cover_each_other() -> None:
+    cells = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+class FakePrometheus:
+    """Answers every query with `number`, and those of losses with `of_losses`. None: there are no such series."""
+
+    def __init__(self, number: str | None, of_losses: str | None) -> None:
+        def answer(query: str) -> bytes:
+            value = of_losses if re.search("_(detection|recovery)_seconds_bucket", query) else number
+            result = [] if value is None else [{"metric": {}, "value": [0, value]}]
+            return json.dumps({"data": {"result": result}}).encode()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answer(unquote(self.path)))
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> str:
+        Thread(target=self._server.serve_forever, daemon=True).start()
+        return self.url
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("number", "of_losses", "status"),
+    [("1", "2", 0), ("1", "NaN", 0), ("1", None, 1), ("NaN", "2", 1), (None, "2", 1)],
+)
+def test_the_check_of_the_dashboard_finds_empty_panels_but_expects_no_losses(
+    number: str | None, of_losses: str | None, status: int
+) -> None:
+    with FakePrometheus(number, of_losses) as url:
+        assert dashboard_check.main(url) == status

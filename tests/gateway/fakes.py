@@ -16,10 +16,12 @@ from typing import Any, cast
 
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.typedefs import Middleware
 from aiohttp.web import Application, Request
 
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
+from services.gateway.engine_request import Interruption
 from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
@@ -77,6 +79,8 @@ class FakeEngineRequest:
         self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
         self.aborted: list[int] = []
         self.left = asyncio.Event()
+        self.interruptions: list[Interruption] = []
+        self.recoveries: list[Interruption] = []
         self._backend = backend
         self._outputs = [self._output(sample) for sample in range(n)]
         self._positions = [0] * n
@@ -284,10 +288,12 @@ def make_gateway(
 
 
 @asynccontextmanager
-async def serve(backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[Client]:
-    """Yield a client of a gateway with these settings (those of `make_gateway`)."""
+async def serve(
+    backend: FakeBackend | None = None, outer: Sequence[Middleware] = (), **settings: Any
+) -> AsyncIterator[Client]:
+    """Yield a client of a gateway with these settings (those of `make_gateway`) and outermost middlewares."""
     gateway = make_gateway(backend or FakeBackend(), **settings)
-    async with Client(TestServer(make_app(gateway))) as client:
+    async with Client(TestServer(make_app(gateway, outer))) as client:
         client.gateway = gateway
         yield client
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from services.gateway.engine_request import EngineRequest
+from services.gateway.engine_request import EngineRequest, Interruption
 from shared.errors import EngineFailure, Overloaded, QuireError
 from shared.protocol import (
     Abort,
@@ -41,6 +41,7 @@ class EngineRequestHarness:
         self.engine = FakeEngine()
         self.ids = itertools.count(5)
         self.unplaced: list[list[int]] = []
+        self.now = 100.0
         self.request = EngineRequest(
             PROMPT,
             Sampling(max_tokens=9, seed=4, **params),
@@ -48,6 +49,7 @@ class EngineRequestHarness:
             priority=2,
             samples_before=7,
             on_unplaced=lambda request: self.unplaced.append(request.unplaced),
+            clock=lambda: self.now,
         )
         self.submits = self.request.place(self.engine, self.ids)
 
@@ -304,6 +306,97 @@ async def test_usage_and_times_go_on() -> None:
     rows = await harness.request.rows()
     assert [row.cached_tokens for row in rows] == [2, 2, 2]
     assert [row.scheduling for row in rows] == [SchedulingInfo(0.5, 1), None, SchedulingInfo(0.5, 2)]
+
+
+async def test_a_wait_for_an_engine_counts_as_time_in_the_queue_until_the_first_admission() -> None:
+    """API-04: as if one engine had had the request from its beginning."""
+    harness = EngineRequestHarness(2)
+    harness.now = 103.0
+    harness.request.lose(harness.engine)  # before it was admitted anywhere
+    harness.now = 107.0
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(6, 0, 0, [7], scheduling=SchedulingInfo(2.0, 0)))
+    harness.now = 110.0
+    harness.request.lose(harness.engine)
+    harness.now = 120.0
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.add(ProgressRow(7, 0, 1, [8], scheduling=SchedulingInfo(1.0, 0)))
+    harness.request.add(ProgressRow(8, 1, 0, [9], scheduling=SchedulingInfo(1.0, 0)))
+    rows = [(row.sample, row.scheduling) for row in await harness.request.rows()]
+    assert rows == [(0, SchedulingInfo(9.0, 0)), (0, None), (1, SchedulingInfo(21.0, 0))]
+
+
+async def test_an_interruption_lasts_from_the_loss_to_the_first_new_token() -> None:
+    harness = EngineRequestHarness(2)
+    harness.take(0, 7)
+    harness.take(0, 9, sample=1, finish=FinishReason.STOP)
+    harness.now = 103.0
+    harness.request.lose(harness.engine, "it is silent")
+    assert harness.request.interruptions == [Interruption("0", "it is silent", [0], 103.0)]
+    harness.now = 104.0
+    other = FakeEngine("1")
+    harness.request.place(other, harness.ids)
+    harness.now = 105.0
+    harness.take(0, 7)  # has come before
+    assert harness.request.interruptions == [Interruption("0", "it is silent", [0], 103.0, 104.0, "1")]
+    harness.take(1, 8)
+    harness.now = 106.0
+    harness.take(2, 9)
+    assert harness.request.interruptions == [Interruption("0", "it is silent", [0], 103.0, 104.0, "1", 105.0)]
+
+
+async def test_an_engine_lost_during_a_recovery_is_another_interruption() -> None:
+    harness = EngineRequestHarness()
+    harness.request.accept()
+    engines = [harness.engine, FakeEngine("1"), FakeEngine("2")]
+    for former, following in itertools.pairwise(engines):
+        harness.now += 1.0
+        harness.request.lose(former)
+        harness.now += 1.0
+        harness.request.place(following, harness.ids)
+    harness.now = 110.0
+    harness.take(0, 7)
+    bounds = [(one.engine, one.began, one.placed, one.ended) for one in harness.request.interruptions]
+    assert bounds == [("0", 101.0, 102.0, 110.0), ("1", 103.0, 104.0, 110.0)]
+    assert harness.request.recoveries == harness.request.interruptions
+
+
+async def test_what_another_sample_says_ends_no_interruption_and_neither_does_a_row_without_tokens() -> None:
+    harness = EngineRequestHarness(2, prompt_logprobs=0)
+    engines = [FakeEngine("1"), FakeEngine("2")]
+    harness.take(0, 7)
+    harness.take(0, 8, sample=1)
+    harness.request.lose(harness.engine)
+    harness.request.place(engines[0], harness.ids)
+    harness.request.reject(engines[0], 7)  # that of sample 1
+    harness.request.place(engines[1], harness.ids)
+    harness.take(1, 9)
+    harness.take(1, 9, sample=1)
+    harness.request.lose(engines[1])
+    harness.request.place(engines[1], harness.ids)
+    harness.take(2, 10)
+    harness.request.add(ProgressRow(8, 1, 2, [], prompt_logprobs=[TokenLogprobs(-1.0, 1, [], [])]))
+    first, second = harness.request.interruptions
+    assert (first.samples, first.ended, second.samples, second.ended) == ([0, 1], 100.0, [1], None)
+    harness.take(2, 10, sample=1)
+    assert second.ended == 100.0
+
+
+async def test_samples_that_an_ending_engine_gives_back_one_by_one_are_one_interruption() -> None:
+    harness = EngineRequestHarness(2)
+    harness.take(0, 7)
+    for sample in range(2):
+        harness.take(0, sample=sample, finish=FinishReason.ABORT)
+    assert harness.request.interruptions == [Interruption("0", "it has ended", [0, 1], 100.0)]
+
+
+async def test_what_no_engine_has_accepted_is_not_interrupted() -> None:
+    harness = EngineRequestHarness()
+    harness.request.lose(harness.engine)
+    harness.request.place(harness.engine, harness.ids)
+    harness.request.accept()
+    harness.request.reject(harness.engine, 6)
+    assert harness.request.interruptions == []
 
 
 async def test_a_refusal_concerns_the_engine_that_refuses() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.gateway.engine_request import Interruption
 from shared.errors import EngineFailure, Overloaded
 from shared.protocol import SchedulingInfo
 from tests.gateway.fakes import Client, FakeBackend, endless, says, serve
@@ -131,6 +132,23 @@ async def test_a_requests_time_is_split_where_the_engine_admitted_it() -> None:
     assert value("vllm:request_inference_time_seconds_bucket", le="0.3", **LABELS) == 2
     tokens = len(backend.requests[0].tokens)
     assert value("vllm:request_prefill_kv_computed_tokens_sum", **LABELS) == tokens - 1, "once for all samples"
+
+
+async def test_recoveries_are_figures_of_the_engine_that_was_lost() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with serve(backend) as client:
+        asking = asyncio.ensure_future(client.complete(prompt="hi"))
+        await backend.submitted.wait()
+        for began, ended in ((1.0, 1.5), (2.0, 2.25)):
+            backend.requests[0].recoveries.append(Interruption("east", "", [0], began, began, "0", ended))
+        backend.go_on.set()
+        await asking
+        value = await figures(client)
+    labels = {"model_name": "tiny", "engine": "east"}
+    assert value("quire:request_recovery_seconds_count", **labels) == 2
+    assert value("quire:request_recovery_seconds_sum", **labels) == 0.75
+    assert value("quire:request_recovery_seconds_bucket", le="0.25", **labels) == 1
 
 
 async def test_a_request_that_left_the_queue_has_no_time_in_it() -> None:

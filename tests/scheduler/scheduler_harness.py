@@ -75,6 +75,15 @@ class SchedulerHarness:
     def sent_to(self, name: bytes) -> list[Any]:
         return self.workers.take(name, decode_to_worker)
 
+    def answer(self, name: bytes, fd: int) -> bool:
+        """Let the worker answer the plans that it was sent. Return whether there were any."""
+        plans = [plan for plan in self.sent_to(name) if isinstance(plan, StepPlan)]
+        for plan in plans:
+            slots = [row.slot for row in plan.rows if row.samples]
+            result = StepResult(plan.epoch, plan.step, [SampledRow(slot, [5]) for slot in slots], 0.01)
+            self.workers.hear(name, result, fd)
+        return bool(plans)
+
     def serves(self) -> bool:
         """Return whether a gateway and a worker that come now get a request done."""
         for worker in self.service._workers._registered.copy().values():
@@ -86,10 +95,7 @@ class SchedulerHarness:
         self.gateways.hear(GOOD, Submit(id, pack_tokens([1]), 1, Sampling(1, 0)), gateway)
         self.turn()
         for _ in range(20):
-            for plan in [plan for plan in self.sent_to(SPARE) if isinstance(plan, StepPlan)]:
-                slots = [row.slot for row in plan.rows if row.samples]
-                result = StepResult(plan.epoch, plan.step, [SampledRow(slot, [5]) for slot in slots], 0.01)
-                self.workers.hear(SPARE, result, worker)
+            self.answer(SPARE, worker)
             self.turn()
         messages = self.gateways.take(GOOD, decode_to_gateway)
         rows = [row for message in messages if isinstance(message, Progress) for row in message.rows]

@@ -121,7 +121,7 @@ class _Script:
             self.seen += scheduler.deaths
         assert not any(connection._requests for connection in self.connections), "ids are forgotten"
         assert (backend._waiting, backend._fingerprints) == ({}, {})
-        self.seen["resumed"] += int(backend.counters[0]._value.get())
+        self.seen["resumed"] += int(backend.losses.resumed._value.get())
 
     def _fault(self) -> None:
         rng, scheduler, connection = self.rng, self.rng.choice(self.schedulers), self.rng.choice(self.connections)

@@ -63,14 +63,14 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "deaths are forgotten when a sample moves": [
         (
-            f"{SAMPLE}.leave_engine",
+            f"{SAMPLE}.begin_attempt",
             "self.preemptions_before =",
             "self.suspicion = Suspicion(self.suspicion.cleared_at); self.preemptions_before =",
         ),
     ],
     "deaths are counted twice when a sample moves": [
         (
-            f"{SAMPLE}.leave_engine",
+            f"{SAMPLE}.begin_attempt",
             "self.preemptions_before =",
             "self.suspicion = replace(self.suspicion, deaths_alone=2 * self.suspicion.deaths_alone); "
             "self.preemptions_before =",
@@ -98,8 +98,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "the queue's seconds change": [
         (
             "gateway.engine_request:_Sample.note_scheduling",
-            "self.scheduling.queued_seconds if self.scheduling else scheduling.queued_seconds",
-            "scheduling.queued_seconds",
+            "self.scheduling.queued_seconds if self.scheduling else self.waited + scheduling.queued_seconds",
+            "self.waited + scheduling.queued_seconds",
         ),
     ],
     "a resubmission is refused for load": [(f"{REQUEST}._submit", "resumed=self.accepted", "resumed=False")],

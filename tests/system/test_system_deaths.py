@@ -124,8 +124,7 @@ async def test_a_hung_step_ends_the_worker_and_the_stream_goes_on() -> None:
 
 
 def num_resumed(backend: Backend) -> int:
-    resumed, _ = backend.counters
-    return int(next(iter(resumed.collect())).samples[0].value)
+    return int(next(iter(backend.losses.resumed.collect())).samples[0].value)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import Counter
 
 from services.gateway import backend as backend_module
 from services.gateway.backend import Backend
@@ -45,9 +46,8 @@ def snapshots(backend: Backend) -> dict[str, Snapshot]:
     return {name: status.snapshot for name, status in backend.statuses().items()}
 
 
-def count(backend: Backend, index: int) -> int:
-    """Return a counter: that of resumed requests (0), or of those whose tokens may differ (1)."""
-    return int(next(iter(backend.counters[index].collect())).samples[0].value)
+def count(counter: Counter) -> int:
+    return int(next(iter(counter.collect())).samples[0].value)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
@@ -59,10 +59,10 @@ async def test_requests_of_an_engine_that_is_lost_go_on_at_the_other_at_once(fro
         async with streams(backend):
             lost = time.monotonic()
             first.scheduler.signal(signal.SIGSTOP if frozen else signal.SIGKILL)
-            await until(lambda: count(backend, 0) == 8, 5.0)
+            await until(lambda: count(backend.losses.resumed) == 8, 5.0)
             moved = time.monotonic() - lost
         assert moved < (4.0 if frozen else 1.0)
-        assert count(backend, 1) == 0
+        assert count(backend.losses.inexact) == 0
         await until(lambda: snapshots(backend)["b"].finished_length == 16)
         assert list(snapshots(backend)) == ["b"]
         if frozen:
@@ -90,7 +90,7 @@ async def test_engines_of_a_file_join_and_leave_under_streams(tmp_path: Path, mo
                 await asyncio.gather(*(complete(backend, [CHAIN, at], 2) for at in range(8)))
                 assert snapshots(backend)["a"].accepted == before
         await until(lambda: list(snapshots(backend)) == ["b"])
-        assert count(backend, 0) == 0, "no request has moved"
+        assert count(backend.losses.resumed) == 0, "no request has moved"
         assert len(backend._heartbeats.watchers) == 1
         await until(lambda: "gateway" in first.scheduler.log and "its connection ended" in first.scheduler.log)
         file.write_text(f"{second.address}\n{first.address}")
@@ -118,5 +118,5 @@ async def test_an_engine_that_leaves_and_dies_gives_its_requests_to_another(
                 file.write_text(second.address)
                 await until(lambda: not backend.ready(2))
                 first.scheduler.signal(signal.SIGKILL)
-            assert count(backend, 0) == 8
+            assert count(backend.losses.resumed) == 8
             assert list(snapshots(backend)) == ["b"]

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.gateway.backend import Backend
 from tests.ports import free_ports
 from tests.scripted_worker import CHAIN, Script, ScriptedFailure, expected_chain
-from tests.system.processes import ROOT, Child, complete, engine
+from tests.system.processes import ROOT, Child, complete, engine, snapshot
 from tests.waiting import until
 
 POISON = 666
@@ -74,22 +74,45 @@ async def test_a_metrics_port_that_is_taken_is_one_line(folder: Path) -> None:
         assert line == f"scheduler: --metrics-port {port}: Address already in use"
 
 
+Figures = dict[str, tuple[dict[str, str], float]]
+
+
+async def scheduler_figures(port: int) -> Figures:
+    """Return the labels and values of a scheduler's own metrics by their names."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as response:
+        families = text_string_to_metric_families(await response.text())
+    samples = [sample for family in families for sample in family.samples]
+    return {sample.name: (sample.labels, sample.value) for sample in samples if sample.labels.get("engine")}
+
+
 async def test_the_scheduler_exports_its_own_figures() -> None:
     (port,) = free_ports(1)
     async with engine(None, f"--metrics-port={port}", "--engine=east") as system, Backend([system.address]) as backend:
         await until(backend.ready)
         await complete(backend, [CHAIN], 9)
-        async with aiohttp.ClientSession() as session:
+        labels = {"engine": "east", "model_name": "scripted"}
 
-            async def generated() -> bool:
-                async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
-                    families = text_string_to_metric_families(await response.text())
-                samples = [one for family in families for one in family.samples]
-                result = {one.name: (one.labels, one.value) for one in samples if one.labels.get("engine")}
-                labels = {"engine": "east", "model_name": "scripted"}
-                return result["vllm:generation_tokens_total"] == (labels, 9.0)
+        async def generated() -> bool:
+            return (await scheduler_figures(port))["vllm:generation_tokens_total"] == (labels, 9.0)
 
-            await until(generated)
+        await until(generated)
+
+
+async def test_the_scheduler_exports_how_soon_a_lost_worker_was_noticed_and_made_up_for() -> None:
+    (port,) = free_ports(1)
+    flags = (f"--metrics-port={port}", "--engine=east")
+    async with engine(Script(delay=0.01), *flags) as system, Backend([system.address]) as backend:
+        await until(backend.ready)
+        running = asyncio.create_task(complete(backend, [CHAIN], 200))
+        await until(lambda: snapshot(backend).generation_tokens > 0)
+        system.worker.signal(signal.SIGKILL)
+        await running
+        result, labels = await scheduler_figures(port), {"engine": "east"}
+    assert result["quire:epochs_total"] == (labels, 2.0)
+    assert result["quire:worker_detection_seconds_count"] == (labels, 1.0)
+    assert result["quire:worker_detection_seconds_sum"][1] < 2.0, "its connection ended, so no timeout was awaited"
+    assert result["quire:worker_recovery_seconds_count"] == (labels, 1.0)
+    assert result["quire:worker_recovery_seconds_sum"][1] > 0.0
 
 
 async def test_a_worker_without_a_scheduler_gives_up_after_its_time(folder: Path) -> None:
