@@ -63,6 +63,7 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
         model.text_digest,
         config.supervisor_address,
         loss_timeout=config.engine_loss_timeout,
+        routing_policy=config.routing_policy,
         keys=keys,
         protected=config.insecure or keys is not None,
     )
