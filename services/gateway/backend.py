@@ -281,10 +281,11 @@ class Backend:
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
         """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.
 
-        They are those whose context the request fits. If there is none, a new request may go to any, which refuses it;
-        one that was accepted before waits until there is one.
+        They are those whose context the request fits. If there is none, a new request goes to the one with the longest
+        context, which refuses it; one that was accepted before waits until there is one.
         """
         accepting = {engine: engine.welcome for engine in self._connections if engine.welcome and not engine.draining}
-        fitting = [engine for engine, welcome in accepting.items() if request.max_length <= welcome.max_model_len]
-        candidates = fitting if fitting or request.accepted else list(accepting)
+        longest = max((welcome.max_model_len for welcome in accepting.values()), default=0)
+        length = request.max_length if request.accepted else min(request.max_length, longest)
+        candidates = [engine for engine, welcome in accepting.items() if length <= welcome.max_model_len]
         return [engine for engine in candidates if engine.ready] or ([] if ready else candidates)

@@ -87,12 +87,12 @@ def test_the_last_token_of_an_output_is_not_cached() -> None:
     assert chosen(router, engines, PROMPT[:5] + ANSWER[:9]) == 1
 
 
-@pytest.mark.parametrize("change", [{"boot_id": "2"}, {"worker_losses": 1}])
-def test_what_was_cached_is_forgotten_with_scheduler_and_worker(change: dict[str, object]) -> None:
+@pytest.mark.parametrize(("boot_id", "worker_losses"), [("2", 0), ("1", 1)], ids=["scheduler", "worker"])
+def test_what_was_cached_is_forgotten_with_scheduler_and_worker(boot_id: str, worker_losses: int) -> None:
     router, engines = Router(), [FakeEngine(1), FakeEngine()]
     router.note(engines[0], PROMPT, [ANSWER])
     assert chosen(router, engines) == 0
-    engines[0].show(**change)  # type: ignore[arg-type]
+    engines[0].show(boot_id, worker_losses=worker_losses)
     assert chosen(router, engines) == 1
 
 
@@ -107,16 +107,16 @@ def test_an_engine_that_is_away_for_a_moment_keeps_its_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "sampling", "snapshot"),
+    ("policy", "sampling", "caching"),
     [
-        ("least_loaded", GREEDY, {}),
-        ("cache_aware", replace(GREEDY, prompt_logprobs=0), {}),
-        ("cache_aware", GREEDY, {"prefix_caching": False}),
+        ("least_loaded", GREEDY, True),
+        ("cache_aware", replace(GREEDY, prompt_logprobs=0), True),
+        ("cache_aware", GREEDY, False),
     ],
     ids=["least_loaded", "the prompt is scored", "no prefix cache"],
 )
-def test_load_alone_decides(policy: RoutingPolicy, sampling: Sampling, snapshot: dict[str, object]) -> None:
-    router, engines = Router(policy), [FakeEngine(1, **snapshot), FakeEngine(0, **snapshot)]
+def test_load_alone_decides(policy: RoutingPolicy, sampling: Sampling, caching: bool) -> None:
+    router, engines = Router(policy), [FakeEngine(1, prefix_caching=caching), FakeEngine(0, prefix_caching=caching)]
     router.note(engines[0], PROMPT, [ANSWER])
     assert chosen(router, engines, sampling=sampling) == 1
 

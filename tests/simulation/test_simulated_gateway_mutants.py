@@ -83,10 +83,10 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "nobody hears that an engine is ready": [(f"{CONNECTION}._handle", "self._on_status(self)", "pass")],
     "an accepted request goes where it does not fit": [
-        (f"{BACKEND}._candidates", "if fitting or request.accepted", "if fitting"),
+        (f"{BACKEND}._candidates", "request.max_length if request.accepted else ", ""),
     ],
     "a request goes where it does not fit": [
-        (f"{BACKEND}._candidates", "request.max_length <= welcome.max_model_len", "True"),
+        (f"{BACKEND}._candidates", "length <= welcome.max_model_len", "True"),
     ],
     "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],
 }
