@@ -26,7 +26,7 @@ RoutingPolicy = Literal["cache_aware", "least_loaded", "round_robin"]
 OUTPUT = 100
 """Output tokens that a request is assumed to have. Nobody knows the number: `max_tokens` is mostly far above it.
 
-It bounds the ratio of loads that a prefix is worth. From 50 to 200, times to the first token hardly differ.
+It bounds the ratio of loads that a prefix is worth. With 50 or 200 there is little difference (benchmarks/results).
 """
 
 
