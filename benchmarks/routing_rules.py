@@ -244,9 +244,8 @@ def main() -> None:
     parser.add_argument("--only", choices=WORKLOADS, help="one workload")
     only = parser.parse_args().only
     for name in [only] if only else WORKLOADS:
-        print(
-            f"\n{name}\n\n| rule | hit rate, % | TTFT mean, ms | TTFT median, ms | TTFT p95, ms |\n|---|---|---|---|---|"
-        )
+        print(f"\n{name}\n\n| rule | hit rate, % | TTFT mean, ms | TTFT median, ms | TTFT p95, ms |")
+        print("|---|---|---|---|---|")
         for rule, (make, output) in RULES.items():
             with patch.object(routing, "OUTPUT", output):
                 runs = [Simulation(WORKLOADS[name], make(), seed).run() for seed in SEEDS]

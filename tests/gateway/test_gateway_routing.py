@@ -52,6 +52,7 @@ def test_a_busy_engine_is_left_when_its_prefix_is_not_worth_it() -> None:
     """The bound is the ratio of the work that a request is, without the prefix and with it."""
     router, engines = Router(), [FakeEngine(), FakeEngine()]
     router.note(engines[0], PROMPT, [ANSWER])
+    router.note(engines[1], ANSWER + PROMPT, [ANSWER])  # so that its cache is not the emptier one
     bound = (len(PROMPT) + OUTPUT) // OUTPUT  # all of the prompt is cached
     for least in (0, 10):
         engines[1].load = least
@@ -77,6 +78,13 @@ def test_the_next_turn_of_a_chat_finds_the_output_of_the_last_one() -> None:
     router.note(engines[1], PROMPT, [ANSWER[:1], ANSWER])
     router.note(engines[0], PROMPT, [ANSWER[:1]])
     assert chosen(router, engines, PROMPT + ANSWER) == 1
+
+
+def test_a_prompt_without_output_is_not_cached() -> None:
+    """The client has left before an engine computed it."""
+    router, engines = Router(), [FakeEngine(1), FakeEngine()]
+    router.note(engines[0], PROMPT, [array("i"), array("i")])
+    assert chosen(router, engines) == 1
 
 
 def test_the_last_token_of_an_output_is_not_cached() -> None:
