@@ -281,11 +281,15 @@ class Backend:
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
         """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.
 
-        They are those whose context the request fits. If there is none, a new request goes to the one with the longest
-        context, which refuses it; one that was accepted before waits until there is one.
+        The request fits their context. If it fits none, a new request goes to the longest one, whose engine refuses it,
+        and one that was accepted before waits. A request that was at an engine before goes to one that computes the
+        same tokens, if such a one computes steps.
         """
         accepting = {engine: engine.welcome for engine in self._connections if engine.welcome and not engine.draining}
         longest = max((welcome.max_model_len for welcome in accepting.values()), default=0)
         length = request.max_length if request.accepted else min(request.max_length, longest)
         candidates = [engine for engine, welcome in accepting.items() if length <= welcome.max_model_len]
-        return [engine for engine in candidates if engine.ready] or ([] if ready else candidates)
+        computing = [engine for engine in candidates if engine.ready]
+        fingerprint = self._fingerprints.get(request)
+        same = [engine for engine in computing if accepting[engine].model.fingerprint == fingerprint]
+        return same or computing or ([] if ready else candidates)

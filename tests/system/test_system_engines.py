@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from services.gateway import backend as backend_module
 from services.gateway.backend import Backend
@@ -155,3 +156,20 @@ async def test_a_request_goes_where_it_fits() -> None:
         assert count(backend, 0) == 1
         with pytest.raises(InvalidRequest, match="more than the 2048 of the context"):
             await complete(backend, prompt, SLOW.max_positions)
+
+
+async def test_requests_go_on_where_the_tokens_are_the_same() -> None:
+    """The engine that may compute other tokens gets none of those that were lost, although it is as little loaded."""
+    async with (
+        engine(SLOW, "--engine=a") as first,
+        engine(replace(SLOW, fingerprint="other"), "--engine=b") as other,
+        engine(SLOW, "--engine=c") as third,
+        Backend([first.address, other.address, third.address]) as backend,
+    ):
+        await until(lambda: backend.ready(3))
+        first.scheduler.restart = False
+        async with streams(backend, 12):
+            first.scheduler.signal(signal.SIGKILL)
+            await until(lambda: count(backend, 0) == 4)
+        assert count(backend, 1) == 0
+        assert snapshots(backend)["b"].accepted == 4
