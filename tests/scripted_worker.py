@@ -72,6 +72,7 @@ class Script(Struct):
     max_positions: int = 2048
     blocks: int = 256  # of 16 tokens
     delay: float = 0.0  # seconds a step
+    token_delay: float = 0.0  # seconds more for each token computed in it
     start_delay: float = 0.0  # seconds to load
     fingerprint: str = "scripted"
     model: str = "scripted"
@@ -135,7 +136,8 @@ class ScriptedRunner:
             self.slots[new.slot] = Slot(new, list(unpack_tokens(new.tokens)))
         for row in plan.rows:
             self._fail(self.slots[row.slot])
-        time.sleep(self.script.delay)
+        seconds = self.script.delay + self.script.token_delay * sum(row.count for row in plan.rows)
+        time.sleep(seconds)
         rows = [sampled for row in plan.rows if (sampled := self._compute(row)) is not None]
         for fork in plan.forks:
             parent = self.slots[fork.parent]
@@ -143,7 +145,7 @@ class ScriptedRunner:
                 sequence = msgspec.structs.replace(parent.sequence, sample=sample)
                 self.slots[slot] = Slot(sequence, parent.tokens[:-1])
                 rows.append(self._sample(slot, self.slots[slot]))
-        result = StepResult(plan.epoch, plan.step, rows, max(self.script.delay, 1e-4))
+        result = StepResult(plan.epoch, plan.step, rows, max(seconds, 1e-4))
         return self._corrupt(plan, result)
 
     def _compute(self, row: Row) -> SampledRow | None:

@@ -74,6 +74,7 @@ async def serve(
         model.text_digest,
         config.supervisor_address,
         loss_timeout=config.engine_loss_timeout,
+        routing_policy=config.routing_policy,
         keys=keys,
         protected=config.insecure or keys is not None,
     )

@@ -3,7 +3,9 @@
 A request stays at its engine as long as that lives. If the engine's worker dies, the request continues when the worker
 is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
 engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
-also waits if no engine is there. An engine that drains keeps its requests only if no other is ready.
+also waits if no engine is there. An engine that drains keeps its requests only if no other is ready for them.
+
+A request goes to an engine whose context it fits; among those, a `Router` chooses.
 
 Engines may come and go (`engine_discovery`). One that goes gets no new requests, and those that run there go on.
 """
@@ -23,6 +25,7 @@ from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
 from services.gateway.engine_request import EngineRequest
 from services.gateway.metrics import EngineLosses
+from services.gateway.routing import Router, RoutingPolicy
 from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
@@ -56,6 +59,7 @@ class Backend:
         supervisor: str = "",
         *,
         loss_timeout: float = 60.0,
+        routing_policy: RoutingPolicy = "cache_aware",
         keys: ConnectionKeys | None = None,
         protected: bool = True,
     ) -> None:
@@ -64,6 +68,7 @@ class Backend:
         self._keys = keys
         self._context = zmq.asyncio.Context()
         self._connections: list[EngineConnection] = []
+        self._router = Router(routing_policy)
         self._loop_timer = LoopTimer()
         self._supervisor = supervisor_watcher(supervisor, "gateway")
         self._heartbeats = HeartbeatSender(self._loop_timer, self._supervisor)
@@ -101,9 +106,12 @@ class Backend:
 
     @property
     def welcome(self) -> Welcome | None:
-        """Return the `Welcome` of the first connected engine. If none is connected, return the last one returned."""
+        """Return the `Welcome` of the connected engine with the longest context, the first of several.
+
+        If none is connected, return the last one returned.
+        """
         connected = (engine.welcome for engine in self._connections if engine.welcome)
-        self._last_welcome = next(connected, self._last_welcome)
+        self._last_welcome = max(connected, key=lambda welcome: welcome.max_model_len, default=self._last_welcome)
         return self._last_welcome
 
     def ready(self, count: int = 1) -> bool:
@@ -145,7 +153,7 @@ class Backend:
             request_id=request_id,
             on_unplaced=self._wait_for_engine,
         )
-        if (engine := self._choose()) is not None:
+        if (engine := self._choose(request)) is not None:
             self._place(request, engine)
         elif len(self._waiting) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} requests wait for an engine already", 1.0)
@@ -157,6 +165,8 @@ class Backend:
             self._waiting.pop(request, None)
             self._fingerprints.pop(request, None)
             for connection in self._connections:
+                if request.attempts_at(connection):
+                    self._router.note(connection, request.prompt, request.outputs)
                 connection.release(request)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -223,20 +233,20 @@ class Backend:
             asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _take_status(self, connection: EngineConnection) -> None:
-        """Place what waits if the engine is ready. If it drains and another one is ready, that one goes on."""
+        """Place what waits if the engine is ready. If it drains, other engines go on with what they are ready for."""
         if connection.ready:
             self._place_waiting()
-        elif connection.status and connection.status.draining and self._choose(ready=True) is not None:
-            connection.hand_over()
+        elif connection.status and connection.status.draining:
+            connection.hand_over(lambda request: bool(self._candidates(request, ready=True)))
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""
-        if self._choose(ready=True) is None:
+        if not self.ready():
             return
         for request in sorted(self._waiting, key=lambda request: request.arrival):
-            engine = self._choose(ready=True)
+            engine = self._choose(request, ready=True)
             if engine is None:
-                return
+                continue
             del self._waiting[request]
             if not request.done and request.unplaced:
                 self._place(request, engine)
@@ -273,10 +283,23 @@ class Backend:
     def _short_of_cpu(self, now: float) -> bool:
         return self._heartbeats.short_of_cpu(now)
 
-    def _choose(self, *, ready: bool = False) -> EngineConnection | None:
-        """Return the least loaded engine of those that compute steps, or else, unless it must be `ready`, of those
-        that queue requests; None if there is none.
+    def _choose(self, request: EngineRequest, *, ready: bool = False) -> EngineConnection | None:
+        """Return the engine for a request, or None if it has to wait for one."""
+        candidates = self._candidates(request, ready=ready)
+        return self._router.choose(candidates, request.prompt, request.sampling) if candidates else None
+
+    def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
+        """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.
+
+        The request fits their context. If it fits none, a new request goes to the longest one, whose engine refuses it,
+        and one that was accepted before waits. A request that was at an engine before goes to one that computes the
+        same tokens, if such a one computes steps.
         """
-        accepting = [engine for engine in self._connections if engine.welcome is not None and not engine.draining]
-        candidates = [engine for engine in accepting if engine.ready] or ([] if ready else accepting)
-        return min(candidates, key=lambda engine: engine.load, default=None)
+        accepting = {engine: engine.welcome for engine in self._connections if engine.welcome and not engine.draining}
+        longest = max((welcome.max_model_len for welcome in accepting.values()), default=0)
+        length = request.max_length if request.accepted else min(request.max_length, longest)
+        candidates = [engine for engine, welcome in accepting.items() if length <= welcome.max_model_len]
+        computing = [engine for engine in candidates if engine.ready]
+        fingerprint = self._fingerprints.get(request)
+        same = [engine for engine in computing if accepting[engine].model.fingerprint == fingerprint]
+        return same or computing or ([] if ready else candidates)

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from services.gateway.routing import RoutingPolicy
 from shared.config import Insecure, LogFormat, LogLevel, ModelConfig, ZmqKeys
 from shared.params import MAX_LOGPROBS
 
@@ -35,6 +36,13 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
             "it ends with an error.",
         ),
     ] = 60.0
+    routing_policy: Annotated[
+        RoutingPolicy,
+        Meta(
+            description="How an engine is chosen for a request. cache_aware: by the part of its prompt that is cached "
+            "there and by load; least_loaded: by the number of its requests; round_robin: in turn."
+        ),
+    ] = "cache_aware"
     zmq_keys: ZmqKeys = ""
     insecure: Insecure = False
     host: Annotated[str, Meta(description="Address to listen on.")] = "0.0.0.0"

@@ -93,7 +93,7 @@ class EngineConnection:
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
         self._status_time = 0.0  # when `status` came; 0: it no longer holds
-        self._num_submitted = 0  # samples submitted since then
+        self._num_added = 0  # samples submitted since then, less those of requests that have ended since then
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
         self._socket: zmq.asyncio.Socket | None = None
@@ -118,9 +118,9 @@ class EngineConnection:
 
     @property
     def load(self) -> int:
-        """Return the number of sequences at the engine: those in its last status, and those submitted since."""
+        """Return the number of sequences at the engine: by its last status, and what this gateway has changed since."""
         snapshot = self.status.snapshot if self.status else None
-        return self._num_submitted + (snapshot.running + snapshot.waiting if snapshot else 0)
+        return max(self._num_added + (snapshot.running + snapshot.waiting if snapshot else 0), 0)
 
     @property
     def name(self) -> str:
@@ -130,21 +130,23 @@ class EngineConnection:
         """Submit the samples of a request that are at no engine."""
         for submit in request.place(self, self._ids):
             self._requests[submit.id] = request
-            self._num_submitted += submit.n
+            self._num_added += submit.n
             self._send(submit)
 
     def release(self, request: EngineRequest) -> None:
         """Forget a request, and abort at the engine what is unfinished."""
         for attempt in request.attempts_at(self):
-            if self._requests.pop(attempt.id, None) is not None and attempt.samples:
-                self.abort(attempt.id)
+            if self._requests.pop(attempt.id, None) is not None:
+                self._num_added -= attempt.size
+                if attempt.samples:
+                    self.abort(attempt.id)
 
-    def hand_over(self) -> None:
-        """Give up all requests at this engine, so that they go on at another one."""
-        for request in self._take_requests():
-            for attempt in request.attempts_at(self):
-                self.abort(attempt.id)
-            request.lose(self, "it drains")
+    def hand_over(self, may_move: Callable[[EngineRequest], bool]) -> None:
+        """Give up the requests at this engine that may move, so that they go on at another one."""
+        for request in list(dict.fromkeys(self._requests.values())):
+            if may_move(request):
+                self.release(request)
+                request.lose(self, "it drains")
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Send an `Abort`."""
@@ -267,7 +269,7 @@ class EngineConnection:
             case Refused():
                 self._handle_refusal(message)
             case Status():
-                self.status, self._status_time, self._num_submitted = message, now, 0
+                self.status, self._status_time, self._num_added = message, now, 0
                 self._liveness.note_heartbeat(message.process, now)
                 self._on_status(self)
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):

@@ -36,6 +36,7 @@ class Attempt(Struct, eq=False):
     id: int  # at the engine
     engine: Engine
     samples: set[int]
+    size: int  # the number of samples at first
 
 
 class Interruption(Struct):
@@ -53,8 +54,8 @@ class Interruption(Struct):
 class _Sample:
     """An unfinished sample: what has come of it, so that it can be submitted again."""
 
-    def __init__(self) -> None:
-        self.output = array("i")
+    def __init__(self, output: "array[int]") -> None:
+        self.output = output
         self.cached_tokens = -1  # of its first row
         self.scheduling: SchedulingInfo | None = None  # by all engines
         self.suspicion = Suspicion()  # as the last engine that reported one left it
@@ -115,10 +116,11 @@ class EngineRequest:
         self.recoveries: list[Interruption] = []  # those that have ended; the reader takes them out
         self._clock = clock
         self._began = clock()
+        self.outputs = [array("i") for _ in range(n)]  # so far, of each sample
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
         self._on_unplaced = on_unplaced
-        self._samples = {sample: _Sample() for sample in range(n)}  # the unfinished ones
+        self._samples = {sample: _Sample(output) for sample, output in enumerate(self.outputs)}  # the unfinished ones
         self._attempts: list[Attempt] = []
         self._num_prompt_logprobs = 0  # given to the reader
         self._skip_prompt_logprobs = 0  # that the present attempt will send again
@@ -130,6 +132,19 @@ class EngineRequest:
     def __repr__(self) -> str:
         outputs = {index: len(sample.output) for index, sample in self._samples.items()}
         return f"<EngineRequest at {self.engine or 'no engine'}, tokens of running samples: {outputs}>"
+
+    @property
+    def prompt(self) -> "array[int]":
+        return self._tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        return self._sampling
+
+    @property
+    def max_length(self) -> int:
+        """Return the number of tokens that a sample may have in the end, by which an engine judges if it fits."""
+        return len(self._tokens) + self._sampling.max_tokens
 
     @property
     def done(self) -> bool:
@@ -260,7 +275,7 @@ class EngineRequest:
             self._wake()
 
     def _submit(self, samples: list[int], engine: Engine, id: int) -> Submit:
-        self._attempts.append(Attempt(id, engine, set(samples)))
+        self._attempts.append(Attempt(id, engine, set(samples), len(samples)))
         first = samples[0]
         scored = first == 0 and self._num_prompt_logprobs < len(self._tokens) - 1
         return Submit(

@@ -23,14 +23,19 @@ def run(seed: int) -> Counter[str]:
     rng, network, clock = Random(seed), Network(), Clock()
     limits = replace(random_limits(rng), max_queued_requests=rng.choice([1, 4, 1000, 1000]))
     addresses = [f"tcp://engine:{port}" for port in range(1, 1 + rng.choice([1, 2, 3]))]
+    shorter = replace(limits, max_model_len=limits.max_model_len - rng.choice([0, 0, limits.max_model_len // 2]))
+    engines = {address: rng.choice([limits, shorter]) for address in addresses[1:]} | {addresses[0]: limits}
     with simulated(network, clock):
-        return asyncio.run(_run(rng, network, clock, limits, addresses))
+        return asyncio.run(_run(rng, network, clock, engines))
 
 
-async def _run(rng: Random, network: Network, clock: Clock, limits: Limits, addresses: list[str]) -> Counter[str]:
+async def _run(rng: Random, network: Network, clock: Clock, engines: dict[str, Limits]) -> Counter[str]:
+    """`engines` are the limits of each engine, by address. Some may have a shorter context than others."""
     poison: dict[int, int] = {}
-    schedulers = [SimulatedScheduler(address, limits, network, clock, rng, poison) for address in addresses]
-    async with Backend(addresses) as backend, asyncio.TaskGroup() as clients:
+    schedulers = [
+        SimulatedScheduler(address, limits, network, clock, rng, poison) for address, limits in engines.items()
+    ]
+    async with Backend(list(engines)) as backend, asyncio.TaskGroup() as clients:
         script = _Script(rng, clock, schedulers, backend, clients)
         for _ in range(rng.randint(20, 200)):
             script.move()
@@ -114,7 +119,13 @@ class _Script:
             guilty = client.seed in self.poison
             assert not failed or guilty or self.seen["worker died"] > 1, "an innocent request was condemned"
             self.seen["poison found"] += bool(failed) and guilty
-            allowed = {"served", "refused", *["left"] * self.clients_leave, *["given up"] * self.seen["away for long"]}
+            allowed = {
+                "served",
+                "refused",
+                "too long",
+                *["left"] * self.clients_leave,
+                *["given up"] * self.seen["away for long"],
+            }
             assert client.outcome in allowed
         for scheduler in self.schedulers:
             scheduler.check_finished()
@@ -231,7 +242,7 @@ class _Script:
             client.suspicions[row.sample] = row.scheduling.suspicion
 
     def _submit(self) -> None:
-        rng, longest = self.rng, self.schedulers[0].limits.max_model_len
+        rng, longest = self.rng, max(scheduler.limits.max_model_len for scheduler in self.schedulers)
         prompt = rng.choice(self.prefixes)[: rng.choice([4, 8, 12, 24])]
         prompt = (prompt + self._tokens(rng.choice([0, 0, 1, 3, 8])))[:longest]
         max_tokens = min(rng.choice([0, 1, 2, 5, 9, 20]), longest - len(prompt))

@@ -27,7 +27,7 @@ from services.scheduler import gateways
 from services.scheduler.core import Limits
 from services.scheduler.core.sequence import Sequence
 from services.scheduler.gateways import Gateways
-from shared.errors import EngineFailure, Overloaded, Unavailable
+from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.protocol import (
     VERSION,
     Accepted,
@@ -151,6 +151,7 @@ class SimulatedScheduler:
         self.poison = poison  # as in `SimulatedEngine`
         self.engine: SimulatedEngine | None = None  # made when the first worker comes
         self.up = self.draining = False
+        self.boots = 0
         self.deaths: Counter[str] = Counter()  # what the sequences were doing that a death has hit
         self.high_water = rng.choice([1, 3, 1000])
         self._network, self._clock, self._rng = network, clock, rng
@@ -169,6 +170,7 @@ class SimulatedScheduler:
     def boot(self) -> None:
         """Start a process that knows nothing."""
         self.up = True
+        self.boots += 1
         self.listener = SimulatedListener(self._rng, self.high_water)
         listener: Any = self.listener
         self.gateways = Gateways(listener, lambda now: False)
@@ -185,7 +187,7 @@ class SimulatedScheduler:
             self.engine.begin_epoch()
         model = ModelInfo("model", "", "", 0, 0, "same")
         self.gateways.welcome(
-            Welcome(VERSION, self.address, "", model, self.limits.max_model_len, self.limits.max_num_seqs)
+            Welcome(VERSION, self.address, str(self.boots), model, self.limits.max_model_len, self.limits.max_num_seqs)
         )
         self.tick()
 
@@ -326,6 +328,9 @@ class GatewayClient:
         except Overloaded:
             assert not self.promised, "a request that was accepted is not refused for load"
             self.outcome = "refused"
+        except InvalidRequest:
+            assert not self.promised, "a request that was accepted fits"
+            self.outcome = "too long"
         except (EngineFailure, Unavailable) as error:
             self.outcome = "given up" if "ready for 60 s" in str(error) else f"failed: {error}"
         else:

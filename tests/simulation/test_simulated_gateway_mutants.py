@@ -117,11 +117,17 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "requests that wait are forgotten": [
         (
             f"{BACKEND}._place_waiting",
-            "if self._choose(ready=True) is None:",
-            "if self._choose(ready=True) is None and not self._waiting.clear():",
+            "if not self.ready():",
+            "if not self.ready() and not self._waiting.clear():",
         ),
     ],
     "nobody hears that an engine is ready": [(f"{CONNECTION}._handle", "self._on_status(self)", "pass")],
+    "an accepted request goes where it does not fit": [
+        (f"{BACKEND}._candidates", "request.max_length if request.accepted else ", ""),
+    ],
+    "a request goes where it does not fit": [
+        (f"{BACKEND}._candidates", "length <= welcome.max_model_len", "True"),
+    ],
     "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],
 }
 

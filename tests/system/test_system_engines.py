@@ -8,10 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import Counter
 
 from services.gateway import backend as backend_module
 from services.gateway.backend import Backend
+from shared.errors import InvalidRequest
 from shared.protocol import Snapshot
 from tests.scripted_worker import CHAIN, Script
 from tests.scripted_worker import expected_chain as expected
@@ -120,3 +122,54 @@ async def test_an_engine_that_leaves_and_dies_gives_its_requests_to_another(
                 first.scheduler.signal(signal.SIGKILL)
             assert count(backend.losses.resumed) == 8
             assert list(snapshots(backend)) == ["b"]
+
+
+async def test_a_chat_stays_where_its_beginning_is_cached() -> None:
+    """Chats of several turns are spread over the engines, and each turn finds all full blocks of the one before."""
+    chats, expected_hits = [[CHAIN, *range(10 + at, 50 + at)] for at in range(3)], 0
+    async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
+        await until(lambda: backend.ready(2))
+        for turn in range(3):
+            for chat in chats:
+                expected_hits += (len(chat) - 3) // 16 * 16 if turn else 0  # without the question and the last token
+                chat += (await complete(backend, chat, 9)).tokens
+                chat += [7, 8]
+        await until(lambda: sum(one.prefix_hits for one in snapshots(backend).values()) == expected_hits)
+        await until(lambda: sorted(one.accepted for one in snapshots(backend).values()) == [3, 6])
+
+
+async def test_a_request_goes_where_it_fits() -> None:
+    """It waits for that engine when it has died, although another one is ready, which would refuse it."""
+    async with (
+        engine(SLOW, "--engine=a", "--max-model-len=64") as short,
+        engine(SLOW, "--engine=b") as long,
+        Backend([short.address, long.address]) as backend,
+    ):
+        await until(lambda: backend.ready(2))
+        assert backend.welcome is not None
+        assert backend.welcome.max_model_len == SLOW.max_positions
+        prompt = [CHAIN] * (65 - TOKENS)
+        running = asyncio.create_task(complete(backend, prompt, TOKENS))
+        await until(lambda: snapshots(backend)["b"].generation_tokens > 3)
+        long.scheduler.signal(signal.SIGKILL)
+        assert (await running).tokens == expected(prompt, TOKENS)
+        assert count(backend, 0) == 1
+        with pytest.raises(InvalidRequest, match="more than the 2048 of the context"):
+            await complete(backend, prompt, SLOW.max_positions)
+
+
+async def test_requests_go_on_where_the_tokens_are_the_same() -> None:
+    """The engine that may compute other tokens gets none of those that were lost, although it is as little loaded."""
+    async with (
+        engine(SLOW, "--engine=a") as first,
+        engine(replace(SLOW, fingerprint="other"), "--engine=b") as other,
+        engine(SLOW, "--engine=c") as third,
+        Backend([first.address, other.address, third.address]) as backend,
+    ):
+        await until(lambda: backend.ready(3))
+        first.scheduler.restart = False
+        async with streams(backend, 12):
+            first.scheduler.signal(signal.SIGKILL)
+            await until(lambda: count(backend, 0) == 4)
+        assert count(backend, 1) == 0
+        assert snapshots(backend)["b"].accepted == 4
