@@ -19,6 +19,7 @@ from msgspec import Struct
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.gateway.fakes import events, texts
 from tests.scripted_worker import CHAIN, Reply, Script, expected_chain
 from tests.text.vocabulary import make_tokenizer
 from tests.waiting import PATIENCE
@@ -152,6 +153,13 @@ async def ask(at: Listening, path: str, **body: Any) -> Answer:
 
 async def complete(at: Listening, prompt: Any, max_tokens: int, **fields: Any) -> Answer:
     return await ask(at, "/v1/completions", prompt=prompt, max_tokens=max_tokens, **fields)
+
+
+def text_of(answer: Answer) -> str:
+    """Return the text of a completion, whether it was streamed or not."""
+    if answer.text.startswith("{"):
+        return str(answer.json["choices"][0]["text"])
+    return texts(events(answer.text))[0]
 
 
 @asynccontextmanager
