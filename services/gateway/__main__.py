@@ -86,10 +86,13 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
     await runner.setup()
     try:
         with admin_port(config.admin_port, _remote_drain(lifecycle)):
-            await _listen(runner, config)
+            site = await _listen(runner, config)
             if config.probe_uds is not None:
                 await _listen_on_path(runner, "--probe-uds", config.probe_uds)
             async with backend:
+                await lifecycle.wait_draining()
+                if config.reuse_port:
+                    await site.stop()  # new connections go to the other gateways of the port
                 await stop.wait()
                 await _finish(lifecycle)
     finally:
@@ -112,7 +115,7 @@ def _remote_drain(lifecycle: Lifecycle) -> Drain:
 
 def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bool) -> None:
     def on_signal() -> None:
-        if lifecycle.draining:
+        if stop.is_set():
             lifecycle.abort()
         lifecycle.drain()
         stop.set()
@@ -122,11 +125,11 @@ def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bo
         asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
 
 
-async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
+async def _listen(runner: web.AppRunner, config: GatewayConfig) -> web.BaseSite:
     if config.uds is not None:
-        await _listen_on_path(runner, "--uds", config.uds)
+        unix_site = await _listen_on_path(runner, "--uds", config.uds)
         logger.info("listening on unix:%s", config.uds)
-        return
+        return unix_site
     site = web.TCPSite(runner, config.host, config.port, reuse_port=config.reuse_port or None)
     try:
         await site.start()
@@ -135,13 +138,16 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
         raise ConfigError(f"port {config.port} of {config.host} {reason}") from error
     for address in runner.addresses:
         logger.info("listening on http://%s:%d", *address[:2])
+    return site
 
 
-async def _listen_on_path(runner: web.AppRunner, flag: str, path: str) -> None:
+async def _listen_on_path(runner: web.AppRunner, flag: str, path: str) -> web.BaseSite:
+    site = web.UnixSite(runner, path)
     try:
-        await web.UnixSite(runner, path).start()
+        await site.start()
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be listened on: {error.strerror or error}") from error
+    return site
 
 
 if __name__ == "__main__":

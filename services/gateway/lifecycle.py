@@ -25,14 +25,19 @@ class Lifecycle:
     """
 
     def __init__(self, shutdown_delay: float = 0.0, drain_timeout: float = 30.0) -> None:
-        self.draining = False
         self.drain_seconds = shutdown_delay + drain_timeout  # of a whole drain
         self._shutdown_delay = shutdown_delay
         self._drain_began = 0.0
+        self._draining = asyncio.Event()
         self._closed = False  # to new requests
         self._aborted = False
         self._tasks: set[asyncio.Task[object]] = set()
         self._drained = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        """Return whether a drain has begun."""
+        return self._draining.is_set()
 
     @property
     def num_running(self) -> int:
@@ -72,7 +77,7 @@ class Lifecycle:
         """Fail health checks from now on, and refuse new requests after the delay. Idempotent."""
         if self.draining:
             return
-        self.draining = True
+        self._draining.set()
         self._drain_began = time.monotonic()
         logger.info("draining: %d requests are running", self.num_running)
         if self._shutdown_delay:
@@ -82,12 +87,16 @@ class Lifecycle:
 
     def abort(self) -> None:
         """Refuse new requests, and end the running ones. Idempotent."""
-        self.draining = True
+        self._draining.set()
         self._close()
         if not self._aborted:
             self._aborted = True
             for task in self._tasks:
                 task.cancel()
+
+    async def wait_draining(self) -> None:
+        """Wait until a drain has begun."""
+        await self._draining.wait()
 
     async def wait_drained(self, seconds: float) -> bool:
         """Wait until new requests are refused and none is running, for at most `seconds`. Return whether that is so."""
