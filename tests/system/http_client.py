@@ -9,6 +9,8 @@ import asyncio
 import json
 import socket
 import struct
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -153,6 +155,21 @@ async def ask(at: Listening, path: str, **body: Any) -> Answer:
 
 async def complete(at: Listening, prompt: Any, max_tokens: int, **fields: Any) -> Answer:
     return await ask(at, "/v1/completions", prompt=prompt, max_tokens=max_tokens, **fields)
+
+
+async def post_drain(port: int) -> int:
+    """Return the status of POST /drain at an admin port, which is the answer's once the service has drained."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/drain", method="POST")
+
+    def post() -> int:
+        try:
+            with urllib.request.urlopen(request, timeout=2 * PATIENCE) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    return await asyncio.to_thread(post)
 
 
 def text_of(answer: Answer) -> str:

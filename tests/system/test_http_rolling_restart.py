@@ -6,8 +6,6 @@ Clients choose among gateways as a load balancer does: by /health?engines=0, and
 import asyncio
 import itertools
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -16,7 +14,7 @@ import pytest
 from quire.supervisor import is_healthy
 from tests.ports import free_ports
 from tests.scripted_worker import CHAIN
-from tests.system.http_client import chained, complete, talk, text_of
+from tests.system.http_client import chained, complete, post_drain, talk, text_of
 from tests.system.processes import Child, Engine, Gateway, engine, gateways
 from tests.waiting import until
 
@@ -61,20 +59,6 @@ class Site:
             await until(lambda front=front: front.healthy(len(self.engines)))
         answered = self.num_answered
         await until(lambda: self.num_answered > answered + CLIENTS)
-
-    async def drain(self, number: int) -> int:
-        """Return the status of POST /drain at an engine's admin port."""
-        url = f"http://127.0.0.1:{self.admin_ports[number]}/drain"
-
-        def post() -> int:
-            try:
-                with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60) as response:
-                    return int(response.status)
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code
-
-        return await asyncio.to_thread(post)
 
     async def _check_health(self) -> None:
         while True:
@@ -128,7 +112,7 @@ async def restart_schedulers(site: Site) -> None:
 async def drain_and_restart_engines(site: Site) -> None:
     """Scheduler and worker end once the engine has drained."""
     for number, one in enumerate(site.engines):
-        assert await site.drain(number) == 200
+        assert await post_drain(site.admin_ports[number]) == 200
         assert one.scheduler.running
         one.worker.signal(signal.SIGTERM)
         one.scheduler.signal(signal.SIGTERM)
@@ -150,6 +134,19 @@ async def replace_workers(site: Site) -> None:
             await standby.stop()
         await site.recovered()
         assert "Traceback" not in one.scheduler.log + one.worker.log
+
+
+async def test_gateways_of_one_port_are_restarted_and_no_request_fails() -> None:
+    """One that drains leaves the port to the other at once, so clients need not look at its health."""
+    (port,) = free_ports(1)
+    async with (
+        engine(talk(delay=0.01)) as behind,
+        gateways(2, [behind], "--reuse-port", f"--port={port}", "--drain-timeout=30") as fronts,
+    ):
+        server = Site(fronts, [behind], [])
+        async with server.load():
+            await server.recovered()
+            await restart_gateways(server)
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
