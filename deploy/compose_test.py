@@ -1,8 +1,9 @@
 """`make compose-test`: tests docker-compose.yml on a real container engine.
 
-It builds the images, starts three gateways, streams through the balancer, kills the worker and then the scheduler with
-`kill -9` while streams run, and expects every stream to end as if nothing had happened. In any case it removes
-containers, networks and volumes. It needs docker with its compose plugin, or podman with podman-compose.
+It builds the images, starts three gateways, streams through the balancer, and while streams run kills the worker and
+the scheduler with `kill -9`, then one of two engines, and restarts every part in turn. It expects every stream to end
+as if nothing had happened. In any case it removes containers, networks and volumes. It needs docker with its compose
+plugin, or podman with podman-compose.
 
 Exit status 0: passed. 1: failed, and the containers' logs say more. 75: there is no container engine.
 """
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,10 @@ STREAMS = 20
 TOKENS = 128
 PROMPTS = ("What is a lighthouse?", "Tell me of the sea.", "Count to fifty.", "Why do ships float?")
 SERVICES = ("balancer", "gateway", "scheduler", "worker")
+ENGINES = (("scheduler", "worker"), ("scheduler-2", "worker-2"))
+ADMIN_PORT = 9101
 
-BUILDING, STARTING, STREAMING = 600.0, 120.0, 240.0  # timeouts in seconds, reached only by failures
+BUILDING, STARTING, STREAMING = 1800.0, 240.0, 400.0  # timeouts in seconds, reached only by failures
 NO_ENGINE = 75
 
 STRANGER = """
@@ -75,6 +78,18 @@ class Project:
         filters = [f"--filter=label=com.docker.compose.{key}={value}" for key, value in labels.items()]
         return self.run_engine("ps", "--all", "--quiet", *filters).split()
 
+    def container(self, service: str) -> str:
+        """Return the id of a service's only container."""
+        (container,) = self.containers(service)
+        return container
+
+    def succeeds(self, container: str, *argv: str) -> bool:
+        """Return whether deploy/probe.py, in the container and with these arguments, ends well."""
+        with suppress(Failure):
+            self.run_engine("exec", container, "python", "/opt/probe.py", *argv)
+            return True
+        return False
+
     def state(self, container: str) -> dict[str, object]:
         """Return the state of a container: Pid, Status, ..."""
         state: dict[str, object] = json.loads(self.run_engine("inspect", "--format", "{{json .State}}", container))
@@ -108,11 +123,13 @@ def main() -> int:
             test(project)
         except BaseException:
             with suppress(Failure):
-                print(project.compose("logs", "--tail", "60", seconds=60))
+                print(project.compose("--profile", "two-engines", "logs", "--tail", "60", seconds=60))
             raise
         finally:
             with step("all is taken down"):
-                project.compose("down", "--volumes", "--remove-orphans", "--timeout", "5", seconds=120)
+                project.compose(
+                    "--profile", "two-engines", "down", "--volumes", "--remove-orphans", "--timeout", "5", seconds=120
+                )
     except (Failure, TimeoutError) as failure:
         print(f"compose-test: FAILED: {str(failure) or f'the streams have not ended in {STREAMING:.0f} s'}")
         return 1
@@ -132,56 +149,78 @@ def test(project: Project) -> None:
             expect(len(containers) == (GATEWAYS if service == "gateway" else 1), f"{service} runs as {containers}")
             until(partial(project.healthy, containers), f"{service} is not healthy")
     with step(f"{len(PROMPTS)} prompts are streamed undisturbed"):
-        expected = dict(zip(PROMPTS, asyncio.run(Streams(project.port, PROMPTS).run()), strict=True))
+        expected = dict(asyncio.run(Streams(project.port, PROMPTS).run()))
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(STREAMS)]
     for victim in ("worker", "scheduler"):
         with step(f"{STREAMS} streams of {TOKENS} tokens end well, the {victim} killed in their midst"):
-            texts = asyncio.run(Streams(project.port, prompts).run(partial(kill, project, victim)))
-            changed = sum(text != expected[prompt] for prompt, text in zip(prompts, texts, strict=True))
-            expect(not changed, f"{changed} of {STREAMS} streams have other text than undisturbed ones")
+            check(asyncio.run(Streams(project.port, prompts).run(partial(kill, project, victim))), expected)
             until(lambda: answers(f"http://127.0.0.1:{project.port}/health"), "no gateway is ready")
+    with step("requests that come while no engine is ready wait for one"):
+        wait_for_engine(project, expected)
     with step("a connection without keys is refused, and a gateway has no keys but its own"):
         refuse(project)
     with step("a client that leaves before its answer begins takes its request with it"):
         leave(project)
     served = [requests_served(project, container) for container in project.containers("gateway")]
     with step(f"each gateway served some: {served}"):
-        expect(all(served) and sum(served) == 2 * STREAMS + len(PROMPTS), f"the gateways served {served}")
+        expect(all(served) and sum(served) == 2 * STREAMS + 2 * len(PROMPTS), f"the gateways served {served}")
+    with step("a second engine is started, and every gateway reaches both"):
+        up = ["up", "--detach", "--no-build", "--no-recreate", "--scale", f"gateway={GATEWAYS}"]
+        project.compose("--profile", "two-engines", *up, seconds=STARTING)
+        reach_engines(project, 2)
+    with step(f"{STREAMS} streams end well, one of two engines killed in their midst"):
+        check(asyncio.run(Streams(project.port, prompts).run(partial(kill, project, *ENGINES[1]))), expected)
+        reach_engines(project, 2)
+    with step("engines and gateways are restarted one after the other under streams, which all end well"):
+        streamed = asyncio.run(Streams(project.port, PROMPTS, repeat=True).run(partial(restart_all, project)))
+        check(streamed, expected)
+    print(f"           ({len(streamed)} streams)")
 
 
 class Streams:
-    """Chat completions that are streamed through the balancer at the same time."""
+    """Chat completions that are streamed through the balancer at the same time, one for each of `prompts`.
 
-    def __init__(self, port: int, prompts: Sequence[str]) -> None:
+    With `repeat`, each is followed by another one until the disturbance is over.
+    """
+
+    def __init__(self, port: int, prompts: Sequence[str], *, repeat: bool = False) -> None:
         # no retries: a stream that breaks is what this test looks for
         self._client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         self._prompts = prompts
         self._waiting = len(prompts)  # number of streams without any text yet
         self._begun = asyncio.Event()
+        self._repeat = repeat
 
-    async def run(self, disturb: Callable[[], None] | None = None) -> list[str]:
-        """Return the texts. Call `disturb` once every stream has begun. Raise `Failure` if a stream fails."""
+    async def run(self, disturb: Callable[[], None] | None = None) -> list[tuple[str, str]]:
+        """Return prompts and texts. Call `disturb` once every stream has begun. Raise `Failure` if one fails."""
         async with asyncio.timeout(STREAMING), self._client:
-            streams = [asyncio.create_task(self._stream(prompt)) for prompt in self._prompts]
+            streams = [asyncio.create_task(self._streams(prompt)) for prompt in self._prompts]
             begun = asyncio.create_task(self._begun.wait())
             try:
                 await asyncio.wait([begun, *streams], return_when=asyncio.FIRST_COMPLETED)
                 if disturb is not None and begun.done():
                     await asyncio.to_thread(disturb)
+                self._repeat = False
                 results = await asyncio.gather(*streams, return_exceptions=True)
             finally:  # a failure elsewhere leaves them running
                 for task in (begun, *streams):
                     task.cancel()
                 await asyncio.gather(begun, *streams, return_exceptions=True)
         if failures := [each for each in results if isinstance(each, BaseException)]:
-            raise Failure(f"{len(failures)} of {len(results)} streams failed, the first with {failures[0]!r}")
+            raise Failure(f"{len(failures)} of {len(results)} clients' streams failed, the first with {failures[0]!r}")
         expect(self._begun.is_set(), "a stream had ended before all had begun")
-        return [text for text in results if isinstance(text, str)]
+        return [each for result in results if isinstance(result, list) for each in result]
 
     def _begin(self) -> None:
         self._waiting -= 1
         if not self._waiting:
             self._begun.set()
+
+    async def _streams(self, prompt: str) -> list[tuple[str, str]]:
+        done = [(prompt, await self._stream(prompt))]
+        while self._repeat:
+            done.append((prompt, await self._stream(prompt)))
+        return done
 
     async def _stream(self, prompt: str) -> str:
         text, tokens, reason = "", 0, None
@@ -206,17 +245,62 @@ class Streams:
         return text
 
 
-def kill(project: Project, service: str) -> None:
-    """End a service's container as a crash would, and wait until it has come back."""
-    (container,) = project.containers(service)
-    pid = project.state(container)["Pid"]
-    expect(isinstance(pid, int) and pid > 1, f"the {service}'s process is {pid}")
-    try:
-        os.kill(int(str(pid)), signal.SIGKILL)  # the container's restart policy restarts it
-    except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
-        project.run_engine("kill", container)
-        project.run_engine("start", container)
-    until(lambda: project.state(container)["Pid"] not in (0, pid), f"the {service}'s container has not come back")
+def check(streamed: Sequence[tuple[str, str]], expected: Mapping[str, str]) -> None:
+    """Raise `Failure` unless every text is that of an undisturbed run."""
+    changed = sum(text != expected[prompt] for prompt, text in streamed)
+    expect(not changed, f"{changed} of {len(streamed)} streams have other text than undisturbed ones")
+
+
+def kill(project: Project, *services: str) -> None:
+    """End containers of services as a crash would, and wait until they have come back."""
+    victims = [project.container(service) for service in services]
+    pids = [project.state(victim)["Pid"] for victim in victims]
+    for service, victim, pid in zip(services, victims, pids, strict=True):
+        expect(isinstance(pid, int) and pid > 1, f"the {service}'s process is {pid}")
+        try:
+            os.kill(int(str(pid)), signal.SIGKILL)  # the container's restart policy restarts it
+        except (PermissionError, ProcessLookupError):  # not root, or the engine runs in a machine of its own
+            project.run_engine("kill", victim)
+            project.run_engine("start", victim)
+    for service, victim, pid in zip(services, victims, pids, strict=True):
+        came_back = partial(lambda victim, pid: project.state(victim)["Pid"] not in (0, pid), victim, pid)
+        until(came_back, f"the {service}'s container has not come back")
+
+
+def wait_for_engine(project: Project, expected: Mapping[str, str]) -> None:
+    """Stream while the only scheduler is away. The balancer must not refuse what a gateway would keep."""
+    scheduler = project.container("scheduler")
+    project.run_engine("stop", "--time", "5", scheduler)
+    until(lambda: not answers(f"http://127.0.0.1:{project.port}/health"), "gateways are ready without an engine")
+    time.sleep(3)  # the balancer has noticed, too
+
+    async def stream() -> list[tuple[str, str]]:
+        streams = asyncio.create_task(Streams(project.port, PROMPTS).run())
+        await asyncio.sleep(2)
+        await asyncio.to_thread(project.run_engine, "start", scheduler)
+        return await streams
+
+    check(asyncio.run(stream()), expected)
+
+
+def reach_engines(project: Project, count: int) -> None:
+    """Wait until every gateway reaches that many engines that are ready."""
+    url = f"http://127.0.0.1:{PORTS['gateway']}/health?engines={count}"
+    for gateway in project.containers("gateway"):
+        until(partial(project.succeeds, gateway, "http", url), f"a gateway does not reach {count} engines")
+
+
+def restart_all(project: Project) -> None:
+    """Restart each engine, once it has drained, and then each gateway."""
+    for scheduler, worker in ENGINES:
+        container = project.container(scheduler)
+        expect(project.succeeds(container, "drain", str(ADMIN_PORT)), f"{scheduler} has not drained")
+        for each in (project.container(worker), container):
+            project.run_engine("restart", "--time", "45", each)
+        reach_engines(project, 2)
+    for gateway in project.containers("gateway"):
+        project.run_engine("restart", "--time", "45", gateway)
+        reach_engines(project, 2)
 
 
 def leave(project: Project) -> None:
@@ -230,13 +314,13 @@ def leave(project: Project) -> None:
         pass
     else:
         raise Failure("a request of 4000 tokens was answered in 2 s")
-    (scheduler,) = project.containers("scheduler")
+    scheduler = project.container("scheduler")
     until(lambda: metric(project, "scheduler", scheduler, "vllm:num_requests_running") == 0, "it still runs", 10)
 
 
 def refuse(project: Project) -> None:
     """Connect to the scheduler without keys. It must not answer, and count the connection."""
-    gateway, (scheduler,) = project.containers("gateway")[0], project.containers("scheduler")
+    gateway, scheduler = project.containers("gateway")[0], project.container("scheduler")
     secrets = project.run_engine("exec", gateway, "find", "/keys", "-name", "*.key_secret").split()
     expect(secrets == ["/keys/gateway/gateway.key_secret"], f"a gateway's secrets are {secrets}")
     refused = partial(metric, project, "scheduler", scheduler, "quire:refused_connections_total", 'role="gateway"')

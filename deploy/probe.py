@@ -2,6 +2,9 @@
 
     probe.py http URL            the URL answers with status 200
     probe.py connected PORT      this container has a connection to that port of another container
+    probe.py drain PORT          the service of this container, at its --admin-port, drains and has drained
+
+The last is no check: it is for an orchestrator's hook before a container is stopped.
 
 A worker does not listen. It connects to its scheduler once its model is loaded, and keeps that connection. Whether it
 then works is for the scheduler to judge, which gets the result of every step.
@@ -28,16 +31,18 @@ def main(argv: Sequence[str]) -> int:
         case ["connected", port] if port.isdecimal():
             tables = [table.read_text() for table in TABLES if table.exists()]
             error = "" if connected(int(port), tables) else f"there is no connection to port {port}"
+        case ["drain", port] if port.isdecimal():
+            error = ask(urllib.request.Request(f"http://127.0.0.1:{port}/drain", method="POST"), timeout=None)
         case _:
-            error = "usage: probe.py http URL | connected PORT"
+            error = "usage: probe.py http URL | connected PORT | drain PORT"
     print(error or "well")  # the container engine keeps it with the container's health
     return 1 if error else 0
 
 
-def ask(url: str) -> str:
+def ask(url: str | urllib.request.Request, timeout: float | None = TIMEOUT) -> str:
     """Return what is wrong with the answer at `url`; empty if it is well."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(url, timeout=timeout) as response:
             return "" if response.status == 200 else f"status {response.status}"
     except urllib.error.HTTPError as error:
         with error:

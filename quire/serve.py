@@ -56,7 +56,7 @@ def serve(settings: Settings, began: float) -> int:
             announce=lambda: print(banner(services.gateways[0], tokenizer, time.monotonic() - began), flush=True),
             say=lambda line: print(line, file=sys.stderr, flush=True),
             ready_timeout=settings.serve.ready_timeout,
-            drain_timeout=settings.gateway.drain_timeout,
+            drain_timeout=settings.gateway.shutdown_delay + settings.gateway.drain_timeout,
             watch=Watch(heartbeats, silence_limits(settings)),
         )
         return asyncio.run(supervisor.run())

@@ -23,7 +23,7 @@ from shared.hub.progress import TERMINAL_VARIABLE, on_terminal
 
 INTERNAL = frozenset(
     {"engines", "gateways", "workers", "scheduler", "supervisor", "supervisor_address", "zmq_keys", "insecure"}
-    | {"probe_uds", "local_rank", "local_world_size"}
+    | {"probe_uds", "admin_port", "local_rank", "local_world_size"}
 )
 
 SECRET = frozenset({"api_key"})
@@ -86,13 +86,15 @@ def read(
 ) -> Settings:
     """Return the settings from flags, environment and the file that `--config` names. Raise `ConfigError`.
 
-    Settings of vLLM are translated. `note` is called with a line for each that is accepted without effect.
+    Settings of vLLM are translated. `note` is called with a line for each that is accepted without effect. Variables of
+    `INTERNAL` settings are for services that run without `quire serve`, and are ignored.
     """
     translated, notes = vllm.translate(flags)
     file, file_notes = _from_file(flags["config"]) if "config" in flags else vllm.Translation({}, [])
     for line in notes + file_notes:
         note(line)
-    set_variables = {name: value for name, value in environment.items() if value.strip()}
+    internal = {knob.variable for config in CONFIGS for knob in knobs(config) if knob.name in INTERNAL}
+    set_variables = {name: value for name, value in environment.items() if value.strip() and name not in internal}
     environment = {**vllm.own_variables(environment), **set_variables}
     return Settings(
         serve=resolve(ServeConfig, translated, environment, file),

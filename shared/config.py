@@ -50,6 +50,15 @@ Insecure = Annotated[
 ]
 """Knobs of every service; see `shared.curve`."""
 
+AdminPort = Annotated[
+    int, Meta(ge=0, le=65535, description="Port of 127.0.0.1 at which POST /drain has the service drain; 0: none.")
+]
+DrainTimeout = Annotated[
+    float,
+    Meta(ge=0, description="Seconds that running requests get to finish once a drain has begun, as SIGTERM begins it."),
+]
+"""Knobs of the services that have requests; see `shared.admin`."""
+
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """The knobs of every service that reads model files."""

@@ -1,7 +1,8 @@
 """`python -m services.gateway --engines ADDRESS`: runs one gateway process until SIGTERM or Ctrl-C.
 
-The first signal drains the gateway: new requests get 503, and running ones have `--drain-timeout` seconds to finish.
-The second signal ends those too, each with an error to its client. The exit status is 0 in both cases. A gateway that
+The first signal drains the gateway, unless a `POST /drain` at its admin port has begun that: `/health` is 503, after
+`--shutdown-delay` seconds new requests get 503 too, and running ones have `--drain-timeout` seconds to finish. The
+second signal ends those too, each with an error to its client. The exit status is 0 in both cases. A gateway that
 cannot start writes one line to stderr and exits with status 2.
 
 The process uses asyncio, because it serves thousands of connections that mostly wait, for clients or for engines. One
@@ -17,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import uvloop
 from aiohttp import web
@@ -31,6 +33,7 @@ from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
 from services.gateway.served_model import ServedModel
 from services.gateway.tracing import tracing
+from shared.admin import Drain, admin_port
 from shared.config import load
 from shared.curve import ConnectionKeys, load_connection_keys
 from shared.errors import ConfigError, QuireError
@@ -78,7 +81,7 @@ async def serve(
         keys=keys,
         protected=config.insecure or keys is not None,
     )
-    lifecycle, stop = Lifecycle(), asyncio.Event()
+    lifecycle, stop = Lifecycle(config.shutdown_delay, config.drain_timeout), asyncio.Event()
     _handle_signals(lifecycle, stop, supervised=config.supervisor > 0)
     metrics = Metrics(
         model.name,
@@ -94,22 +97,37 @@ async def serve(
     )
     await runner.setup()
     try:
-        await _listen(runner, config)
-        if config.probe_uds is not None:
-            await _listen_on_path(runner, "--probe-uds", config.probe_uds)
-        async with backend:
-            await stop.wait()
-            if not await lifecycle.wait_idle(config.drain_timeout):
-                logger.warning("%d requests were aborted after %.0f s", lifecycle.num_running, config.drain_timeout)
-                lifecycle.abort()
-                await lifecycle.wait_idle(SHUTDOWN_TIMEOUT)
+        with admin_port(config.admin_port, _remote_drain(lifecycle)):
+            site = await _listen(runner, config)
+            if config.probe_uds is not None:
+                await _listen_on_path(runner, "--probe-uds", config.probe_uds)
+            async with backend:
+                await lifecycle.wait_draining()
+                if config.reuse_port:
+                    await site.stop()  # new connections go to the other gateways of the port
+                await stop.wait()
+                await _finish(lifecycle)
     finally:
         await runner.cleanup()
 
 
+async def _finish(lifecycle: Lifecycle) -> None:
+    """Return when the running requests of a gateway that drains have ended, or were aborted because time is over."""
+    if not await lifecycle.wait_drained(lifecycle.seconds_left):
+        logger.warning("%d requests are aborted: the drain has taken its time", lifecycle.num_running)
+        lifecycle.abort()
+        await lifecycle.wait_drained(SHUTDOWN_TIMEOUT)
+
+
+def _remote_drain(lifecycle: Lifecycle) -> Drain:
+    """Return how threads of the admin port drain this gateway."""
+    begin = partial(asyncio.get_running_loop().call_soon_threadsafe, lifecycle.drain)
+    return Drain(begin, lambda: lifecycle.drain_state, lifecycle.drain_seconds)
+
+
 def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bool) -> None:
     def on_signal() -> None:
-        if lifecycle.draining:
+        if stop.is_set():
             lifecycle.abort()
         lifecycle.drain()
         stop.set()
@@ -119,11 +137,11 @@ def _handle_signals(lifecycle: Lifecycle, stop: asyncio.Event, *, supervised: bo
         asyncio.get_running_loop().add_signal_handler(signal_number, on_signal)
 
 
-async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
+async def _listen(runner: web.AppRunner, config: GatewayConfig) -> web.BaseSite:
     if config.uds is not None:
-        await _listen_on_path(runner, "--uds", config.uds)
+        unix_site = await _listen_on_path(runner, "--uds", config.uds)
         logger.info("listening on unix:%s", config.uds)
-        return
+        return unix_site
     site = web.TCPSite(runner, config.host, config.port, reuse_port=config.reuse_port or None)
     try:
         await site.start()
@@ -132,13 +150,16 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> None:
         raise ConfigError(f"port {config.port} of {config.host} {reason}") from error
     for address in runner.addresses:
         logger.info("listening on http://%s:%d", *address[:2])
+    return site
 
 
-async def _listen_on_path(runner: web.AppRunner, flag: str, path: str) -> None:
+async def _listen_on_path(runner: web.AppRunner, flag: str, path: str) -> web.BaseSite:
+    site = web.UnixSite(runner, path)
     try:
-        await web.UnixSite(runner, path).start()
+        await site.start()
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be listened on: {error.strerror or error}") from error
+    return site
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ async def retrieve_model(request: web.Request) -> web.Response:
 async def health(request: web.Request) -> web.Response:
     """Return an empty 200 if some engine can make progress; otherwise, or while draining, 503 with the reason.
 
-    With `?engines=N`, that many must.
+    With `?engines=N`, that many must. With `?engines=0`, it is 200 if this gateway takes requests: while no engine is
+    ready, they wait here.
     """
     count = request.query.get("engines", "1")
     if not count.isdecimal() or len(count) > MAX_DIGITS:

@@ -114,6 +114,12 @@ class Backend:
         self._last_welcome = max(connected, key=lambda welcome: welcome.max_model_len, default=self._last_welcome)
         return self._last_welcome
 
+    @property
+    def unusable(self) -> str:
+        """Return why none of the engines will ever get a request; empty if one may."""
+        reasons = [engine.unusable for engine in self._connections]
+        return reasons[0] if reasons and all(reasons) else ""
+
     def ready(self, count: int = 1) -> bool:
         """Return whether at least `count` engines can compute steps."""
         return sum(engine.ready for engine in self._connections) >= count
@@ -142,8 +148,8 @@ class Backend:
         All services log it under `request_id`.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
-        if self._unusable:
-            raise Unavailable(self._unusable)
+        if self.unusable:
+            raise Unavailable(self.unusable)
         request = EngineRequest(
             tokens,
             sampling,
@@ -255,7 +261,7 @@ class Backend:
         """Fail the requests that have waited too long, or wait in vain."""
         while True:
             await asyncio.sleep(WAIT_CHECK_INTERVAL)
-            now, unusable = time.monotonic(), self._unusable
+            now, unusable = time.monotonic(), self.unusable
             limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
             for request, since in list(self._waiting.items()):
                 if unusable:
@@ -267,12 +273,6 @@ class Backend:
                 else:
                     request.fail(Unavailable(f"no engine was ready {limit}"))
                 del self._waiting[request]
-
-    @property
-    def _unusable(self) -> str:
-        """Return why none of the engines will ever get a request; empty if one may."""
-        reasons = [engine.unusable for engine in self._connections]
-        return reasons[0] if reasons and all(reasons) else ""
 
     async def _mark_turns(self) -> None:
         """Mark the turns of the event loop, by which heartbeats show that it does not stand still."""

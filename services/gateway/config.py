@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from services.gateway.routing import RoutingPolicy
-from shared.config import Insecure, LogFormat, LogLevel, ModelConfig, ZmqKeys
+from shared.config import AdminPort, DrainTimeout, Insecure, LogFormat, LogLevel, ModelConfig, ZmqKeys
 from shared.params import MAX_LOGPROBS
 
 SHARED_METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -142,9 +142,16 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     keep_alive_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that an idle connection is kept open for its next request.")
     ] = 75.0
-    drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
-    ] = 30.0
+    shutdown_delay: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Seconds for which a gateway that drains still takes new requests, while /health is 503 "
+            "already, so that load balancers can notice.",
+        ),
+    ] = 0.0
+    drain_timeout: DrainTimeout = 30.0
+    admin_port: AdminPort = 0
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     supervisor: Annotated[

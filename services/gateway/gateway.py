@@ -25,12 +25,17 @@ class Gateway(Struct, frozen=True):
     lifecycle: Lifecycle
 
     def check_ready(self, num_engines: int = 1) -> None:
-        """Raise `Unavailable`, with the reason, unless requests can make progress at `num_engines` engines."""
+        """Raise `Unavailable`, with the reason, unless requests can make progress at `num_engines` engines.
+
+        With 0 engines, raise it unless this gateway accepts requests, which then may have to wait for an engine.
+        """
         if self.lifecycle.draining:
-            raise Unavailable("the server is draining: it ends once its running requests have ended")
+            raise Unavailable("the server is draining: it takes no new requests")
+        if self.backend.unusable:
+            raise Unavailable(self.backend.unusable)
         if self.backend.welcome is None:
             raise Unavailable("the server is starting: no engine has answered yet")
-        if not self.backend.ready():
+        if num_engines and not self.backend.ready():
             statuses = self.backend.statuses().values()
             draining = bool(statuses) and all(status.draining for status in statuses)
             raise Unavailable(

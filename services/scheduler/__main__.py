@@ -14,6 +14,7 @@ from services.scheduler.config import SchedulerConfig
 from services.scheduler.exporter import RefusalCollector, export
 from services.scheduler.recorder import prepare_folder
 from services.scheduler.service import Service
+from shared.admin import Drain, admin_port
 from shared.config import load
 from shared.curve import load_listener_keys
 from shared.errors import QuireError
@@ -55,7 +56,8 @@ def run(config: SchedulerConfig) -> None:
         for signal_number in signals:
             signal.signal(signal_number, lambda *_: service.stop())
         refusals = RefusalCollector(config.engine, {"gateway": gateways.monitor, "worker": workers.monitor})
-        with _export(config, service, refusals):
+        drain = Drain(service.drain, lambda: service.drain_state, config.drain_timeout)
+        with _export(config, service, refusals), admin_port(config.admin_port, drain):
             service.run()
 
 

@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 from services.scheduler.core import Limits, check_settings, fit_model_len
 from shared.config import (
     MAX_NUM_SEQS,
+    AdminPort,
+    DrainTimeout,
     Insecure,
     LogFormat,
     LogLevel,
@@ -80,9 +82,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             "predicted duration if that is more, and longer while it is seen to compute or to wait for a CPU.",
         ),
     ] = 2.0
-    drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
-    ] = 30.0
+    drain_timeout: DrainTimeout = 30.0
+    admin_port: AdminPort = 0
     metrics_port: Annotated[
         int, Meta(ge=0, le=65535, description="Port of the scheduler's own /metrics and /health; 0: none.")
     ] = 0

@@ -25,6 +25,7 @@ from services.scheduler.exporter import WorkerMetrics
 from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, Workers
+from shared.admin import DrainState
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
 from shared.liveness import STALL
@@ -63,8 +64,10 @@ class Service:
         for listener in (workers, gateways):
             self._poller.register(listener.socket, zmq.POLLIN)
             self._poller.register(listener.monitor.socket, zmq.POLLIN)
+        self._drain_requested = False
         self._stop_calls = 0
-        self._drain_deadline: float | None = None  # None until the loop has noticed `stop`
+        self._drain_deadline: float | None = None  # None until the loop has begun to drain
+        self._drained = False
         self._last_tick = self.last_turn
         self._last_flood_check = 0.0
         self._throughput = Throughput(self.last_turn)
@@ -75,9 +78,19 @@ class Service:
         """The folder or name of the model; empty before the first worker has registered."""
         return "" if self.engine is None else self.engine.model.name
 
+    @property
+    def drain_state(self) -> DrainState:
+        """Return how far the drain is. Another thread may ask."""
+        return DrainState(self._drain_requested, self._drained, len(self._unfinished))
+
+    def drain(self) -> None:
+        """Have `run` take no new requests. Another thread may call it."""
+        self._drain_requested = True
+
     def stop(self) -> None:
-        """Have `run` drain; the second time, have it abort the rest. A signal handler may call it."""
+        """Have `run` drain and return; the second time, have it abort the rest. A signal handler may call it."""
         self._stop_calls += 1
+        self.drain()
 
     def run(self) -> None:
         """Serve until stopped. Raise `ConfigError` if the first worker's memory is too small for the settings."""
@@ -190,7 +203,7 @@ class Service:
         rate = self._throughput.rate(snapshot.generation_tokens, now)
         self.snapshot = replace(snapshot, tokens_per_second=rate)
         ready = self._workers.progressing(now)
-        self._gateways.status(Status(ready, self._stop_calls > 0, self.snapshot, self._heartbeats.stats))
+        self._gateways.status(Status(ready, self._drain_requested, self.snapshot, self._heartbeats.stats))
 
     def _make_up_for_standstill(self, seconds: float) -> None:
         """Give peers more time if this loop stood still, since it could not read their messages."""
@@ -200,14 +213,14 @@ class Service:
             self._gateways.postpone(seconds)
 
     def _should_end(self, now: float) -> bool:
-        """Begin to drain once `stop` was called. Return whether that is done, out of time, or cut short."""
-        if not self._stop_calls:
+        """Drain if asked to. Return whether to end: after `stop`, once that is done, out of time or cut short."""
+        if not self._drain_requested:
             return False
         if self._drain_deadline is None:
             self._drain_deadline = now + self._config.drain_timeout
             self._begin_drain(now)
-        drained = not self._unfinished and self._gateways.flushed
-        return drained or self._stop_calls > 1 or now >= self._drain_deadline
+        self._drained = not self._unfinished and self._gateways.flushed
+        return self._stop_calls > 1 or (self._stop_calls > 0 and (self._drained or now >= self._drain_deadline))
 
     def _begin_drain(self, now: float) -> None:
         logger.info("draining: %d requests are unfinished", len(self._unfinished))
@@ -222,6 +235,5 @@ class Service:
             for id in list(self.engine.unfinished):
                 self._gateways.deliver(self.engine.abort(id), self.engine.unfinished)
         self._gateways.flush(now)
-        self._workers.stop()
         if self.engine is not None:
             self.engine.end_record()

@@ -153,14 +153,6 @@ class Workers:
             self._active.worker.liveness.postpone(seconds)
             self._active.deadlines.postpone(seconds)
 
-    def stop(self) -> None:
-        """Tell all workers to end their processes."""
-        for worker in self._registered.values():
-            self._send(worker.identity, Stop())
-            worker.close()
-        self._registered.clear()
-        self._active = None
-
     def _check(self, now: float) -> None:
         if self._active is not None and (reason := self._active.overdue(now, self._short_of_cpu(now))):
             self._terminate(self._active.worker, reason, self._active.seconds_since_sign(now))

@@ -59,16 +59,28 @@ def test_the_services_take_their_commands(name: str) -> None:
     assert config != CONFIGS[name]()
 
 
-def test_the_services_address_each_other() -> None:
-    scheduler = load(SchedulerConfig, service("scheduler")["command"], {}, prog="scheduler")
+@pytest.mark.parametrize("suffix", ["", "-2"], ids=["first engine", "second engine"])
+def test_the_services_address_each_other(suffix: str) -> None:
+    scheduler = load(SchedulerConfig, service(f"scheduler{suffix}")["command"], {}, prog="scheduler")
     gateway = load(GatewayConfig, service("gateway")["command"], {}, prog="gateway")
-    worker = load(WorkerConfig, service("worker")["command"], {}, prog="worker")
-    assert gateway.engines == [scheduler.gateways.replace("0.0.0.0", "scheduler")]
-    assert worker.scheduler == scheduler.workers.replace("0.0.0.0", "scheduler")
-    assert service("worker")["healthcheck"]["test"][-1] == scheduler.workers.rpartition(":")[2]
-    assert f":{scheduler.metrics_port}/health" in service("scheduler")["healthcheck"]["test"][-1]
-    assert f"gateway:{gateway.port}\n" in HAPROXY
+    worker = load(WorkerConfig, service(f"worker{suffix}")["command"], {}, prog="worker")
+    (name,) = service(f"scheduler{suffix}")["networks"]["engine"]["aliases"]
+    assert gateway.engines == [scheduler.gateways.replace("tcp://0.0.0.0", f"dns://{name}")]
+    assert worker.scheduler == scheduler.workers.replace("0.0.0.0", f"scheduler{suffix}")
+    assert service(f"worker{suffix}")["healthcheck"]["test"][-1] == scheduler.workers.rpartition(":")[2]
+    assert f":{scheduler.metrics_port}/health" in service(f"scheduler{suffix}")["healthcheck"]["test"][-1]
+    assert HAPROXY.count(f"gateway:{gateway.port}\n") == 2
     assert f":{gateway.port}/health" in service("gateway")["healthcheck"]["test"][-1]
+
+
+def test_the_engines_differ_in_names_alone() -> None:
+    first, second = service("scheduler"), service("scheduler-2")
+    names = [load(SchedulerConfig, one["command"], {}, prog="scheduler").engine for one in (first, second)]
+    assert len(set(names)) == 2
+    changed = {"command", "profiles"}
+    for one, other in ((first, second), (service("worker"), service("worker-2"))):
+        assert {key for key in other if one.get(key) != other[key]} == changed
+    assert second["profiles"] == service("worker-2")["profiles"] == ["two-engines"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -97,7 +109,7 @@ def test_only_the_balancer_is_published_and_the_services_network_is_internal() -
     names = [name for name, config in COMPOSE["services"].items() if "profiles" not in config]
     assert [name for name in names if "ports" in service(name)] == ["balancer"]
     assert COMPOSE["networks"]["engine"] == {"internal": True}
-    assert service("scheduler")["networks"] == ["engine"]
+    assert list(service("scheduler")["networks"]) == ["engine"]
     assert set(service("balancer")["networks"]) & set(service("gateway")["networks"]) == {"engine"}  # one address each
 
 
@@ -122,7 +134,12 @@ def test_targets_and_volumes_exist() -> None:
 
 
 def test_every_service_has_time_to_drain() -> None:
-    drain = SchedulerConfig().drain_timeout
+    (delay,) = re.findall(
+        r"^QUIRE_SHUTDOWN_DELAY=\$\{QUIRE_SHUTDOWN_DELAY:-(\d+)\}$",
+        "\n".join(service("gateway")["environment"]),
+        re.MULTILINE,
+    )
+    drain = int(delay) + GatewayConfig().drain_timeout
     for name in ("balancer", *CONFIGS):
         (grace,) = re.findall(r"^\$\{STOP_GRACE_PERIOD:-(\d+)s\}$", service(name)["stop_grace_period"])
         assert int(grace) > drain + 10
@@ -149,7 +166,13 @@ class Answers(BaseHTTPRequestHandler):
     """Answers 200 at /well and 503 elsewhere."""
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/well" else 503)
+        self._answer(self.path == "/well")
+
+    def do_POST(self) -> None:
+        self._answer(self.path == "/drain")
+
+    def _answer(self, well: bool) -> None:
+        self.send_response(200 if well else 503)
         self.end_headers()
         self.wfile.write(b"no worker")
 
@@ -165,6 +188,7 @@ def test_the_probe_asks_over_http() -> None:
         try:
             assert probe("http", f"{url}/well") == (0, "well\n")
             assert probe("http", f"{url}/ill") == (1, "status 503: no worker\n")
+            assert probe("drain", str(server.server_port)) == (0, "well\n")
         finally:
             server.shutdown()
             thread.join()

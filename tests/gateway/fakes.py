@@ -158,6 +158,7 @@ class FakeBackend:
         self.script = script
         self.requests: list[FakeEngineRequest] = []
         self.is_ready = True
+        self.unusable = ""
         self.cached_tokens = 0
         self.burst = 1  # steps whose rows come together
         self.admission: SchedulingInfo | None = None  # of every sample
@@ -171,7 +172,7 @@ class FakeBackend:
         self.submitted = asyncio.Event()
 
     def ready(self, count: int = 1) -> bool:
-        return self.is_ready and count <= 1
+        return count <= int(self.is_ready)
 
     def statuses(self) -> Mapping[str, Status]:
         return {"0": Status(True, False, Snapshot(running=3, blocks=10, blocks_free=5, prompt_tokens=7))}
@@ -284,7 +285,8 @@ def make_gateway(
         names, MODEL, tokenizer, ChatTemplate(template, tokenizer.special), defaults or SamplingDefaults()
     )
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
-    return Gateway(GatewayConfig(**settings), model, cast(Any, backend), metrics, Lifecycle())
+    config = GatewayConfig(**settings)
+    return Gateway(config, model, cast(Any, backend), metrics, Lifecycle(config.shutdown_delay, config.drain_timeout))
 
 
 @asynccontextmanager

@@ -366,6 +366,28 @@ async def test_health_may_ask_for_several_engines() -> None:
             assert (await error_of(response))["message"] == "fewer than 2 engines have a worker that can make progress"
 
 
+async def test_health_without_engines_is_whether_requests_are_taken() -> None:
+    """They wait here while no engine is ready."""
+    backend = FakeBackend()
+    backend.is_ready = False
+    async with serve(backend) as client:
+
+        async def health() -> tuple[int, str]:
+            async with client.get("/health?engines=0") as response:
+                return response.status, await response.text()
+
+        assert await health() == (200, "")
+        backend.unusable = "other files"
+        assert (await health())[0] == 503
+        assert "other files" in (await health())[1]
+        backend.unusable = ""
+        backend.welcome = None  # without an engine's limits, requests are refused
+        assert (await health())[0] == 503
+        backend.welcome = FakeBackend().welcome
+        client.gateway.lifecycle.drain()
+        assert (await health())[0] == 503
+
+
 async def test_health_says_why_there_is_none() -> None:
     backend = FakeBackend()
     backend.welcome = None

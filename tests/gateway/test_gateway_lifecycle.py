@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.gateway.lifecycle import Lifecycle
+from shared.admin import DrainState
 from shared.errors import Unavailable
 from tests.gateway.fakes import FakeBackend, error_of, serve
 
@@ -24,10 +25,39 @@ async def test_draining_refuses_new_requests_and_lets_running_ones_finish() -> N
             assert (await error_of(response))["type"] == "ServiceUnavailableError"
         async with client.get("/health") as response:
             assert response.status == 503
-        assert not await client.gateway.lifecycle.wait_idle(0.01)
+        assert not await client.gateway.lifecycle.wait_drained(0.01)
         backend.go_on.set()
         assert "three" in await running.text()
-        assert await client.gateway.lifecycle.wait_idle(10)
+        assert await client.gateway.lifecycle.wait_drained(10)
+
+
+async def test_a_drain_that_is_delayed_still_takes_requests_at_first() -> None:
+    """Balancers see at once that it drains."""
+    async with serve(shutdown_delay=3600.0) as client:
+        lifecycle = client.gateway.lifecycle
+        lifecycle.drain()
+        async with client.get("/health") as response:
+            assert response.status == 503
+        async with client.post("/v1/completions", json={"prompt": "hi"}) as response:
+            assert response.status == 200
+            assert response.headers["Connection"] == "close"
+        assert not await lifecycle.wait_drained(0.01)
+        assert lifecycle.drain_state == DrainState(draining=True, drained=False, unfinished=0)
+
+
+async def test_a_drain_ends_its_delay_and_counts_its_time_from_the_beginning() -> None:
+    lifecycle = Lifecycle(shutdown_delay=0.05, drain_timeout=1000.0)
+    lifecycle.drain()
+    async with lifecycle.running():
+        pass
+    assert await lifecycle.wait_drained(10)
+    assert lifecycle.drain_state == DrainState(draining=True, drained=True, unfinished=0)
+    with pytest.raises(Unavailable):
+        async with lifecycle.running():
+            pass
+    before = lifecycle.seconds_left
+    lifecycle.drain()
+    assert 900 < lifecycle.seconds_left < before
 
 
 async def test_a_stream_that_is_cut_ends_in_an_error() -> None:
@@ -40,7 +70,7 @@ async def test_a_stream_that_is_cut_ends_in_an_error() -> None:
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
         assert done == "data: [DONE]"
         assert backend.requests[0].left.is_set()
-        assert await client.gateway.lifecycle.wait_idle(10)
+        assert await client.gateway.lifecycle.wait_drained(10)
 
 
 async def test_a_request_that_is_aborted_before_its_answer_has_a_status() -> None:
@@ -64,11 +94,11 @@ async def test_a_cancellation_is_not_an_abort() -> None:
 
     task = asyncio.create_task(work())
     await asyncio.sleep(0)
-    assert not await lifecycle.wait_idle(0)
+    assert lifecycle.num_running == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await lifecycle.wait_idle(0)
+    assert lifecycle.num_running == 0
 
 
 async def test_cutting_twice_is_cutting_once() -> None:

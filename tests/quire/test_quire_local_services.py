@@ -133,3 +133,12 @@ async def test_the_server_is_ready_once_every_gateway_reaches_every_engine() -> 
             assert not await all_healthy(services)
             num_ready[second] = 3
             assert await all_healthy(services)
+
+
+def test_variables_of_settings_that_it_chooses_itself_are_ignored() -> None:
+    """They are for services on several hosts; ipc needs no keys, and each process needs a port of its own."""
+    variables = {"QUIRE_ZMQ_KEYS": "/keys", "QUIRE_ADMIN_PORT": "9101", "QUIRE_LOCAL_RANK": "x", "QUIRE_PORT": "8001"}
+    result = settings.read({}, variables)
+    assert result == settings.read({}, {"QUIRE_PORT": "8001"})
+    assert result.gateway.port == 8001
+    assert not any(flag.startswith(("--zmq-keys", "--admin")) for child in processes(result) for flag in child.argv)

@@ -36,6 +36,7 @@ def test_files_and_flags_that_it_names_exist() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
     others = {"--config", "--port", "--scale", "--profile"}  # the last two are compose's
     others |= {"--engines", "--gateways", "--workers", "--scheduler", "--insecure", "--zmq-keys"}  # the services' own
+    others |= {"--admin-port"}  # the same
     others |= {"--vllm", "--help", "--quick"}  # of `quire knobs`, of every command, and of `make bench-peers`
     others |= {"--request", "--trace"}  # of `quire replay`
     flags = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - others

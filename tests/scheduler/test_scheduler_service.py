@@ -1,5 +1,6 @@
 """The scheduler's service before its first worker has come: it has no engine yet."""
 
+from shared.admin import DrainState
 from shared.protocol import (
     Abort,
     Progress,
@@ -24,6 +25,33 @@ def test_requests_before_the_first_worker_are_refused_and_no_gateway_is_welcomed
     assert not any(isinstance(message, Welcome | Progress) for message in messages)
     assert harness.service.model == ""
     assert harness.serves()
+
+
+def test_a_drain_ends_nothing_until_the_service_is_told_to_stop() -> None:
+    harness = SchedulerHarness()
+    service = harness.service
+    assert not service._should_end(harness.now)
+    assert service.drain_state == DrainState(draining=False, drained=False, unfinished=0)
+    service.drain()
+    assert not service._should_end(harness.now)
+    assert not service._should_end(harness.now + 1000.0)
+    assert service.drain_state == DrainState(draining=True, drained=True, unfinished=0)
+    service.stop()
+    assert service._should_end(harness.now)
+
+
+def test_a_drain_takes_its_time_from_its_beginning_on() -> None:
+    harness = SchedulerHarness()
+    gateway, worker = harness.connect(GOOD), harness.register(WORKER)
+    harness.configured(WORKER, worker)
+    harness.gateways.hear(GOOD, submit(1), gateway)
+    harness.turn()
+    harness.service.drain()
+    assert not harness.service._should_end(harness.now)
+    assert harness.service.drain_state == DrainState(draining=True, drained=False, unfinished=1)
+    harness.service.stop()
+    assert not harness.service._should_end(harness.now + 29.9)
+    assert harness.service._should_end(harness.now + 30.1)
 
 
 def test_a_service_that_drains_before_its_first_worker_takes_nothing_later_either() -> None:

@@ -9,6 +9,8 @@ import asyncio
 import json
 import socket
 import struct
+import urllib.error
+import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +21,7 @@ from msgspec import Struct
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.gateway.fakes import events, texts
 from tests.scripted_worker import CHAIN, Reply, Script, expected_chain
 from tests.text.vocabulary import make_tokenizer
 from tests.waiting import PATIENCE
@@ -152,6 +155,28 @@ async def ask(at: Listening, path: str, **body: Any) -> Answer:
 
 async def complete(at: Listening, prompt: Any, max_tokens: int, **fields: Any) -> Answer:
     return await ask(at, "/v1/completions", prompt=prompt, max_tokens=max_tokens, **fields)
+
+
+async def post_drain(port: int) -> int:
+    """Return the status of POST /drain at an admin port, which is the answer's once the service has drained."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/drain", method="POST")
+
+    def post() -> int:
+        try:
+            with urllib.request.urlopen(request, timeout=2 * PATIENCE) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    return await asyncio.to_thread(post)
+
+
+def text_of(answer: Answer) -> str:
+    """Return the text of a completion, whether it was streamed or not."""
+    if answer.text.startswith("{"):
+        return str(answer.json["choices"][0]["text"])
+    return texts(events(answer.text))[0]
 
 
 @asynccontextmanager

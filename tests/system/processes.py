@@ -14,6 +14,7 @@ import tempfile
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -123,11 +124,11 @@ class Gateway(Child):
         super().__init__(name, folder, ["-m", "services.gateway", *arguments])
         self.port = 0  # once it is healthy
 
-    async def healthy(self) -> bool:
-        """Return whether /health answers 200."""
+    async def healthy(self, num_engines: int = 1) -> bool:
+        """Return whether /health answers 200 because that many engines are ready."""
         ports = re.findall(r"listening on http://127\.0\.0\.1:(\d+)", self.log)
         self.port = int(ports[-1]) if ports else 0
-        return self.port > 0 and await is_healthy(("127.0.0.1", self.port))
+        return self.port > 0 and await is_healthy(("127.0.0.1", self.port), num_engines)
 
     async def unhealthy(self) -> bool:
         return not await self.healthy()
@@ -185,6 +186,22 @@ async def gateway(behind: Engine, *flags: str, name: str = "gateway") -> AsyncIt
         yield front
     finally:
         await front.stop()
+
+
+@asynccontextmanager
+async def gateways(count: int, behind: Sequence[Engine], *flags: str) -> AsyncIterator[list[Gateway]]:
+    """Run gateways in front of some engines for the block; yield them once each reaches all of these."""
+    addresses = [one.address for one in behind]
+    fronts = [Gateway(behind[0].folder, addresses, flags, f"gateway {number}") for number in range(count)]
+    try:
+        for front in fronts:
+            await front.start()
+        for front in fronts:
+            await until(partial(front.healthy, len(behind)))
+        yield fronts
+    finally:
+        for front in fronts:
+            await front.stop()
 
 
 @asynccontextmanager

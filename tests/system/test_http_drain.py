@@ -7,9 +7,20 @@ import signal
 import openai
 import pytest
 
-from tests.gateway.fakes import events, texts
+from tests.ports import free_ports
 from tests.scripted_worker import CHAIN
-from tests.system.http_client import ENDLESS, MODEL, Answer, chained, client, complete, figures, talk
+from tests.system.http_client import (
+    ENDLESS,
+    MODEL,
+    Answer,
+    chained,
+    client,
+    complete,
+    figures,
+    post_drain,
+    talk,
+    text_of,
+)
 from tests.system.processes import Child, Server
 from tests.system.processes import server as serving
 from tests.waiting import until
@@ -39,7 +50,7 @@ async def test_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
     async with serving(talk(delay=0.02), "--drain-timeout=30", front=front) as server:
         running = await begin(server, [CHAIN], TOKENS)
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
-        asked.restart = server.engine.worker.restart = False
+        asked.restart = False
         asked.signal(signal.SIGTERM)
         await until(server.gateway.unhealthy)
         async with client(server) as official:
@@ -52,14 +63,34 @@ async def test_a_drain_lets_all_finish_and_takes_nothing_new(who: str) -> None:
             assert answer.status == 200
             assert text_of(answer) == chained([CHAIN, 20 + at], TOKENS)
         assert await asked.ended() == 0
-        if who == "scheduler":
-            assert await server.engine.worker.ended() == 0
 
 
-def text_of(answer: Answer) -> str:
-    if answer.text.startswith("{"):
-        return str(answer.json["choices"][0]["text"])
-    return texts(events(answer.text))[0]
+@pytest.mark.parametrize("signalled", [False, True], ids=["post", "post, then SIGTERM"])
+@pytest.mark.parametrize("who", ["gateway", "scheduler"])
+async def test_a_drain_by_post_ends_nothing_and_sigterm_after_it_cuts_nothing(who: str, signalled: bool) -> None:
+    (port,) = free_ports(1)
+    flags = [f"--admin-port={port}"]
+    of_gateway, of_scheduler = (flags, []) if who == "gateway" else ([], flags)
+    async with serving(talk(delay=0.02), *of_scheduler, front=[*of_gateway, "--engine-loss-timeout=0.3"]) as server:
+        asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
+        asked.restart = False
+        running = await begin(server, [CHAIN], TOKENS)
+        hook = asyncio.create_task(post_drain(port))
+        await until(server.gateway.unhealthy)
+        assert (await complete(server, [CHAIN], 1)).status == 503
+        if signalled:
+            asked.signal(signal.SIGTERM)
+        assert not hook.done()
+        for at, answer in enumerate(await asyncio.gather(*running)):
+            assert text_of(answer) == chained([CHAIN, 20 + at], TOKENS)
+        if signalled:
+            await asyncio.gather(hook, return_exceptions=True)  # the process may end before it answers
+        else:
+            assert await hook == 200
+            await asyncio.sleep(0.5)
+            assert asked.running
+            asked.signal(signal.SIGTERM)
+        assert await asked.ended() == 0
 
 
 @pytest.mark.parametrize("who", ["gateway", "scheduler"])
@@ -70,7 +101,7 @@ async def test_without_a_drain_every_client_is_told(who: str) -> None:
     async with serving(talk(delay=0.02), "--drain-timeout=0", front=front) as server:
         running = await begin(server, [ENDLESS], 1500)
         asked: Child = server.gateway if who == "gateway" else server.engine.scheduler
-        asked.restart = server.engine.worker.restart = False
+        asked.restart = False
         asked.signal(signal.SIGTERM)
         answers = await asyncio.gather(*running)
         for answer in answers[:STREAMS]:
