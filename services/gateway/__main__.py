@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 from aiohttp import web
@@ -27,7 +28,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from services.gateway.http_server import HttpRunner
 from services.gateway.lifecycle import Lifecycle
-from services.gateway.metrics import Metrics
+from services.gateway.metrics import Metrics, continue_shared_figures
 from services.gateway.served_model import ServedModel
 from shared.config import load
 from shared.curve import ConnectionKeys, load_connection_keys
@@ -58,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys | None = None) -> None:
     """Serve until a signal comes and the running requests have ended. Raise `ConfigError` if it cannot listen."""
+    if config.probe_uds is not None:
+        continue_shared_figures(Path(config.probe_uds).stem)  # of all gateways here, it is this one's alone
     backend = Backend(
         config.engines,
         model.text_digest,
