@@ -24,12 +24,11 @@ RECEIVE_BUFFER = 4096
 MIN_PAUSE = 0.25  # seconds; shorter ones are not kept
 
 
-class Refused(Exception):
-    """The server is full or not ready, and says after how many seconds to try again."""
+class Full(Exception):
+    """The server's queue is full, and it says after how many seconds to try again."""
 
-    def __init__(self, status: int, retry_after: float) -> None:
-        super().__init__(status)
-        self.status = status
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(retry_after)
         self.retry_after = retry_after
 
 
@@ -130,9 +129,9 @@ class Client:
         try:
             async with asyncio.timeout(LONGEST if manner.leave_after is None else manner.leave_after):
                 await self._stream(request, connection, answer, manner)
-        except Refused as refused:
-            self._tally.refused[refused.status] += 1
-            await asyncio.sleep(refused.retry_after)
+        except Full as full:
+            self._tally.refused += 1
+            await asyncio.sleep(full.retry_after)
             return Outcome.REFUSED
         except StreamFailed as error:
             return self._lost(request, str(error))
@@ -149,12 +148,12 @@ class Client:
         return self._ended(request, answer, undisturbed)
 
     async def _stream(self, request: StreamRequest, connection: Connection, answer: Answer, manner: Manner) -> None:
-        """Read a stream to its end. Raise `Refused` if there is none."""
+        """Read a stream to its end. Raise `Full` if there is none, and `StreamFailed` for any other reason."""
         url, body = self._url + request.path, request.body
         async with connection.session() as session, session.post(url, json=body) as response:
             connection.responded = True
-            if response.status in (429, 503):
-                raise Refused(response.status, float(response.headers["Retry-After"]))
+            if response.status == 429:
+                raise Full(float(response.headers["Retry-After"]))
             if response.status != 200:
                 raise StreamFailed(f"status {response.status}: {await response.text()}")
             await self._read(response, answer, manner)

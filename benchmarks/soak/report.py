@@ -103,7 +103,7 @@ def _streams(seen: Measurement) -> str:
         ("streams that ended as undisturbed ones", tally.ended),
         ("streams that stalled for seconds", tally.stalled),
         ("streams left in the middle, of which some came back", f"{tally.left}, {tally.came_back}"),
-        *((f"refused with status {status}, and tried again", count) for status, count in sorted(tally.refused.items())),
+        ("attempts refused with status 429, and tried again", tally.refused),
         ("attempts that a gateway's death broke, and tried again", tally.broken),
         ("**streams lost**", f"**{len(tally.lost)}**"),
         ("faults", len(seen.faults)),

@@ -1,9 +1,8 @@
 """`Tally`: what all clients of a soak saw."""
 
-from collections import Counter
 from typing import NamedTuple
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 
 class Pause(NamedTuple):
@@ -22,6 +21,6 @@ class Tally(Struct):
     came_back: int = 0
     stalled: int = 0
     broken: int = 0  # connections to a gateway that was killed
-    refused: Counter[int] = field(default_factory=Counter)  # by status
+    refused: int = 0  # because the queue was full
     lost: list[str] = []
     pauses: list[Pause] = []
