@@ -148,7 +148,7 @@ class Client:
         return self._ended(request, answer, undisturbed)
 
     async def _stream(self, request: StreamRequest, connection: Connection, answer: Answer, manner: Manner) -> None:
-        """Read a stream to its end. Raise `Full` if there is none, and `StreamFailed` for any other reason."""
+        """Read a stream to its end. Raise `Full` or `StreamFailed` if there is none."""
         url, body = self._url + request.path, request.body
         async with connection.session() as session, session.post(url, json=body) as response:
             connection.responded = True
