@@ -1,7 +1,6 @@
 """What a soak has measured, its page of tables, and what of it is a failure."""
 
 import os
-import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -78,8 +77,9 @@ def _descriptors(before: Mapping[str, Sample], name: str) -> int:
 def page(seen: Measurement, command: str) -> str:
     """Return the page in Markdown."""
     parts = [
-        "# What is lost in a storm",
-        f"`{command}`, on {os.cpu_count()} cores ({platform.machine()}), with the embedded model.",
+        "# What is lost under overload while processes are killed",
+        f"`{command}`, on {os.cpu_count()} cores, with the embedded model. The machine's load average was "
+        f"{os.getloadavg()[2]:.0f} at the end.",
         _streams(seen),
         "## Faults",
         "Pauses are those of streams which had begun, while their clients were reading, around such a fault.",

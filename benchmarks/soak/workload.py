@@ -1,4 +1,4 @@
-"""Makes the requests of a soak: a limited set of distinct ones, so that each can be answered once in peace."""
+"""Makes the requests of a soak: a limited set of distinct ones, so that an idle server can answer each once."""
 
 import random
 from typing import Any, NamedTuple
