@@ -4,6 +4,7 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?=
 ARGS ?=
+MINUTES ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ FAST := tests/core tests/simulation tests/scheduler tests/shared tests/text test
 # Triton decides at its import whether kernels are interpreted, so these have a process of their own.
 GPU_TESTS := tests/gpu_kernels
 
-.PHONY: help install serve test test-fast lint docs kernels compose-test bench-peers
+.PHONY: help install serve test test-fast lint docs kernels compose-test soak bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
@@ -27,6 +28,7 @@ help:
 	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
 	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
 	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load, take all down"
+	@echo "make soak     keep a server under load, kill a part every 20 s, and look for what was lost or leaked; MINUTES=60"
 	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
 	@echo "make install  only make $(VENV)"
 
@@ -77,6 +79,9 @@ kernels: install
 
 compose-test: install
 	$(BIN)/python deploy/compose_test.py
+
+soak: install
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 bench-peers: install
 	$(BIN)/python -m benchmarks.peers $(ARGS)

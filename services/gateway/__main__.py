@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import uvloop
 from aiohttp import web
@@ -30,7 +31,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from services.gateway.http_server import HttpRunner
 from services.gateway.lifecycle import Lifecycle
-from services.gateway.metrics import Metrics
+from services.gateway.metrics import Metrics, continue_shared_figures
 from services.gateway.served_model import ServedModel
 from services.gateway.tracing import tracing
 from shared.admin import Drain, admin_port
@@ -72,6 +73,8 @@ async def serve(
 
     `outer` are the application's outermost middlewares.
     """
+    if config.probe_uds is not None:
+        continue_shared_figures(Path(config.probe_uds).stem)  # of all gateways here, it is this one's alone
     backend = Backend(
         config.engines,
         model.text_digest,

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 1024
 """Requests that may wait for an engine before new ones get status 429."""
 
+TOO_MANY_WAIT = f"{MAX_WAITING} requests wait for an engine already"
+
 WAIT_CHECK_INTERVAL = 0.25
 """Seconds between two checks for requests that have waited too long."""
 
@@ -75,6 +77,8 @@ class Backend:
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
         self._last_welcome: Welcome | None = None
+        self._status_came = asyncio.Event()
+        self._num_unanswered = 0  # requests that wait for the first `Welcome`
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
@@ -120,6 +124,28 @@ class Backend:
         reasons = [engine.unusable for engine in self._connections]
         return reasons[0] if reasons and all(reasons) else ""
 
+    async def first_welcome(self) -> Welcome:
+        """Return `welcome` as soon as there is one.
+
+        Raise `Unavailable` if none comes for `loss_timeout` seconds, or no engine will ever take a request, and
+        `Overloaded` if too many wait.
+        """
+        if self.welcome is None and self._num_unanswered >= MAX_WAITING:
+            raise Overloaded(TOO_MANY_WAIT, 1.0)
+        self._num_unanswered += 1
+        try:
+            async with asyncio.timeout(self._loss_timeout):
+                while (welcome := self.welcome) is None:
+                    if self.unusable:
+                        raise Unavailable(self.unusable)
+                    self._status_came.clear()
+                    await self._status_came.wait()
+                return welcome
+        except TimeoutError:
+            raise Unavailable(f"no engine was ready {self._limit}") from None
+        finally:
+            self._num_unanswered -= 1
+
     def ready(self, count: int = 1) -> bool:
         """Return whether at least `count` engines can compute steps."""
         return sum(engine.ready for engine in self._connections) >= count
@@ -162,7 +188,7 @@ class Backend:
         if (engine := self._choose(request)) is not None:
             self._place(request, engine)
         elif len(self._waiting) >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} requests wait for an engine already", 1.0)
+            raise Overloaded(TOO_MANY_WAIT, 1.0)
         else:
             self._wait_for_engine(request)
         try:
@@ -240,6 +266,7 @@ class Backend:
 
     def _take_status(self, connection: EngineConnection) -> None:
         """Place what waits if the engine is ready. If it drains, other engines go on with what they are ready for."""
+        self._status_came.set()
         if connection.ready:
             self._place_waiting()
         elif connection.status and connection.status.draining:
@@ -262,17 +289,20 @@ class Backend:
         while True:
             await asyncio.sleep(WAIT_CHECK_INTERVAL)
             now, unusable = time.monotonic(), self.unusable
-            limit = f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
             for request, since in list(self._waiting.items()):
                 if unusable:
                     request.fail(Unavailable(unusable))
                 elif now - since <= self._loss_timeout:
                     continue
                 elif request.accepted:
-                    request.fail(EngineFailure(f"the engine was lost, and none was ready {limit}"))
+                    request.fail(EngineFailure(f"the engine was lost, and none was ready {self._limit}"))
                 else:
-                    request.fail(Unavailable(f"no engine was ready {limit}"))
+                    request.fail(Unavailable(f"no engine was ready {self._limit}"))
                 del self._waiting[request]
+
+    @property
+    def _limit(self) -> str:
+        return f"for {self._loss_timeout:g} s (--engine-loss-timeout)"
 
     async def _mark_turns(self) -> None:
         """Mark the turns of the event loop, by which heartbeats show that it does not stand still."""

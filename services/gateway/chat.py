@@ -38,8 +38,10 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
     model = gateway.model
     model.check(request.model)
     params = chat_params(request, model.defaults)
+    welcome = await gateway.backend.first_welcome()
     return gateway.prepare(
-        await chat_prompt(request, model.tokenizer, model.template, max_model_len=gateway.welcome.max_model_len),
+        await chat_prompt(request, model.tokenizer, model.template, max_model_len=welcome.max_model_len),
+        welcome,
         params,
         default_max_tokens=model.defaults.max_tokens,
         priority=priority_of(request),

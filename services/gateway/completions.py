@@ -50,7 +50,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
     model = gateway.model
     model.check(request.model)
     params = completion_params(request, model.defaults)
-    welcome = gateway.welcome
+    welcome = await gateway.backend.first_welcome()
     prompts = await completion_prompts(
         request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
     )
@@ -63,6 +63,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
         prepared.append(
             gateway.prepare(
                 prompt,
+                welcome,
                 params,
                 default_max_tokens=default_max_tokens,
                 priority=priority,

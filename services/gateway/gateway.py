@@ -45,13 +45,6 @@ class Gateway(Struct, frozen=True):
             raise Unavailable(f"fewer than {num_engines} engines have a worker that can make progress")
 
     @property
-    def welcome(self) -> Welcome:
-        """Return the `Welcome` of an engine. Raise `Unavailable` before the first engine has sent one."""
-        if self.backend.welcome is None:
-            raise Unavailable("no engine is ready yet")
-        return self.backend.welcome
-
-    @property
     def max_body_size(self) -> int:
         """Return the maximum size of a request's body in bytes: --max-body-size, or what the model's context needs."""
         if self.config.max_body_size is not None:
@@ -61,6 +54,7 @@ class Gateway(Struct, frozen=True):
     def prepare(
         self,
         prompt: TokenizedPrompt,
+        welcome: Welcome,
         params: SamplingParams,
         *,
         default_max_tokens: int | None,
@@ -70,8 +64,10 @@ class Gateway(Struct, frozen=True):
         samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
     ) -> PreparedPrompt:
-        """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits."""
-        welcome = self.welcome
+        """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
+
+        An engine's `welcome` has those.
+        """
         self._check_logprobs(params)
         sampling = params.to_sampling(
             prompt_len=len(prompt.tokens),

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Histogram, values
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -30,6 +30,15 @@ TIME_BUCKETS = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 N_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+
+
+def continue_shared_figures(gateway: str) -> None:
+    """Let metrics that are made from now on continue those of the last process of this name, if gateways share them.
+
+    The client library would name the files after the process, and every restart would leave some behind.
+    """
+    if SHARED_METRICS_VARIABLE in os.environ:
+        values.ValueClass = values.MultiProcessValue(lambda: gateway)  # type: ignore[no-untyped-call]
 
 
 class SampleTimes(Struct):

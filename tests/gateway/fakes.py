@@ -26,6 +26,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
 from services.gateway.served_model import ServedModel
+from shared.errors import Unavailable
 from shared.protocol import (
     VERSION,
     FinishReason,
@@ -170,6 +171,11 @@ class FakeBackend:
         self.pause_at = -1  # step that waits for `go_on`
         self.go_on = asyncio.Event()
         self.submitted = asyncio.Event()
+
+    async def first_welcome(self) -> Welcome:
+        if self.welcome is None:
+            raise Unavailable("no engine was ready for 60 s")
+        return self.welcome
 
     def ready(self, count: int = 1) -> bool:
         return count <= int(self.is_ready)

@@ -399,7 +399,7 @@ async def test_health_says_why_there_is_none() -> None:
             assert "is draining" in (await error_of(response))["message"]
 
 
-async def test_before_an_engine_has_answered_requests_are_refused_for_now() -> None:
+async def test_while_no_engine_answers_requests_are_refused_for_now() -> None:
     backend = FakeBackend()
     backend.welcome = None
     async with serve(backend) as client:

@@ -217,7 +217,7 @@ def test_wrong_settings_are_one_line(folder: Path, flags: list[str], words: str)
 
 
 def test_without_an_engine_it_is_unhealthy_but_stops_well(folder: Path, tmp_path: Path) -> None:
-    with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock") as server:
+    with gateway(folder, "--engines", f"ipc://{tmp_path}/nobody.sock", "--engine-loss-timeout=0.5") as server:
         server.wait_for_status(503)
         assert server.open({"prompt": "x"}, "/v1/completions").status == 503
         server.process.send_signal(signal.SIGTERM)

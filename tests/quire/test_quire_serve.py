@@ -208,6 +208,7 @@ def test_several_engines_and_gateways_serve_as_one(folder: Path, tmp_path: Path)
         wait_for(lambda: running(url, "0") > 0 and running(url, "1") > 0, server)
         victim.kill()
         assert {answer.result() for answer in answers} == {undisturbed}
+        files = server.files()
         for name in sorted(names):
             victim = server.all_children()[name]
             victim.kill()
@@ -215,6 +216,7 @@ def test_several_engines_and_gateways_serve_as_one(folder: Path, tmp_path: Path)
         wait_for(lambda: health(url, 2) == 200, server)
         assert figure(url, 'vllm:request_success_total{engine="', 'finished_reason="length"') == 65.0
         assert figure(url, "quire:resumed_requests_total ") > 0
+        assert server.files() == files
         assert server.stop(signal.SIGTERM) == 0
         said = server.err.read_text()
         assert "scheduler 0 | ended (signal SIGKILL); starts again in 0.2 s" in said

@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -27,7 +27,7 @@ from tests.system.http_client import (
     streaming,
     talk,
 )
-from tests.system.processes import Gateway, Server, gateway
+from tests.system.processes import Engine, Gateway, Server, engine, gateway
 from tests.system.processes import server as serving
 from tests.waiting import until
 
@@ -146,6 +146,37 @@ async def test_a_killed_scheduler_is_a_pause() -> None:
         assert now["quire:resumed_requests_total"] == 12
         assert (server.engine.scheduler.lives, server.engine.worker.lives) == (2, 1)
         assert "Traceback" not in server.gateway.log
+
+
+@asynccontextmanager
+async def gateway_without_engine(*flags: str) -> AsyncIterator[tuple[Gateway, Engine]]:
+    """Run a gateway, and the scheduler of an engine whose worker is not there yet."""
+    async with engine(talk(), worker=False) as behind:
+        front = Gateway(behind.folder, [behind.address], flags)
+        try:
+            await front.start()
+            await until(lambda: "listening on" in front.log)
+            assert not await front.healthy()  # from here on it has its port
+            yield front, behind
+        finally:
+            await front.stop()
+
+
+async def test_what_comes_before_a_gateway_has_met_an_engine_waits_for_one() -> None:
+    """As after a restart of the gateway, which listens before an engine has answered it."""
+    async with gateway_without_engine() as (front, behind):
+        answer = asyncio.create_task(complete(front, [CHAIN], 5))
+        await asyncio.wait([answer], timeout=0.3)
+        assert not answer.done()
+        await behind.worker.start()
+        assert (await answer).json["choices"][0]["text"] == chained([CHAIN], 5)
+
+
+async def test_but_only_for_so_long() -> None:
+    async with gateway_without_engine("--engine-loss-timeout=0.3") as (front, _):
+        answer = await complete(front, [CHAIN], 5)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.error["message"] == "no engine was ready for 0.3 s (--engine-loss-timeout)"
 
 
 async def test_two_gateways_serve_and_the_death_of_one_frees_what_it_had(server: Server) -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.gateway.backend import Backend
-from shared.errors import EngineFailure, Unavailable
+from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.protocol import FinishReason, Sampling
 from tests.scripted_worker import CHAIN, Script, ScriptedFailure
 from tests.scripted_worker import expected_chain as expected
@@ -183,6 +183,22 @@ async def test_a_request_that_comes_while_there_is_no_scheduler_waits_for_it() -
         await until(lambda: not backend.ready())
         assert (await complete(backend, [CHAIN], 9)).tokens == expected([CHAIN], 9)
         assert num_resumed(backend) == 0
+
+
+async def test_a_bounded_number_of_requests_waits_for_the_first_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.backend.MAX_WAITING", 2)
+    async with Backend(["ipc:///tmp/there-is-no-engine.sock"]) as backend:
+        waiting = [asyncio.create_task(backend.first_welcome()) for _ in range(2)]
+        await asyncio.wait(waiting, timeout=0.05)
+        with pytest.raises(Overloaded, match="requests wait for an engine already"):
+            await backend.first_welcome()
+        waiting.pop().cancel()
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(backend.first_welcome()))  # there is room again
+        _, pending = await asyncio.wait(waiting, timeout=0.05)
+        assert len(pending) == 2
+        for task in waiting:
+            task.cancel()
 
 
 async def test_a_scheduler_that_does_not_come_back_is_waited_for_so_long() -> None:
