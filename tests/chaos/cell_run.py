@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from tests.chaos.cells import Cell, Fault, Layout, Moment, Strike, Target, When
 from tests.chaos.client import GATEWAY_LOST, GATEWAY_REFUSES, Client, Outcome, api_at, ask, differences
-from tests.chaos.deployment import Deployment, GatedEngine, deployment
+from tests.chaos.deployment import PATIENCE, Deployment, GatedEngine, deployment
 from tests.chaos.gate import Hold
 from tests.chaos.workload import MARKER, Workload, draw_workload
 from tests.system.processes import ROOT
@@ -27,8 +27,8 @@ from tests.waiting import until
 MAX_START_DELAY = {Target.WORKER: 2.0, Target.SCHEDULER: 0.5}
 """Maximum seconds after which a process that starts is killed: it takes about twice as long to start."""
 
-MAX_HOLD = 0.3
-"""Seconds for requests to arrive while a worker may be held already: far less than a scheduler's patience with it."""
+MAX_HOLD = 0.8
+"""Seconds for requests to arrive while a worker may be held already: less than a scheduler's patience with it."""
 
 FLUSHED = 0.3
 """Seconds after which a scheduler's record has what happened: three times the recorder's interval."""
@@ -139,17 +139,14 @@ class _Run:
                 engines[:] = [one for one in engines if figures[one.name]["vllm:num_requests_waiting"]]
             return bool(engines)
 
-        await until(reached)
+        await until(reached, PATIENCE)
         return engines[0]
 
     async def _fail(self, engine: GatedEngine, latecomer: Client) -> Outcome:
         """Let the parts fail that the cell names, ask one more request meanwhile, and repair them."""
         deployment, cell = self._deployment, self._cell
         before = {child.name: child.lives for child in deployment.processes}
-        noticed = []
-        if cell.strike.fault in (Fault.FREEZE, Fault.CUT):
-            noticed.append(asyncio.create_task(deployment.noticed(cell.strike)))
-            await asyncio.sleep(0)  # it looks at what was before
+        noticed = deployment.watch(cell.strike, engine)
         await deployment.strike(cell.strike, engine)
         if cell.second and cell.second.when is When.AT_ONCE:
             await deployment.strike(cell.second.strike, engine)
@@ -157,9 +154,9 @@ class _Run:
         late = asyncio.create_task(latecomer.ask())
         if cell.second:
             await self._fail_again(cell.strike, cell.second.strike, cell.second.when, engine, before)
-        for task in noticed:
-            await task
-        await deployment.repair(cell.strike, engine)
+        if cell.strike.fault in (Fault.FREEZE, Fault.CUT):
+            await until(noticed, PATIENCE)
+            await deployment.repair(cell.strike, engine)
         result = await late
         await self._restarted(engine, before)
         return result
@@ -169,13 +166,13 @@ class _Run:
     ) -> None:
         if when is When.RECOVERY:
             self._arm(Hold("resumed", MARKER))
-            await until(lambda: any(one.gate.reached for one in self._deployment.engines), 60.0)
+            await until(lambda: any(one.gate.reached for one in self._deployment.engines), PATIENCE)
             await self._deployment.strike(second, next(one for one in self._deployment.engines if one.gate.reached))
             self._open()
         elif when is When.START:
             child = self._deployment.child(first.target, engine)
             assert child is not None
-            await until(lambda: child.lives > before[child.name])
+            await until(lambda: child.lives > before[child.name], PATIENCE)
             await asyncio.sleep(self._rng.random() * MAX_START_DELAY[first.target])
             await self._deployment.strike(second, engine)
 
@@ -184,7 +181,7 @@ class _Run:
         if self._cell.strike.fault in (Fault.KILL, Fault.DRAIN):
             child = self._deployment.child(self._cell.strike.target, engine)
             assert child is not None
-            await until(lambda: child.lives > before[child.name], 60.0)
+            await until(lambda: child.lives > before[child.name], PATIENCE)
 
 
 async def _accepted(clients: Sequence[Client]) -> None:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -129,12 +129,18 @@ class Deployment:
         elif strike.fault is Fault.CUT:
             await self._link(strike.target, engine).heal()
 
-    async def noticed(self, strike: Strike) -> None:
-        """Wait until the other processes have noticed a fault. Call it before the fault, when all is ready."""
-        if strike.target is Target.GATEWAY:
-            await asyncio.gather(*(_has_left(engine.scheduler) for engine in self.engines))
-        else:
-            await until(self._lacks_engine, PATIENCE)
+    def watch(self, strike: Strike, engine: GatedEngine) -> Callable[[], bool]:
+        """Return a function that tells whether the others have given up a part since now. Their logs say so."""
+        gateways = [gateway.process for gateway in self.gateways]
+        match strike.target:
+            case Target.WORKER | Target.WORKER_LINK:
+                watchers, said = [engine.scheduler], "is given up"
+            case Target.SCHEDULER | Target.GATEWAY_LINK:
+                watchers, said = gateways, "was lost"
+            case Target.GATEWAY:
+                watchers, said = [engine.scheduler for engine in self.engines], "has left"
+        before = [child.log.count(said) for child in watchers]
+        return lambda: all(child.log.count(said) > count for child, count in zip(watchers, before, strict=True))
 
     async def healthy(self) -> bool:
         """Return whether each gateway has all engines ready."""
@@ -165,21 +171,18 @@ class Deployment:
             raise TimeoutError("the deployment is not healthy again") from None
         await asyncio.sleep(STATUS_AGE)
         try:
-            await until(self._idle)
+            await until(self._idle, PATIENCE)
         except TimeoutError:
             raise TimeoutError(f"engines are not at rest: {await self.figures()}") from None
         self._descriptors = self._descriptors or self._count_descriptors()
         try:
-            await until(lambda: not self._descriptor_growth())
+            await until(lambda: not self._descriptor_growth(), PATIENCE)
         except TimeoutError:
             raise TimeoutError(f"descriptors have leaked: {self._descriptor_growth()}") from None
 
     async def _idle(self) -> bool:
         figures = await self.figures()
         return all(idle(figures[engine.name]) for engine in self.engines)
-
-    async def _lacks_engine(self) -> bool:
-        return not await is_healthy(str(self.gateways[-1].socket), len(self.engines))
 
     def _count_descriptors(self) -> dict[str, int]:
         return {child.name: len(os.listdir(f"/proc/{child.pid}/fd")) for child in self.processes}
@@ -195,12 +198,6 @@ class Deployment:
         link = engine.gateway_link if target is Target.GATEWAY_LINK else engine.worker_link
         assert link is not None, "without namespaces, cells that cut links must be skipped"
         return link
-
-
-async def _has_left(scheduler: Child) -> None:
-    """Wait until a scheduler gives up a gateway."""
-    before = scheduler.log.count("has left")
-    await until(lambda: scheduler.log.count("has left") > before, PATIENCE)
 
 
 @asynccontextmanager
