@@ -10,14 +10,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from tests.chaos.cells import Cell, Fault, Layout, Moment, Strike, Target, When
-from tests.chaos.client import GATEWAY_LOST, GATEWAY_REFUSES, Client, Outcome, api_at, ask, differences
+from tests.chaos.client import Client, Outcome, api_at, ask, differences, gateway_is_lost, gateway_refuses
 from tests.chaos.deployment import PATIENCE, Deployment, GatedEngine, deployment
 from tests.chaos.gate import Hold
 from tests.chaos.workload import MARKER, Workload, draw_workload
@@ -84,8 +84,11 @@ def _messages(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-RETRY_ON = {Strike(Target.GATEWAY, Fault.KILL): GATEWAY_LOST, Strike(Target.GATEWAY, Fault.DRAIN): GATEWAY_REFUSES}
-"""The errors after which clients may ask the other gateway."""
+def _may_retry(strike: Strike) -> Callable[[Exception], bool]:
+    """Return a function that tells after which errors a client asks the other gateway: none, unless its own fails."""
+    if strike.target is not Target.GATEWAY or strike.fault is Fault.FREEZE:
+        return lambda error: False
+    return gateway_is_lost if strike.fault is Fault.KILL else gateway_refuses
 
 
 class _Run:
@@ -97,27 +100,32 @@ class _Run:
         self._cell = cell
         self._rng = rng
         self._workload = workload
+        self._struck = asyncio.Event()
 
     async def run(self) -> list[Outcome]:
         """Send the requests, let parts fail, and return the outcomes in the order subjects, others, latecomer."""
         first, second = (gateway.socket for gateway in self._deployment.gateways)
         async with api_at(first) as api, api_at(second) as other, asyncio.TaskGroup() as tasks:
-            retry_on = RETRY_ON.get(self._cell.strike, ())
-            subjects = [Client([api, other], request, retry_on) for request in self._workload.subjects]
+            may_retry = _may_retry(self._cell.strike)
+            subjects = [Client([api, other], request, may_retry) for request in self._workload.subjects]
             others = [
-                Client([other, api] if at % 2 else [api, other], request, retry_on)
+                Client([other, api] if at % 2 else [api, other], request, may_retry)
                 for at, request in enumerate(self._workload.others)
             ]
-            latecomer = Client([other], self._workload.latecomer)
+            latecomer = Client([other], self._workload.latecomer, may_retry)
             self.clients = [*subjects, *others, latecomer]
             self._arm(self._workload.hold)
             running = [tasks.create_task(client.ask()) for client in subjects]
             await _accepted(subjects)  # first, so that they get slots before the others
             running += [tasks.create_task(client.ask()) for client in others]
             await _accepted(others)
-            engine = await self._moment()
-            late = tasks.create_task(self._fail(engine, latecomer))
-        return [task.result() for task in [*running, late]]
+            running.append(tasks.create_task(self._ask_late(latecomer)))
+            await self._fail(await self._moment())
+        return [task.result() for task in running]
+
+    async def _ask_late(self, latecomer: Client) -> Outcome:
+        await self._struck.wait()
+        return await latecomer.ask()
 
     def _arm(self, hold: Hold) -> None:
         for engine in self._deployment.engines:
@@ -142,8 +150,8 @@ class _Run:
         await until(reached, PATIENCE)
         return engines[0]
 
-    async def _fail(self, engine: GatedEngine, latecomer: Client) -> Outcome:
-        """Let the parts fail that the cell names, ask one more request meanwhile, and repair them."""
+    async def _fail(self, engine: GatedEngine) -> None:
+        """Let the parts fail that the cell names, and repair them once that is noticed."""
         deployment, cell = self._deployment, self._cell
         before = {child.name: child.lives for child in deployment.processes}
         noticed = deployment.watch(cell.strike, engine)
@@ -151,15 +159,13 @@ class _Run:
         if cell.second and cell.second.when is When.AT_ONCE:
             await deployment.strike(cell.second.strike, engine)
         self._open()
-        late = asyncio.create_task(latecomer.ask())
+        self._struck.set()
         if cell.second:
             await self._fail_again(cell.strike, cell.second.strike, cell.second.when, engine, before)
         if cell.strike.fault in (Fault.FREEZE, Fault.CUT):
             await until(noticed, PATIENCE)
             await deployment.repair(cell.strike, engine)
-        result = await late
         await self._restarted(engine, before)
-        return result
 
     async def _fail_again(
         self, first: Strike, second: Strike, when: When, engine: GatedEngine, before: dict[str, int]
@@ -186,9 +192,10 @@ class _Run:
 
 async def _accepted(clients: Sequence[Client]) -> None:
     """Wait until streams are at engines. Other requests show nothing before they end."""
+    streams = [client for client in clients if client.request.is_stream]
     with suppress(TimeoutError):
         async with asyncio.timeout(MAX_HOLD):
-            await asyncio.gather(*(client.accepted.wait() for client in clients))
+            await asyncio.gather(*(stream.accepted.wait() for stream in streams))
 
 
 class Stage:

@@ -4,7 +4,7 @@ They are the official library, over Unix sockets, so that a gateway is reached w
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from msgspec import Struct
 from openai import AsyncOpenAI
 
 MODEL = "tiny"
-TIMEOUT = 240.0  # seconds, reached only by cells that fail
+TIMEOUT = 150.0  # seconds, reached only by cells that fail
 
 Api = AsyncOpenAI
 
@@ -107,27 +107,31 @@ async def ask(api: Api, request: Request, accepted: asyncio.Event | None = None)
 class Client:
     """Asks the gateways in turn, if it may, as a client behind a balancer does that sees one fail or drain."""
 
-    def __init__(self, apis: Sequence[Api], request: Request, retry_on: tuple[type[Exception], ...] = ()) -> None:
+    def __init__(self, apis: Sequence[Api], request: Request, may_retry: Callable[[Exception], bool]) -> None:
+        self.request = request
         self.accepted = asyncio.Event()  # of a stream
         self.retries = 0
-        self._apis, self.request, self._retry_on = apis, request, retry_on
+        self._apis, self._may_retry = apis, may_retry
 
     async def ask(self) -> Outcome:
         """Return what came of the request."""
         while True:
             try:
                 return await ask(self._apis[self.retries], self.request, self.accepted)
-            except self._retry_on:
-                self.retries += 1
-                if self.retries == len(self._apis):
+            except Exception as error:
+                if self.retries + 1 == len(self._apis) or not self._may_retry(error):
                     raise
+                self.retries += 1
 
 
-GATEWAY_LOST = (openai.APIConnectionError, httpx2.TransportError)
-"""What a client sees of a gateway that was killed."""
+def gateway_is_lost(error: Exception) -> bool:
+    """Return whether a client sees this error because its gateway was killed."""
+    return isinstance(error, openai.APIConnectionError | httpx2.TransportError)
 
-GATEWAY_REFUSES = (openai.InternalServerError,)
-"""What a client sees of a gateway that drains, if it has not sent the head of its answer: status 503."""
+
+def gateway_refuses(error: Exception) -> bool:
+    """Return whether a client sees this error because its gateway drains and does not take the request."""
+    return isinstance(error, openai.APIStatusError) and error.status_code == 503
 
 
 def _arguments(request: Request) -> dict[str, Any]:
