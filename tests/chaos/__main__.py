@@ -113,7 +113,9 @@ def main() -> int:
     began = time.monotonic()
     with redirect_stdout(io.StringIO()):  # of processes that end: their logs
         results = asyncio.run(run_all(cells, args.seed, args.jobs, Path(tempfile.mkdtemp(prefix="quire-chaos-"))))
-    command = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
+    command = f"python -m tests.chaos --seed {args.seed} --jobs {args.jobs}"
+    if args.only:
+        command += f" --only {shlex.quote(args.only)}"
     text = "\n".join(page(results, command, (time.monotonic() - began) / 60)) + "\n"
     print(text)
     if args.output:

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tests.chaos.cells import Cell, Fault, Layout, Moment, Strike, Target, When
 from tests.chaos.client import Client, Outcome, api_at, ask, differences, gateway_is_lost, gateway_refuses
@@ -29,6 +30,9 @@ MAX_START_DELAY = {Target.WORKER: 2.0, Target.SCHEDULER: 0.5}
 
 MAX_HOLD = 0.8
 """Seconds for requests to arrive while a worker may be held already: less than a scheduler's patience with it."""
+
+STEPS_IN_FLIGHT = 2
+"""Steps that a worker may have at the same time."""
 
 FLUSHED = 0.3
 """Seconds after which a scheduler's record has what happened: three times the recorder's interval."""
@@ -171,7 +175,8 @@ class _Run:
         self, first: Strike, second: Strike, when: When, engine: GatedEngine, before: dict[str, int]
     ) -> None:
         if when is When.RECOVERY:
-            self._arm(Hold("resumed", MARKER))
+            both_workers = first.target is second.target is Target.WORKER
+            self._arm(self._gone_on() if both_workers else Hold("resumed", MARKER))
             await until(lambda: any(one.gate.reached for one in self._deployment.engines), PATIENCE)
             await self._deployment.strike(second, next(one for one in self._deployment.engines if one.gate.reached))
             self._open()
@@ -181,6 +186,13 @@ class _Run:
             await until(lambda: child.lives > before[child.name], PATIENCE)
             await asyncio.sleep(self._rng.random() * MAX_START_DELAY[first.target])
             await self._deployment.strike(second, engine)
+
+    def _gone_on(self) -> Hold:
+        """Return the moment at which the request is known to have survived all steps that its dead worker had.
+
+        One whose workers die twice before that is the culprit, if it was alone, and ends with an error as it should.
+        """
+        return replace(self._workload.hold, index=self._workload.hold.index + STEPS_IN_FLIGHT + 1)
 
     async def _restarted(self, engine: GatedEngine, before: dict[str, int]) -> None:
         """Wait until a process that was killed or has drained runs again."""

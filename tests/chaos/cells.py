@@ -43,7 +43,7 @@ class When(StrEnum):
     """When a second fault comes."""
 
     AT_ONCE = "at once"
-    RECOVERY = "in recovery"  # when the request that was disturbed enters a worker again
+    RECOVERY = "in recovery"  # when the request that was disturbed enters a worker again, or has just gone on there
     START = "in start"  # while the process that was killed starts again
 
 
@@ -123,7 +123,8 @@ DOUBLES = [
 ]
 
 WITH_OUTPUT = (Moment.DECODE, Moment.STOP, Moment.LAST)
-"""Moments at which the request has output, by which its recovery is seen."""
+"""Moments at which the request has output, by which its recovery is seen. In the first one, more comes after it, as two
+deaths of workers need: those are the first of `DOUBLES` in recovery."""
 
 
 def all_cells() -> list[Cell]:
