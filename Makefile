@@ -5,6 +5,7 @@ PORT ?= 8000
 MODEL ?=
 ARGS ?=
 MINUTES ?= 60
+SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,13 +18,15 @@ FAST := tests/core tests/simulation tests/scheduler tests/shared tests/text test
 # Triton decides at its import whether kernels are interpreted, so these have a process of their own.
 GPU_TESTS := tests/gpu_kernels
 
-.PHONY: help install serve test test-fast lint docs kernels compose-test soak bench-peers
+.PHONY: help install serve test test-fast test-all lint docs kernels chaos compose-test soak bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
 	@echo "              MODEL=folder, .gguf file or name  PORT=8000  ARGS='--max-num-seqs 64 ...'"
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make test-fast  the tests that need neither a service nor a model: under a minute on two cores"
+	@echo "make test-all   make test, and then make chaos"
+	@echo "make chaos    the whole matrix of faults with real processes, and write benchmarks/results/chaos.md anew; SEED=0"
 	@echo "make lint     linters, types and import rules, without tests"
 	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
 	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
@@ -70,6 +73,13 @@ test: lint
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n 2 $(FAST) $(ARGS)
+
+chaos: install
+	$(BIN)/python -m tests.chaos --seed $(SEED) --output benchmarks/results/chaos.md $(ARGS)
+
+test-all:
+	$(MAKE) test
+	$(MAKE) chaos
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -36,14 +36,18 @@ FAULT_INJECTION_PATH = os.pathsep.join([str(ROOT / "tests/system/fault_injection
 
 
 class Child:
-    """A process that is restarted when it ends, until `stop`. `{life}` in its arguments counts the starts."""
+    """A process that is restarted when it ends, until `stop`. `{life}` in its arguments counts the starts.
 
-    def __init__(self, name: str, folder: Path, argv: Sequence[str]) -> None:
+    `argv` are Python's arguments. The words of `entrance` come before Python, such as those that enter a namespace.
+    """
+
+    def __init__(self, name: str, folder: Path, argv: Sequence[str], entrance: Sequence[str] = ()) -> None:
         self.name = name
         self.restart = True
         self.lives = 0
         self.status: int | None = None  # of the last process that ended
         self.argv = argv
+        self._command = [*entrance, sys.executable]
         self._log = folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -89,7 +93,7 @@ class Child:
         while self.restart or not self.lives:
             with self._log.open("a") as log:
                 argv = [part.format(life=self.lives) for part in self.argv]
-                self._process = await asyncio.create_subprocess_exec(sys.executable, *argv, cwd=ROOT, stderr=log)
+                self._process = await asyncio.create_subprocess_exec(*self._command, *argv, cwd=ROOT, stderr=log)
             self.lives += 1
             self._started.set()
             self.status = await self._process.wait()
