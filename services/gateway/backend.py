@@ -82,7 +82,7 @@ class Backend:
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
-        self.losses = EngineLosses()
+        self.losses = EngineLosses()  # metrics of the engines that were lost
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()

@@ -87,7 +87,8 @@ class Generation:
             self._refused = True
             raise
         now = time.monotonic()
-        self._record_recoveries()
+        if self._request.recoveries:
+            self._record_recoveries()
         samples = self.text.samples
         texts: dict[int, str] = {}
         for row in rows:
