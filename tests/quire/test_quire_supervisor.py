@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from quire import children
-from quire.children import Child, ServiceLog, StartFailed
+from quire.children import Child, StartFailed
+from quire.service_log import ServiceLog
 from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
 from quire.watch import Watch
 from tests.waiting import until, wait_until
