@@ -15,17 +15,23 @@ QUESTION = "What is the capital of France?"
 
 def banner(config: GatewayConfig, folder: Path, seconds: float) -> str:
     """Return the text for a server that became ready after `seconds`. `folder` has the chat template."""
-    url = "http://localhost" if config.uds else base_url(config.host, config.port)
-    address = f"the socket {config.uds}" if config.uds else url
-    return (
-        f"Quire serves {model_name(config)} at {address} (ready in {seconds:.1f} s). Try:\n\n"
-        f"  {curl_command(config, url, has_chat_template(config, folder))}\n\nCtrl-C stops it.\n"
-    )
+    command = curl_command(config, _url(config), has_chat_template(config, folder))
+    return f"{summary(config, seconds)}. Try:\n\n  {command}\n\nCtrl-C stops it.\n"
+
+
+def summary(config: GatewayConfig, seconds: float) -> str:
+    """Return the banner's first sentence."""
+    address = f"the socket {config.uds}" if config.uds else _url(config)
+    return f"Quire serves {model_name(config)} at {address} (ready in {seconds:.1f} s)"
 
 
 def model_name(config: GatewayConfig) -> str:
     """Return the name under which requests ask for the model."""
     return config.served_model_name[0] if config.served_model_name else config.model or EMBEDDED
+
+
+def _url(config: GatewayConfig) -> str:
+    return "http://localhost" if config.uds else base_url(config.host, config.port)
 
 
 def base_url(host: str, port: int) -> str:

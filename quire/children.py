@@ -1,4 +1,4 @@
-"""`Child`: a service's process, which the supervisor starts, keeps running and stops, and whose output it labels.
+"""`Child`: a service's process, which the supervisor starts, keeps running and stops, and whose output it logs.
 
 A child that ends is started again after a pause. The pause doubles while the child keeps dying soon, and is short again
 once it has lived for a while. Before the server is ready for the first time, a child that exits by itself is not
@@ -8,14 +8,13 @@ that, a child is always restarted.
 
 import asyncio
 import os
-import re
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import BinaryIO
 
+from quire.service_log import ServiceLog
 from shared.errors import QuireError
 from shared.startup import EXIT_CANNOT_START
 
@@ -23,44 +22,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds
 MIN_LIFETIME = 10.0  # seconds; a death after a longer life is the first in a row
 MAX_DEATHS_BEFORE_READY = 3
 
-MAX_LINE = 64 * 1024  # bytes; a longer line is cut
-
 
 class StartFailed(QuireError):
     """The server did not become ready; the message says why."""
-
-
-class ServiceLog:
-    """Writes to the supervisor's stderr. Each line begins with the name of the child that wrote it."""
-
-    def __init__(self, out: BinaryIO) -> None:
-        self.out = out
-        self.width = len("scheduler")  # of the names
-        self.last_lines: dict[str, str] = {}  # of each child, by name
-        self.erase = b"\x1b[K" if out.isatty() else b""  # clears the rest of a longer progress bar
-
-    def write(self, name: str, line: bytes) -> None:
-        """Write one line, which ends in a newline or, if it is a progress bar, in a carriage return."""
-        with suppress(OSError):  # nobody reads the log any more, but serving goes on
-            self.out.write(self.erase + f"{name:<{self.width}} | ".encode() + line)
-            self.out.flush()
-
-    async def copy(self, name: str, source: asyncio.StreamReader) -> None:
-        """Write the lines of `source` until it ends."""
-        rest = b""  # the beginning of a line
-        while chunk := await source.read(MAX_LINE):
-            *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
-            if len(rest) > MAX_LINE:
-                lines, rest = [*lines, rest + b"\n"], b""
-            for line in lines:
-                if line.strip():
-                    self._note(name, line)
-        if rest.strip():
-            self._note(name, rest + b"\n")
-
-    def _note(self, name: str, line: bytes) -> None:
-        self.last_lines[name] = line.decode(errors="replace").strip()
-        self.write(name, line)
 
 
 class Child:
@@ -114,7 +78,7 @@ class Child:
         try:
             await asyncio.wait_for(self._ended.wait(), grace)
         except TimeoutError:
-            self.log.write(self.name, f"did not end within {grace:.0f} s and is killed\n".encode())
+            self.log.write(self.name, f"did not end within {grace:.0f} s and is killed")
             self.kill()
             await self._ended.wait()
 
@@ -134,7 +98,7 @@ class Child:
 
     def replace(self, reason: str) -> None:
         """Kill a process that hangs, so that `keep_running` starts another one. `reason` is logged."""
-        self.log.write(self.name, f"is killed: {reason}\n".encode())
+        self.log.write(self.name, f"is killed: {reason}")
         self._signal(signal.SIGKILL)
 
     async def _run(self) -> int:
@@ -174,7 +138,7 @@ class Child:
             name = self.name if self.name != self.role else f"the {self.role}"
             raise StartFailed(f"{name} ended{times} before it was ready{self._reason(status)}")
         pause: float = min(FIRST_PAUSE * 2.0 ** min(deaths - 1, 16), LONGEST_PAUSE)
-        self.log.write(self.name, f"ended ({describe(status)}); starts again in {pause:.1f} s\n".encode())
+        self.log.write(self.name, f"ended ({describe(status)}); starts again in {pause:.1f} s")
         return pause
 
     def _reason(self, status: int) -> str:

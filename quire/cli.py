@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules are imported
     from shared.errors import ConfigError, ModelError, QuireError
-    from shared.log_format import printable
+    from shared.startup import report_error
 
     try:
         sys.exit(run(list(sys.argv[1:] if argv is None else argv), began))
     except QuireError as error:
-        print(printable(f"quire: {error}"), file=sys.stderr)
+        report_error("quire", error)
         sys.exit(EXIT_WRONG_USAGE if isinstance(error, (ConfigError, ModelError)) else EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -98,7 +98,8 @@ def serve(argv: list[str], began: float) -> int:
     flags = vars(parser.parse_args(vllm.spell_out(argv)))
     take_positional_model(flags)
     raise_on_signals()
-    return serve(settings.read(flags, os.environ, note=lambda line: print(f"quire: {line}", file=sys.stderr)), began)
+    notes: list[str] = []
+    return serve(settings.read(flags, os.environ, note=notes.append), began, notes)
 
 
 def pull(argv: list[str]) -> int:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from quire.children import Child, ServiceLog
+from quire.children import Child
+from quire.service_log import ServiceLog
 from quire.settings import Settings, service_arguments, service_environment
 from services.gateway.config import SHARED_METRICS_VARIABLE, GatewayConfig
 from services.scheduler.config import SchedulerConfig

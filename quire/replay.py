@@ -1,6 +1,7 @@
 """`quire replay`: feeds a record of a scheduler to its core again, and tells what happened."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -23,16 +24,20 @@ class ReplayConfig(Struct, frozen=True, kw_only=True):
     """The flags of `quire replay`."""
 
     request: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="Print the timeline of the request of this id.")
-    ] = None
+        str,
+        Meta(
+            description="Print the timeline of the request of this id: that of its response, its X-Request-Id, or its "
+            "number in the summary."
+        ),
+    ] = ""
     trace: Annotated[str, Meta(description="File for a trace that chrome://tracing and Perfetto open.")] = ""
 
 
 def replay_file(path: Path, config: ReplayConfig) -> Iterator[str]:
     """Yield the lines to print. Raise `ReplayFailure` after them if the replay goes another way than the record."""
     record = read_record(path)
-    timeline = Timeline(record.head.now)
     core = load_core(record)
+    timeline = Timeline(record.head.now, core.request_ids)
     failure, num_inputs = None, 0
     try:
         for replayed in replay(record, core):
@@ -43,13 +48,14 @@ def replay_file(path: Path, config: ReplayConfig) -> Iterator[str]:
     if config.trace:
         _write_trace(config.trace, chrome_trace(timeline, record.head.engine))
     yield from _describe(record)
-    if config.request is None:
+    if not config.request:
         yield from _summary(record.entries[:num_inputs], timeline, len(core.unfinished))
         if failure is None:
             as_recorded = isinstance(record.entries[-1], Ended) if record.entries else False
             yield "the state at the end is " + ("the recorded one" if as_recorded else "not recorded")
     else:
-        yield from _request_lines(timeline, config.request)
+        for number in _find_requests(timeline, config.request):
+            yield from _request_lines(timeline, number)
     if failure is not None:
         raise failure
 
@@ -87,14 +93,26 @@ def _summary(entries: list[Entry], timeline: Timeline, num_unfinished: int) -> I
             yield f"  ... and {len(events) - MAX_LISTED} more"
 
 
+def _find_requests(timeline: Timeline, wanted: str) -> list[int]:
+    """Return the engine's ids of a request: several if it had several prompts, or was submitted again.
+
+    Raise `ConfigError` if there is none.
+    """
+    known = sorted({event.request for event in timeline.events} - {ENGINE})
+    pattern = re.compile(rf"((chat)?cmpl-)?{re.escape(wanted)}(-\d+)?")  # the last are the numbers of prompts
+    requests = [request for request in known if pattern.fullmatch(timeline.request_ids.get(request, ""))]
+    requests = requests or [request for request in known if str(request) == wanted]
+    if not requests:
+        said = f"it has {len(known)} from {known[0]} to {known[-1]}" if known else "it has none"
+        raise ConfigError(f"--request {wanted}: the record has no such request; {said}")
+    return requests
+
+
 def _request_lines(timeline: Timeline, request: int) -> Iterator[str]:
     events = timeline.events
     own = [index for index, event in enumerate(events) if event.request == request]
-    if not own:
-        known = sorted({event.request for event in events} - {ENGINE})
-        said = f"it has {len(known)} from {known[0]} to {known[-1]}" if known else "it has none"
-        raise ConfigError(f"--request {request}: the record has no such request; {said}")
-    yield f"request {request}, in seconds since the record began; tokens are counted within the output"
+    name = f" ({request_id})" if (request_id := timeline.request_ids.get(request)) else ""
+    yield f"request {request}{name}, in seconds since the record began; tokens are counted within the output"
     if events[own[0]].kind != SUBMITTED:
         yield "it was submitted before"
     life = (event for event in events[own[0] : own[-1] + 1] if event.request in (request, ENGINE))

@@ -2,18 +2,20 @@
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
 
-from quire.banner import banner
-from quire.children import ServiceLog
+from quire.banner import banner, summary
 from quire.instance_folder import instance_folder
 from quire.local_services import LocalServices, check_numbers, children, connect_services, heartbeat_address
+from quire.service_log import ServiceLog
 from quire.settings import Settings
 from quire.startup_checks import check_files, check_model
 from quire.supervisor import Supervisor, is_healthy
@@ -22,17 +24,26 @@ from services.gateway.config import GatewayConfig
 from services.gateway.served_model import tokenizer_folder
 from shared.errors import ConfigError
 from shared.hub.checkpoint import locate
+from shared.startup import configure_logging, logs_json, start_logging
 from shared.transport import listen
+
+logger = logging.getLogger("quire")
 
 MAX_STANDSTILL = 4.0
 """Seconds for which the loop of a gateway or scheduler may stand still. A restart takes less than ten."""
 
 
-def serve(settings: Settings, began: float) -> int:
+def serve(settings: Settings, began: float, notes: Sequence[str] = ()) -> int:
     """Serve until a signal; return the exit status. `began` is the monotonic time at which the command started.
 
-    Raise `QuireError` if the server cannot be started.
+    `notes` are lines about the settings for the user. Raise `QuireError` if the server cannot be started.
     """
+    as_json = settings.gateway.log_format == "json"
+    if as_json:
+        start_logging()
+        configure_logging("quire", "info", "json")
+    for note in notes:
+        say(f"quire: {note}")
     check_numbers(settings)
     port = (
         0 if settings.gateway.uds else free_port(settings.gateway)
@@ -51,15 +62,31 @@ def serve(settings: Settings, began: float) -> int:
     ):
         services = connect_services(settings, port, sockets)
         supervisor = Supervisor(
-            children(settings, services, sockets, ServiceLog(sys.stderr.buffer)),
+            children(settings, services, sockets, ServiceLog(sys.stderr.buffer, as_json=as_json)),
             ready=lambda: all_healthy(services),
-            announce=lambda: print(banner(services.gateways[0], tokenizer, time.monotonic() - began), flush=True),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            announce=lambda: announce(services.gateways[0], tokenizer, time.monotonic() - began),
+            say=say,
             ready_timeout=settings.serve.ready_timeout,
             drain_timeout=settings.gateway.shutdown_delay + settings.gateway.drain_timeout,
             watch=Watch(heartbeats, silence_limits(settings)),
         )
         return asyncio.run(supervisor.run())
+
+
+def announce(config: GatewayConfig, tokenizer: Path, seconds: float) -> None:
+    """Tell the user that the server is ready after `seconds`."""
+    if logs_json():
+        logger.info("%s", summary(config, seconds))
+    else:
+        print(banner(config, tokenizer, seconds), flush=True)
+
+
+def say(line: str) -> None:
+    """Tell the user something about the server as a whole."""
+    if logs_json():
+        logger.info("%s", line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def free_port(config: GatewayConfig) -> int:

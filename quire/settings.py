@@ -125,7 +125,7 @@ def service_environment(settings: Settings) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in own_variables}
     if settings.gateway.api_key:
         environment["QUIRE_API_KEY"] = json.dumps(settings.gateway.api_key)  # a key may hold a comma
-    if on_terminal():
+    if on_terminal() and settings.gateway.log_format == "text":
         environment[TERMINAL_VARIABLE] = "1"
     environment.pop(SHARED_METRICS_VARIABLE, None)  # another server's
     environment["HF_HUB_OFFLINE"] = "1"  # everything is downloaded by now, and all services must see the same files

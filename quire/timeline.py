@@ -1,5 +1,6 @@
 """`Timeline`: what happened to each request of a record, as events, made while the record is replayed."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from services.scheduler.core import Scheduler
@@ -10,6 +11,7 @@ from shared.protocol import ProgressRow, Refused, StepPlan, Submit
 
 SUBMITTED, REFUSED, ADMITTED, RESUMED, FORKED = "submitted", "refused", "admitted", "resumed", "forked"
 CHUNK, TOKENS, PREEMPTED, LOST, ENDED = "chunk", "tokens", "preempted", "lost", "ended"
+SUSPECTED = "suspected"
 EPOCH, WORKER_LOST, DRAIN = "epoch", "worker lost", "drain"
 
 ENGINE = -1
@@ -31,10 +33,14 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """The events of a record in order. `started` is the core's time when the record began."""
+    """The events of a record in order.
 
-    def __init__(self, started: float) -> None:
+    `started` is the core's time when the record began, and `request_ids` are those of the requests that it had then.
+    """
+
+    def __init__(self, started: float, request_ids: Mapping[int, str]) -> None:
         self.events: list[Event] = []
+        self.request_ids = dict(request_ids)  # the ids that clients see, by the engine's
         self.seconds = 0.0  # of the last input
         self._started = started
         self._admitted: set[tuple[int, int]] = set()  # (request, sample)
@@ -64,6 +70,7 @@ class Timeline:
         self.events.append(Event(self.seconds, request, sample, kind, detail, slot, num_tokens))
 
     def _see_submit(self, request: Submit, refused: Refused | None) -> None:
+        self.request_ids[request.id] = request.request_id
         num_tokens = len(request.tokens) // 4
         detail = f"{request.prompt_len} tokens of prompt"
         if output_len := num_tokens - request.prompt_len:
@@ -115,6 +122,10 @@ class Timeline:
                 first, last = row.position + 1, row.position + len(row.tokens)
                 detail = f"{first}" if first == last else f"{first} to {last}"
                 self._add(row.id, row.sample, TOKENS, detail, num_tokens=len(row.tokens))
+            elif row.scheduling is not None and row.finish_reason is None:
+                suspicion = row.scheduling.suspicion
+                detail = f"until {suspicion.cleared_at} positions are computed; deaths alone: {suspicion.deaths_alone}"
+                self._add(row.id, row.sample, SUSPECTED, detail)
             if row.finish_reason is not None:
                 detail = f": {row.detail}" if row.detail else ""
                 self._add(row.id, row.sample, ENDED, row.finish_reason.value + detail)

@@ -37,7 +37,7 @@ from shared.protocol import (
     TokenLogprobs,
     unpack_tokens,
 )
-from shared.startup import end_with_supervisor, start_logging
+from shared.startup import configure_logging, end_with_supervisor, start_logging
 
 CHAIN = 2
 
@@ -244,9 +244,11 @@ def main() -> int:
     parser.add_argument("--supervisor", type=int, default=0)
     parser.add_argument("--scheduler-timeout", type=float, default=300.0)
     parser.add_argument("--zmq-keys", default="")
+    parser.add_argument("--log-format", default="text")
     args = parser.parse_args()
     script = msgspec.json.decode(args.script.read_bytes(), type=Script) if args.script else Script()
     start_logging()
+    configure_logging("worker", "info", args.log_format)
     end_with_supervisor(args.supervisor)
     config = WorkerConfig(
         scheduler=args.scheduler, supervisor=args.supervisor, scheduler_timeout=args.scheduler_timeout

@@ -3,6 +3,7 @@
 A service's stderr is a pipe to its supervisor, which sets `TERMINAL_VARIABLE` if it copies the pipe to a terminal.
 """
 
+import logging
 import os
 import sys
 import time
@@ -11,13 +12,15 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from shared.startup import logs_json
+
 TERMINAL_VARIABLE = "QUIRE_ON_TERMINAL"
 """An environment variable that the supervisor sets for its services; not a setting of users."""
 
 
 def on_terminal(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process's stderr is shown on a terminal."""
-    return sys.stderr.isatty() or TERMINAL_VARIABLE in environment
+    return (sys.stderr.isatty() and not logs_json()) or TERMINAL_VARIABLE in environment
 
 
 @contextmanager
@@ -33,5 +36,8 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], object]]:
 
 
 def _write_line(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    if logs_json():
+        logging.getLogger(__name__).info("%s", line)
+    else:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()

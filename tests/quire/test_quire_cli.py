@@ -17,9 +17,9 @@ import pytest
 
 from quire import settings
 from quire.banner import banner, base_url, has_chat_template
-from quire.children import ServiceLog
 from quire.local_services import children, connect_services
 from quire.serve import free_port
+from quire.service_log import ServiceLog
 from services.gateway.config import GatewayConfig
 from shared.config import load
 from shared.errors import ConfigError

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from quire import local_services, settings
-from quire.children import Child, ServiceLog
+from quire.children import Child
 from quire.local_services import check_numbers, children, connect_services, list_gpus
 from quire.serve import all_healthy
+from quire.service_log import ServiceLog
 from shared.errors import ConfigError
 from tests.quire.quire_server import short_folder
 

@@ -25,7 +25,8 @@ def record(tmp_path: Path) -> Path:
 
     def submit(id: int, prompt_len: int, max_tokens: int, n: int = 1) -> None:
         prompt = pack_tokens([id] * prompt_len)
-        core.submit(Submit(id, prompt, prompt_len, Sampling(max_tokens=max_tokens, seed=0), n, arrival=float(id)), now)
+        sampling, name = Sampling(max_tokens=max_tokens, seed=0), f"cmpl-{'abcd'[id - 1]}"
+        core.submit(Submit(id, prompt, prompt_len, sampling, n, arrival=float(id), request_id=name), now)
 
     def step() -> None:
         nonlocal now
@@ -62,7 +63,7 @@ def lines(capsys: pytest.CaptureFixture[str], *argv: object) -> list[str]:
 def timeline(path: Path, capsys: pytest.CaptureFixture[str], request: int) -> list[str]:
     """Return the lines of a request's timeline, with single spaces."""
     title, *events = lines(capsys, path, "--request", request)[1:]
-    assert title.startswith(f"request {request}, ")
+    assert title.startswith(f"request {request} (cmpl-{'abcd'[request - 1]}), ")
     return [" ".join(line.split()) for line in events]
 
 
@@ -111,6 +112,52 @@ def test_the_timeline_of_a_request(record: Path, capsys: pytest.CaptureFixture[s
     assert refused == "0.000000 submitted 60 tokens of prompt, n=1, max_tokens=5"
     assert reason.startswith("0.000000 refused too_long: 60 tokens of prompt and 5 of output are more than")
     assert timeline(record, capsys, 4)[-1] == "10.000000 .0 ended abort"
+
+
+@pytest.mark.parametrize("id", ["2", "b", "cmpl-b"])
+def test_a_request_is_found_by_the_id_that_its_client_has_seen(
+    id: str, record: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lines(capsys, record, f"--request={id}")[1].startswith("request 2 (cmpl-b), ")
+
+
+def test_all_prompts_and_attempts_of_a_request_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    core = RecordedScheduler(LIMITS, Recorder(str(tmp_path), "east", "model", lambda: 100.0))
+    for id, name in enumerate(["cmpl-a-0", "cmpl-a-1", "cmpl-b", "cmpl-a-1", "cmpl-a-x", "4"]):
+        core.submit(Submit(id, pack_tokens([1]), 1, Sampling(max_tokens=1, seed=0), request_id=name), 100.0)
+    core.end_record()
+    (path,) = tmp_path.iterdir()
+    titles = [line.partition(",")[0] for line in lines(capsys, path, "--request=a") if line.startswith("request")]
+    assert titles == ["request 0 (cmpl-a-0)", "request 1 (cmpl-a-1)", "request 3 (cmpl-a-1)"]
+    assert lines(capsys, path, "--request=4")[1].startswith("request 5 (4)"), "a client's id comes before a number"
+
+
+def test_a_request_from_before_the_record_has_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(str(tmp_path), "east", "model", lambda: 100.0)
+    core = RecordedScheduler(LIMITS, recorder)
+    core.submit(Submit(7, pack_tokens([1]), 1, Sampling(max_tokens=1, seed=0), request_id="cmpl-a"), 100.0)
+    recorder.go_on(core)
+    core.abort(7)
+    core.end_record()
+    path = max(tmp_path.iterdir())
+    assert lines(capsys, path, "--request=a")[2:4] == [
+        "request 7 (cmpl-a), in seconds since the record began; tokens are counted within the output",
+        "it was submitted before",
+    ]
+
+
+def test_who_ran_when_a_worker_was_lost_is_shown_as_a_suspect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = RecordedScheduler(LIMITS, Recorder(str(tmp_path), "east", "model", lambda: 100.0))
+    core.submit(Submit(7, pack_tokens([1] * 9), 9, Sampling(max_tokens=5, seed=0), request_id="cmpl-a"), 100.0)
+    core.begin_epoch(Epoch("boot", 1), LIMITS.num_blocks)
+    core.plan(101.0)
+    core.lose_worker(102.0)
+    core.end_record()
+    (path,) = tmp_path.iterdir()
+    *_, line = lines(capsys, path, "--request=a")
+    assert " ".join(line.split()) == "2.000000 .0 suspected until 9 positions are computed; deaths alone: 1"
 
 
 def test_a_trace_shows_when_samples_waited_and_where_they_ran(
@@ -195,7 +242,7 @@ def test_a_wrong_core_fails_after_the_plans_that_were_right(
     ("flags", "said"),
     [
         (["--request=77"], "--request 77: the record has no such request; it has 4 from 1 to 4"),
-        (["--request=-1"], "--request '-1': Expected `int` >= 0"),
+        (["--request=cmpl-"], "--request cmpl-: the record has no such request; it has 4 from 1 to 4"),
         (["--trace=/no/such/folder/x"], "--trace /no/such/folder/x: No such file or directory"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],

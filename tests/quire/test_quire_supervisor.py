@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from quire import children
-from quire.children import Child, ServiceLog, StartFailed
+from quire.children import Child, StartFailed
+from quire.service_log import ServiceLog
 from quire.supervisor import INTERRUPTED, STOPPING, Supervisor
 from quire.watch import Watch
 from tests.waiting import until, wait_until
@@ -229,6 +231,25 @@ async def test_the_log_labels_lines_and_keeps_progress_bars() -> None:
     assert out.getvalue() == b"".join(
         label + line for line in (b"one\n", b"two\n", b" 10%\r", b" 20%\r", b"100%\n", b"last\n")
     )
+
+
+async def test_as_json_each_line_of_the_log_is_an_object() -> None:
+    """A record of a child keeps its fields; other output becomes a message. Errors are recognized in both."""
+    source, out = asyncio.StreamReader(), io.BytesIO()
+    record = (
+        b'{"time": "now", "level": "critical", "service": "worker", "message": "worker: no model", "logger": "worker"}'
+    )
+    source.feed_data(b"Fatal \x1b[1merror\n{not json\n[1]\n" + record + b"\n")
+    source.feed_eof()
+    log = ServiceLog(out, as_json=True)
+    await log.copy("worker 1", source)
+    assert log.last_lines == {"worker 1": "worker: no model"}
+    log.write("worker 1", "ended")
+    *others, last, own = map(json.loads, out.getvalue().splitlines())
+    assert last == json.loads(record) | {"service": "worker 1"}
+    assert (own["level"], own["message"]) == ("warning", "ended")
+    assert [one["message"] for one in others] == ["Fatal \x1b[1merror", "{not json", "[1]"]
+    assert {one["service"] for one in [*others, own]} == {"worker 1"}
 
 
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:

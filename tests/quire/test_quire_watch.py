@@ -11,7 +11,8 @@ from typing import cast
 import psutil
 import pytest
 
-from quire.children import Child, ServiceLog
+from quire.children import Child
+from quire.service_log import ServiceLog
 from quire.watch import SilenceLimit, Watch
 from shared.protocol import Heartbeat, ProcessStats
 from tests.scheduler.fake_listener import FakeListener, as_listener

@@ -17,14 +17,19 @@ from shared.protocol import (
     Configured,
     Epoch,
     Fault,
+    Fork,
     Heartbeat,
+    NewSequence,
     Register,
+    Row,
+    Sampling,
     StepPlan,
     StepResult,
     Stop,
     WorkerToScheduler,
     decode_from_worker,
     encode,
+    pack_tokens,
 )
 from tests.scripted_worker import Script, ScriptedRunner
 
@@ -111,10 +116,14 @@ class ServedRunner:
         return None
 
     def launch(self, *steps: int) -> None:
+        """Send plans without rows, and wait until the runner has launched them."""
+        self.launch_plans(*(StepPlan(EPOCH, step, []) for step in steps))
+
+    def launch_plans(self, *plans: StepPlan) -> None:
         """Send plans, and wait until the runner has launched them."""
-        count = len(self.runner.steps) + len(steps)
-        for step in steps:
-            self.send(StepPlan(EPOCH, step, []))
+        count = len(self.runner.steps) + len(plans)
+        for plan in plans:
+            self.send(plan)
         deadline = time.monotonic() + 5
         while len(self.runner.steps) < count:
             assert time.monotonic() < deadline
@@ -155,6 +164,28 @@ def test_a_step_that_fails_on_the_device_is_a_fault(served: ServedRunner) -> Non
     assert "out of memory" in fault.detail
     served.thread.join(5)
     assert not served.thread.is_alive()
+
+
+def test_a_step_that_fails_names_its_requests(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
+    """As they were in that step: the next one has been launched already, and has another request in the slot."""
+
+    def new(slot: int, request_id: str) -> NewSequence:
+        return NewSequence(slot, pack_tokens([1]), 1, [0], Sampling(max_tokens=9, seed=0), 0, request_id)
+
+    served.launch_plans(
+        StepPlan(EPOCH, 0, [Row(0, 0, 1, 1)], [new(0, "a"), new(1, "b")]),
+        StepPlan(EPOCH, 1, [Row(0, 1, 1, 1), Row(2, 1, 1, 1), Row(3, 0, 1, 1)], [new(3, "c")], [Fork(0, [(2, 1)])]),
+        StepPlan(EPOCH, 2, [Row(0, 0, 1, 1)], [new(0, "d")], released_slots=[0]),
+    )
+    served.runner.steps[1].error = "broken"
+    for step in served.runner.steps:
+        step.finish.set()
+    assert served.receive() == StepResult(EPOCH, 0, [])
+    assert isinstance(served.receive(), Fault)
+    served.thread.join(5)
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert (record.message, record.request_ids) == ("step 1 failed", ["a", "c"])  # type: ignore[attr-defined]
+    assert record.exc_info is not None
 
 
 def test_missing_memory_is_one_line(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
