@@ -113,7 +113,8 @@ class Sum(Router):
 
     def choose(self, engines: Sequence[E], prompt: "array[int]", sampling: Sampling) -> E:
         def tokens(engine: Any) -> int:
-            return engine.num_tokens - num_cached(self, engine, prompt)
+            num_tokens: int = engine.num_tokens
+            return num_tokens - num_cached(self, engine, prompt)
 
         return min(engines, key=tokens)
 
