@@ -76,8 +76,8 @@ log-probabilities of outputs and prompts, penalties, min_tokens) to two gateways
 reaches the moment of the column, and one more request comes after it. A figure means that all ended as in an
 undisturbed run, to the bit: tokens, log-probabilities, text, ends and usage; and that afterwards all processes ran
 again, with every block free and no file descriptor more than before. It is the seconds that all this took, most of them
-for processes to start or for silence to be noticed. A worker's start takes longest. Faults are SIGKILL, SIGSTOP until
-the others have noticed, no packets until the others have noticed, and SIGTERM.
+for processes to start or for silence to be noticed. A worker's start takes longest. Faults are SIGKILL, SIGSTOP or no
+packets until the others have given the part up, and SIGTERM.
 """
 
 
