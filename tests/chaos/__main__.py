@@ -111,8 +111,11 @@ def main() -> int:
     args = parser.parse_args()
     cells = [cell for cell in all_cells() if args.only in str(cell)]
     began = time.monotonic()
+    failures = Path(tempfile.mkdtemp(prefix="quire-chaos-"))
     with redirect_stdout(io.StringIO()):  # of processes that end: their logs
-        results = asyncio.run(run_all(cells, args.seed, args.jobs, Path(tempfile.mkdtemp(prefix="quire-chaos-"))))
+        results = asyncio.run(run_all(cells, args.seed, args.jobs, failures))
+    if FAILED not in results.values():
+        failures.rmdir()
     command = f"python -m tests.chaos --seed {args.seed} --jobs {args.jobs}"
     if args.only:
         command += f" --only {shlex.quote(args.only)}"
