@@ -76,8 +76,8 @@ log-probabilities of outputs and prompts, penalties, min_tokens) to two gateways
 reaches the moment of the column, and one more request comes after it. A figure means that all ended as in an
 undisturbed run, to the bit: tokens, log-probabilities, text, ends and usage; and that afterwards all processes ran
 again, with every block free and no file descriptor more than before. It is the seconds that all this took, most of them
-for processes to start or for silence to be noticed. A worker's start takes longest. Faults are SIGKILL, SIGSTOP until
-the others have noticed, no packets until the others have noticed, and SIGTERM.
+for processes to start or for silence to be noticed. A worker's start takes longest. Faults are SIGKILL, SIGSTOP or no
+packets until the others have given the part up, and SIGTERM.
 """
 
 
@@ -111,8 +111,11 @@ def main() -> int:
     args = parser.parse_args()
     cells = [cell for cell in all_cells() if args.only in str(cell)]
     began = time.monotonic()
+    failures = Path(tempfile.mkdtemp(prefix="quire-chaos-"))
     with redirect_stdout(io.StringIO()):  # of processes that end: their logs
-        results = asyncio.run(run_all(cells, args.seed, args.jobs, Path(tempfile.mkdtemp(prefix="quire-chaos-"))))
+        results = asyncio.run(run_all(cells, args.seed, args.jobs, failures))
+    if FAILED not in results.values():
+        failures.rmdir()
     command = f"python -m tests.chaos --seed {args.seed} --jobs {args.jobs}"
     if args.only:
         command += f" --only {shlex.quote(args.only)}"

@@ -20,7 +20,7 @@ class Target(StrEnum):
 
 
 class Fault(StrEnum):
-    """How a part fails: SIGKILL; SIGSTOP until others have noticed; no packets until others have noticed; SIGTERM."""
+    """How a part fails: SIGKILL; SIGSTOP, or no packets, until the others have given it up; SIGTERM."""
 
     KILL = "kill"
     FREEZE = "freeze"
