@@ -30,7 +30,7 @@ help:
 	@echo "make lint     linters, types and import rules, without tests"
 	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
 	@echo "make docs     write docs/settings.md and docs/vllm_flags.md anew from the code"
-	@echo "make compose-test  build the images, start docker-compose.yml, kill its worker under load, take all down"
+	@echo "make compose-test  build the images, start docker-compose.yml, kill and restart its parts under load"
 	@echo "make soak     keep a server under load, kill a part every 20 s, and look for what was lost or leaked; MINUTES=60"
 	@echo "make bench-peers  install vLLM, OpenVINO, llama.cpp and transformers in .peers, and measure all; ARGS=--quick"
 	@echo "make install  only make $(VENV)"

@@ -60,6 +60,24 @@ async def test_a_drain_ends_its_delay_and_counts_its_time_from_the_beginning() -
     assert 900 < lifecycle.seconds_left < before
 
 
+async def test_a_stream_that_runs_at_a_drain_closes_its_connection_after_its_end() -> None:
+    backend = FakeBackend()
+    backend.pause_at = 1
+    async with serve(backend) as client:
+        address = client.server.host, client.server.port
+        reader, writer = await asyncio.open_connection(*address)
+        body = json.dumps(FIELDS).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        assert b"close" not in await reader.readuntil(b"\r\n\r\n")
+        client.gateway.lifecycle.drain()
+        backend.go_on.set()
+        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.close()
+
+
 async def test_a_stream_that_is_cut_ends_in_an_error() -> None:
     backend = FakeBackend()
     backend.pause_at = 1
