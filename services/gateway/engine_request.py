@@ -61,7 +61,8 @@ class _Sample:
 class EngineRequest:
     """A request of `n` samples. Connections add rows, and one task reads them.
 
-    `on_unplaced` is called when samples are at no engine any more and the request has not ended.
+    `on_unplaced` is called when samples are at no engine any more and the request has not ended, `on_first_token` when
+    the first token of any sample has come.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class EngineRequest:
         priority: int = 0,
         samples_before: int = 0,
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
+        on_first_token: Callable[["EngineRequest"], None] = lambda request: None,
     ) -> None:
         """`samples_before` counts the samples of the same user's earlier requests."""
         self.arrival = time.time()
@@ -82,7 +84,7 @@ class EngineRequest:
         self.outputs = [array("i") for _ in range(n)]  # so far, of each sample
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
-        self._on_unplaced = on_unplaced
+        self._on_unplaced, self._on_first_token = on_unplaced, on_first_token
         self._samples = {sample: _Sample(output) for sample, output in enumerate(self.outputs)}  # the unfinished ones
         self._attempts: list[Attempt] = []
         self._num_prompt_logprobs = 0  # given to the reader
@@ -210,7 +212,10 @@ class EngineRequest:
             self.fail(EngineFailure(f"tokens {num_received} to {row.position - 1} of the output were lost"))
             return
         row = self._continued(row, sample)
+        is_first = not any(self.outputs)
         sample.output.extend(row.tokens)
+        if is_first and row.tokens:
+            self._on_first_token(self)
         if row.finish_reason is not None:
             del self._samples[row.sample]
             self._take_from_attempt(row.sample)
