@@ -6,7 +6,7 @@ The engines are the scheduler's real core, and a worker that takes `base` second
 token of it. Users chat as in `benchmarks.routing`. The rules are
 
 - Quire's three policies, and `cache_aware` with another number in place of its 100 tokens of output;
-- `noted when sent`: `cache_aware`, but a prompt counts as cached as soon as it is sent;
+- `noted when sent`: `cache_aware`, but a prompt counts as cached as soon as it is sent, not with its first token;
 - `threshold`: as SGLang's router, the longest prefix if it is more than 0.3 of the prompt, else the emptiest cache; the
   least loaded engine if another has 64 requests more, and 1.5 times as many;
 - `sum`: as NVIDIA Dynamo's router, where tokens to compute and tokens of the engine's requests together are fewest.
@@ -243,6 +243,7 @@ class Simulation:
         request = engine.requests[row.id]
         if not request.output:
             self.ttfts.append(self.now - request.sent)
+            self._router.note(engine, request.prompt, [array("i", row.tokens)])
         request.output.extend(row.tokens)
         if row.finish_reason is not None:
             del engine.requests[row.id]

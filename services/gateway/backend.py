@@ -184,6 +184,7 @@ class Backend:
             samples_before=samples_before,
             request_id=request_id,
             on_unplaced=self._wait_for_engine,
+            on_first_token=self._note_computed,
         )
         if (engine := self._choose(request)) is not None:
             self._place(request, engine)
@@ -196,9 +197,8 @@ class Backend:
         finally:
             self._waiting.pop(request, None)
             self._fingerprints.pop(request, None)
+            self._note_computed(request)
             for connection in self._connections:
-                if request.attempts_at(connection):
-                    self._router.note(connection, request.prompt, request.outputs)
                 connection.release(request)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -255,6 +255,12 @@ class Backend:
                 extra=of_request(request.request_id),
             )
         engine.place(request)
+
+    def _note_computed(self, request: EngineRequest) -> None:
+        """Tell the router what the engines of a request have computed for it."""
+        for connection in self._connections:
+            if request.attempts_at(connection):
+                self._router.note(connection, request.prompt, request.outputs)
 
     def _wait_for_engine(self, request: EngineRequest) -> None:
         """Keep a request until an engine is ready for it, maybe at once."""

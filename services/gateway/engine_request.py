@@ -91,7 +91,8 @@ class _Sample:
 class EngineRequest:
     """A request of `n` samples. Connections add rows, and one task reads them.
 
-    `on_unplaced` is called when samples are at no engine any more and the request has not ended.
+    `on_unplaced` is called when samples are at no engine any more and the request has not ended, `on_first_token` when
+    the first token of any sample has come.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class EngineRequest:
         samples_before: int = 0,
         request_id: str = "",
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
+        on_first_token: Callable[["EngineRequest"], None] = lambda request: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs."""
@@ -119,7 +121,7 @@ class EngineRequest:
         self.outputs = [array("i") for _ in range(n)]  # so far, of each sample
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
-        self._on_unplaced = on_unplaced
+        self._on_unplaced, self._on_first_token = on_unplaced, on_first_token
         self._samples = {sample: _Sample(output) for sample, output in enumerate(self.outputs)}  # the unfinished ones
         self._attempts: list[Attempt] = []
         self._num_prompt_logprobs = 0  # given to the reader
@@ -258,7 +260,10 @@ class EngineRequest:
         if not (row.tokens or row.prompt_logprobs or row.finish_reason):  # nothing for which to wake the reader
             return
         row = self._continued(row, sample)
+        is_first = not any(self.outputs)
         sample.output.extend(row.tokens)
+        if is_first and row.tokens:
+            self._on_first_token(self)
         if self.interruptions:
             self._end_interruptions(row)
         if row.finish_reason is not None:

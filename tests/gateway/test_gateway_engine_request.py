@@ -410,3 +410,17 @@ async def test_a_refusal_concerns_the_engine_that_refuses() -> None:
     harness.request.reject(other, 5)
     assert harness.unplaced[-1] == [1]
     assert [attempt.samples for attempt in harness.request.attempts_at(harness.engine)] == [{0}]
+
+
+async def test_the_first_token_of_any_sample_is_reported_once() -> None:
+    lengths: list[list[int]] = []
+    request = EngineRequest(
+        PROMPT,
+        Sampling(max_tokens=9, seed=4),
+        n=2,
+        on_first_token=lambda request: lengths.append([len(output) for output in request.outputs]),
+    )
+    request.place(FakeEngine(), itertools.count(5))
+    for sample, position, tokens in ((1, 0, []), (1, 0, [7]), (0, 0, [8]), (1, 1, [9])):
+        request.add(ProgressRow(5, sample, position, tokens))
+    assert lengths == [[0, 1]]

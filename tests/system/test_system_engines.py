@@ -169,3 +169,16 @@ async def test_requests_go_on_where_the_tokens_are_the_same() -> None:
             await until(lambda: count(backend.losses.resumed) == 4)
         assert count(backend.losses.inexact) == 0
         assert snapshots(backend)["b"].accepted == 4
+
+
+async def test_a_prompt_counts_as_cached_with_its_first_token() -> None:
+    """The request that comes next finds it, while the first one still runs and its engine has more to do."""
+    prompt = [CHAIN, *range(10, 800)]
+    async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
+        await until(lambda: backend.ready(2))
+        running = asyncio.create_task(complete(backend, prompt, TOKENS))
+        await until(lambda: snapshots(backend)["a"].generation_tokens > 0)
+        assert (await complete(backend, prompt, 2)).tokens == expected(prompt, 2)
+        assert (await running).tokens == expected(prompt, TOKENS)
+        await until(lambda: snapshots(backend)["a"].accepted == 2)
+        assert snapshots(backend)["a"].prefix_hits == len(prompt) // 16 * 16
