@@ -141,6 +141,7 @@ OTHER_VALUES: list[object] = [
     ["a", "--b", "c d"],
     "cpu",
     "priority",
+    "json",
     "dummy",
     "int8",
     "bfloat16",
