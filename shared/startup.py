@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Collection
 
 from shared.errors import QuireError
+from shared.log_limit import LogLimit
 
 PR_SET_PDEATHSIG = 1
 
@@ -42,9 +44,10 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def start_logging() -> None:
-    """Log to stderr, from level INFO on."""
+def start_logging(unlimited: Collection[str] = ()) -> None:
+    """Log to stderr, from level INFO on. All loggers but those named in `unlimited` have the limit of `LogLimit`."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LogLimit(unlimited))
     handler.setFormatter(LogFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
