@@ -27,6 +27,7 @@ from shared.curve import ConnectionKeys
 from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.protocol import Sampling, Status, Welcome
+from shared.transport import DropReason
 
 __all__ = ["Backend", "EngineRequest"]
 
@@ -80,6 +81,12 @@ class Backend:
             "Those with output that went on at an engine that may compute other tokens.",
             registry=None,
         )
+        self._dropped = Counter(
+            "quire:dropped_messages",
+            "Messages of engines that were dropped, or rows of them. A few of the reason unexpected are normal.",
+            ("engine", "role", "reason"),
+            registry=None,
+        )
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -107,8 +114,8 @@ class Backend:
 
     @property
     def counters(self) -> tuple[Counter, ...]:
-        """Return the metrics of requests that outlived their engine."""
-        return (self._resumed, self._inexact)
+        """Return the metrics of requests that outlived their engine, and of what engines sent in vain."""
+        return (self._resumed, self._inexact, self._dropped)
 
     @property
     def welcome(self) -> Welcome | None:
@@ -178,7 +185,13 @@ class Backend:
             engine.leaving = engine.address in removed
         for address in added:
             engine = EngineConnection(
-                self._context, address, self._text_digest, self._short_of_cpu, self._take_status, self._keys
+                self._context,
+                address,
+                self._text_digest,
+                self._short_of_cpu,
+                self._take_status,
+                self._keys,
+                self._count_drop,
             )
             self._connections.append(engine)
             self._start(self._run(engine))
@@ -218,6 +231,9 @@ class Backend:
             self._place_waiting()
         elif connection.status and connection.status.draining and self._choose(ready=True) is not None:
             connection.hand_over()
+
+    def _count_drop(self, connection: EngineConnection, reason: DropReason) -> None:
+        self._dropped.labels(connection.name, "scheduler", reason.value).inc()
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""

@@ -30,15 +30,19 @@ from shared.protocol import (
     decode_from_worker,
     encode,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
+from shared.transport import DropReason, Listener, Message, PeerGone, PeerSlow, printable_identity
 
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 0.1
 """Minimum seconds between two checks of whether the active worker is overdue."""
 
-MAX_TURN_MESSAGES = 1_000
-"""Maximum number of workers' messages that are read in one turn. Working ones never have so many waiting."""
+MAX_TURN_MESSAGES = 64
+"""Maximum number of workers' messages that are read in one turn. A worker that computes has a few waiting, and libzmq
+reads from all connections in turns, so a flood from others does not hold it up."""
+
+MAX_WORKERS = 64
+"""Workers that are registered at a time: one computes and the others are spares."""
 
 
 class WorkerLost(Struct, frozen=True):
@@ -165,6 +169,7 @@ class Workers:
         try:
             content = decode_from_worker(message.body)
         except ProtocolError as error:
+            self._drop(DropReason.MALFORMED)
             logger.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._terminate(worker, "it sent something that is not a message")
@@ -176,7 +181,10 @@ class Workers:
         elif isinstance(content, Heartbeat):
             if (sender := self._registered.get(content.identity.encode())) is not None:
                 sender.liveness.note_heartbeat(content.process, now)
+            else:
+                self._drop(DropReason.UNKNOWN_SENDER)
         elif self._active is None or worker is not self._active.worker:
+            self._drop(DropReason.UNKNOWN_SENDER if worker is None else DropReason.UNEXPECTED)
             logger.debug("a message of %s came too late", printable_identity(message.peer))
         elif isinstance(content, Fault):
             logger.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
@@ -195,17 +203,23 @@ class Workers:
                 deadlines.note_result(answer.seconds, now)
                 self._events.append(answer)
             case _:
+                self._drop(DropReason.UNEXPECTED)
                 logger.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
 
     def _register(self, message: Message, register: Register, now: float) -> None:
         self._remove_disconnected(self._take_disconnected())  # first, since the newcomer may have the descriptor of one
-        if message.fd not in self._listener.monitor.connected:
+        if message.fd not in self._listener.monitor.connected or not self._listener.reaches(message.peer):
+            self._drop(DropReason.UNKNOWN_SENDER)
             return  # the connection has ended meanwhile
         newcomer = Registration(message, register, self._timeout, now)
         for former in [other for other in self._registered.values() if other.replaced_by(newcomer)]:
             self._remove(former, "it came again")
+        reason = incompatibility(register)
+        if not reason and len(self._registered) >= MAX_WORKERS:
+            reason = "there are too many"
         self._registered[newcomer.identity] = newcomer
-        if reason := incompatibility(register):
+        if reason:
+            self._drop(DropReason.NOT_ADMITTED)
             self._send(newcomer.identity, Stop())
             self._remove(newcomer, reason)
         else:
@@ -234,6 +248,10 @@ class Workers:
         if self._active is not None and worker is self._active.worker:
             self._active = None
             self._events.append(WorkerLost(out_of_memory))
+
+    def _drop(self, reason: DropReason) -> None:
+        """Count a message that is dropped."""
+        self._listener.dropped[reason] += 1
 
     def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
         try:

@@ -12,7 +12,7 @@ import zmq
 from msgspec.structs import replace
 
 from services.scheduler.authentication import authentication
-from services.scheduler.exporter import RefusalCollector
+from services.scheduler.exporter import PeerCollector
 from shared.curve import ConnectionKeys, ListenerKeys, load_connection_keys, load_listener_keys, make_keys
 from shared.protocol import MAX_FRAME
 from shared.transport import Listener, Monitor, connect, connect_for_heartbeats, listen, new_identity
@@ -79,8 +79,8 @@ def wait_for_end(monitor: Monitor) -> None:
 
 def num_refused(sockets: Sockets) -> int:
     sockets.gateways.monitor.drain()
-    (family,) = RefusalCollector("0", {"gateway": sockets.gateways.monitor}).collect()
-    (sample,) = family.samples
+    refused, _ = PeerCollector("0", {"gateway": sockets.gateways}).collect()
+    (sample,) = refused.samples
     assert (sample.name, sample.labels) == ("quire:refused_connections_total", {"engine": "0", "role": "gateway"})
     return int(sample.value)
 

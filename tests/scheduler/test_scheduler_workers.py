@@ -10,6 +10,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.scheduler import workers as module
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
 from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerLost, WorkerReady, Workers
 from shared.cpu_usage import CpuMonitor
@@ -28,6 +29,7 @@ from shared.protocol import (
     Stop,
     decode_to_worker,
 )
+from shared.transport import DropReason
 from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
 from tests.waiting import wait_until
@@ -357,3 +359,35 @@ def test_stop_reaches_all(harness: WorkersHarness) -> None:
     harness.workers.stop()
     assert harness.sent(A) == harness.sent(B) == [Stop()]
     assert not harness.workers.ready
+
+
+def test_a_late_registration_of_one_that_has_left_harms_nobody(harness: WorkersHarness) -> None:
+    """It was read late, and its descriptor is that of worker A by now."""
+    harness.activate()
+    harness.net.unreachable.add(b"left")
+    harness.net.hear(b"left", replace(REGISTER, identity="left", pid=1), 1)
+    assert harness.receive() == []
+    assert harness.workers.ready
+    assert harness.net.dropped == {DropReason.UNKNOWN_SENDER: 1}
+
+
+def test_spare_workers_are_bounded(harness: WorkersHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WORKERS", 3)
+    harness.activate()
+    for number in range(10):
+        harness.net.hear(b"%d" % number, replace(REGISTER, pid=1000 + number), 10 + number)
+    assert harness.receive() == []
+    assert [harness.sent(b"%d" % number) for number in range(10)] == [[], [], *[[Stop()]] * 8]
+    assert harness.net.dropped == {DropReason.NOT_ADMITTED: 8}
+    assert harness.workers.ready
+
+
+def test_what_is_dropped_is_counted_by_its_reason(harness: WorkersHarness) -> None:
+    harness.activate()
+    harness.hear(StepResult(replace(EPOCH, count=7), 0, []))
+    harness.hear(Configured(EPOCH))
+    harness.net.hear(b"nobody", StepResult(EPOCH, 0, []), 3)
+    harness.net.hear(b"nobody", Heartbeat("nobody", ProcessStats()), 3)
+    harness.net.hear(b"nobody", b"garbage", 3)
+    harness.receive()
+    assert harness.net.dropped == {DropReason.UNEXPECTED: 2, DropReason.UNKNOWN_SENDER: 2, DropReason.MALFORMED: 1}
