@@ -14,10 +14,12 @@ from quire.children import Child
 from shared.cpu_usage import CpuMonitor
 from shared.errors import ProtocolError
 from shared.liveness import STALL, Liveness
+from shared.log_limit import LogLimit
 from shared.protocol import Heartbeat, decode_to_supervisor
 from shared.transport import DropReason, Listener
 
 logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())  # the supervisor writes to its stderr without a handler of its own
 
 CHECK_INTERVAL = 0.25
 """Seconds between two checks."""

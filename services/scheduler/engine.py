@@ -31,6 +31,7 @@ from shared.protocol import (
     StepResult,
     Submit,
     Welcome,
+    encode,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,8 +103,17 @@ class Engine:
         """Return the next step, or None if nothing can be computed or enough is in flight."""
         return self._core.plan(now)
 
-    def commit(self, result: StepResult) -> list[ProgressRow]:
-        """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan."""
+    def encode(self, plan: StepPlan) -> bytes:
+        """Return the message of the plan that was made last."""
+        return self._core.encoded_plan if isinstance(self._core, RecordedScheduler) else encode(plan)
+
+    def commit(self, result: StepResult, encoded: bytes = b"") -> list[ProgressRow]:
+        """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan.
+
+        `encoded` is the message in which it came, if it came in one.
+        """
+        if isinstance(self._core, RecordedScheduler):
+            return self._core.commit(result, encoded)
         return self._core.commit(result)
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:

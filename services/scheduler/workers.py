@@ -55,7 +55,14 @@ class WorkerReady(Struct, frozen=True):
     """The active worker has answered `Configure`."""
 
 
-WorkerEvent: TypeAlias = StepResult | WorkerReady | WorkerLost
+class WorkerResult(Struct, frozen=True):
+    """The result of the oldest plan that was sent, and the message in which it came."""
+
+    result: StepResult
+    encoded: bytes
+
+
+WorkerEvent: TypeAlias = WorkerResult | WorkerReady | WorkerLost
 
 
 class ActiveWorker(Struct):
@@ -129,11 +136,14 @@ class Workers:
         self._active = ActiveWorker(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
         self._send(worker.identity, message)
 
-    def send(self, plan: StepPlan, now: float) -> None:
-        """Hand a plan to the active worker. If it cannot be reached, `receive` will return that it is lost."""
+    def send(self, plan: StepPlan, encoded: bytes, now: float) -> None:
+        """Hand a plan to the active worker, as the message `encoded`.
+
+        If it cannot be reached, `receive` will return that it is lost.
+        """
         if self._active is not None:
             self._active.deadlines.note_sent(plan.step, sum(row.count for row in plan.rows), now)
-            self._send(self._active.worker.identity, plan)
+            self._send_encoded(self._active.worker.identity, encoded)
 
     def give_up(self, reason: str) -> None:
         """End the process of the active worker. `receive` will return that it is lost."""
@@ -166,8 +176,9 @@ class Workers:
 
     def _handle(self, message: Message, now: float) -> None:
         worker = self._registered.get(message.peer)
+        body = message.body
         try:
-            content = decode_from_worker(message.body)
+            content = decode_from_worker(body)
         except ProtocolError as error:
             self._drop(DropReason.MALFORMED)
             logger.error("worker %s: %s", printable_identity(message.peer), error)
@@ -190,9 +201,9 @@ class Workers:
             logger.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
             self._remove(worker, "it failed", out_of_memory=content.out_of_memory)  # its process ends by itself
         else:
-            self._handle_answer(self._active, content, now)
+            self._handle_answer(self._active, content, body, now)
 
-    def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, now: float) -> None:
+    def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, encoded: bytes, now: float) -> None:
         active.worker.liveness.note_message(now)
         deadlines = active.deadlines
         match answer:
@@ -201,7 +212,7 @@ class Workers:
                 self._events.append(WorkerReady())
             case StepResult(epoch=active.epoch, step=deadlines.awaited_step):
                 deadlines.note_result(answer.seconds, now)
-                self._events.append(answer)
+                self._events.append(WorkerResult(answer, encoded))
             case _:
                 self._drop(DropReason.UNEXPECTED)
                 logger.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
@@ -253,8 +264,11 @@ class Workers:
         """Count a message that is dropped."""
         self._listener.dropped[reason] += 1
 
-    def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
+    def _send(self, identity: bytes, content: Configure | Stop) -> None:
+        self._send_encoded(identity, encode(content))
+
+    def _send_encoded(self, identity: bytes, message: bytes) -> None:
         try:
-            self._listener.send(identity, encode(content))
+            self._listener.send(identity, message)
         except (PeerGone, PeerSlow):  # the monitor will report the former, and a deadline the latter
             logger.debug("worker %s cannot be reached", printable_identity(identity))

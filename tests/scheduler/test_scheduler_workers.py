@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from services.scheduler import workers as module
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
-from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerLost, WorkerReady, Workers
+from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
 from shared.cpu_usage import CpuMonitor
 from shared.liveness import GRACE_PERIOD, CpuUsage
 from shared.protocol import (
@@ -28,6 +28,7 @@ from shared.protocol import (
     StepResult,
     Stop,
     decode_to_worker,
+    encode,
 )
 from shared.transport import DropReason
 from tests.scheduler.examples import EPOCH, REGISTER
@@ -48,6 +49,13 @@ def beat(process: ProcessStats | None = None, name: bytes = A) -> Heartbeat:
     return Heartbeat(name.decode(), process or ProcessStats())
 
 
+def contents(events: list[WorkerEvent]) -> list[object]:
+    """Return events, of results what they say, which must be what was sent."""
+    for event in events:
+        assert not isinstance(event, WorkerResult) or encode(event.result) == event.encoded
+    return [event.result if isinstance(event, WorkerResult) else event for event in events]
+
+
 class WorkersHarness:
     """A worker that has registered over connection 1."""
 
@@ -58,7 +66,7 @@ class WorkersHarness:
         assert self.receive() == []
 
     def receive(self, now: float = 0.0) -> list[object]:
-        return list(self.workers.receive(now))
+        return contents(self.workers.receive(now))
 
     def hear(self, content: Struct | bytes, now: float = 0.0) -> list[object]:
         self.net.hear(A, content, 1)
@@ -99,8 +107,8 @@ def test_a_worker_is_configured_then_ready_then_gets_plans(harness: WorkersHarne
     harness.activate()
     assert harness.workers.candidate is None
     assert harness.workers.ready
-    harness.workers.send(plan(0), 1.0)
-    harness.workers.send(plan(1), 1.0)
+    harness.workers.send(plan(0), encode(plan(0)), 1.0)
+    harness.workers.send(plan(1), encode(plan(1)), 1.0)
     assert harness.sent(A) == [plan(0), plan(1)]
     results = [StepResult(EPOCH, step, []) for step in (0, 1)]
     assert [*harness.hear(results[0], 1.0), *harness.hear(results[1], 1.0)] == results
@@ -117,7 +125,7 @@ def test_a_worker_is_configured_then_ready_then_gets_plans(harness: WorkersHarne
 )
 def test_results_of_another_step_or_epoch_are_dropped(harness: WorkersHarness, result: StepResult) -> None:
     harness.activate()
-    harness.workers.send(plan(0), 0.0)
+    harness.workers.send(plan(0), encode(plan(0)), 0.0)
     assert harness.hear(result) == []
     assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, [])]
     assert harness.hear(StepResult(EPOCH, 0, [])) == []  # once
@@ -125,7 +133,7 @@ def test_results_of_another_step_or_epoch_are_dropped(harness: WorkersHarness, r
 
 def test_the_end_of_the_connection_is_a_loss_and_last_words_count(harness: WorkersHarness) -> None:
     harness.activate()
-    harness.workers.send(plan(0), 0.0)
+    harness.workers.send(plan(0), encode(plan(0)), 0.0)
     harness.net.leave(1)
     assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), WorkerLost()]
     assert harness.hear(beat()) == []
@@ -189,9 +197,9 @@ def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
     workers.configure(CONFIGURE, 0.0)
     net.hear(A, Configured(EPOCH), 1)
     net.hear(A, StepResult(EPOCH, 0, []), 1)
-    workers.send(plan(0), 0.0)
-    assert workers.receive(1.0) == [WorkerReady(), StepResult(EPOCH, 0, [])]
-    workers.send(plan(1), 1.0)
+    workers.send(plan(0), encode(plan(0)), 0.0)
+    assert contents(workers.receive(1.0)) == [WorkerReady(), StepResult(EPOCH, 0, [])]
+    workers.send(plan(1), encode(plan(1)), 1.0)
     events = []
     for tenth in range(10, 10 * int(seconds + 2.0)):
         clock[0] = tenth / 10
@@ -216,7 +224,7 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
         net.hear(A, Configured(EPOCH), 1)
         assert workers.receive(1.0) == [WorkerReady()]
     if phase == "first step":
-        workers.send(plan(0), 1.0)
+        workers.send(plan(0), encode(plan(0)), 1.0)
     for tenth in range(10, 30):
         net.hear(b"reporter", beat(), 2)
         assert workers.receive(tenth / 10) == []
@@ -234,9 +242,9 @@ def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: in
     harness = WorkersHarness()
     harness.activate()
     for number in range(step):
-        harness.workers.send(plan(number), 0.0)
+        harness.workers.send(plan(number), encode(plan(number)), 0.0)
         harness.hear(StepResult(EPOCH, number, []))
-    harness.workers.send(plan(step), 0.0)
+    harness.workers.send(plan(step), encode(plan(step)), 0.0)
     allowed = TIMEOUT if step else FIRST_STEP_TIMEOUT
     events = []
     for quarter in range(4 * 40):

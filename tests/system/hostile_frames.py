@@ -128,18 +128,19 @@ def is_malformed(frames: Sequence[bytes], decode: Decoder) -> bool:
     return False
 
 
-def flood(address: str, frames: HostileFrames, count: int, decode: Decoder, answered: Struct) -> Flood:
+def flood(address: str, frames: HostileFrames, count: int, decode: Decoder, answered: Struct | None = None) -> Flood:
     """Send `count` messages to a listener, over one connection after the other.
 
     On half of the connections all of them can be decoded, so that their sender is not given up. Half of the
-    connections read what comes. Each begins and ends with the message `answered`, which gets an answer.
+    connections read what comes. Each begins and ends with the message `answered`, if there is one that gets an answer.
     """
     result = Flood()
     with zmq.Context() as context:
         while result.sent < count:
             with connect(context, address, frames.identity()) as (peer, _):
                 valid, reads = frames.rng.random() < 0.5, frames.rng.random() < 0.5
-                peer.send(encode(answered))
+                if answered is not None:
+                    peer.send(encode(answered))
                 for _ in range(min(CONNECTION_FRAMES, count - result.sent)):
                     message = [frames.draw_valid(decode, lambda _: False)] if valid else frames.draw()
                     result.sent += 1
@@ -147,8 +148,9 @@ def flood(address: str, frames: HostileFrames, count: int, decode: Decoder, answ
                     peer.send_multipart(message)
                     while reads and peer.poll(0):
                         peer.recv_multipart()
-                peer.send(encode(answered))
-                peer.poll(1000)
+                if answered is not None:
+                    peer.send(encode(answered))
+                    peer.poll(1000)
                 peer.close(linger=LINGER_MS)  # the context waits for it, so that all of it arrives
     return result
 
