@@ -198,7 +198,8 @@ class RecordedScheduler(Scheduler):
             recorder.flush(now)
         if self._only_tells_time():
             self._held = None if now == self._recorded_now else Planned(now, None)
-            return super().plan(now)
+            self._now = now
+            return None
         if recorder.size >= FILE_BYTES:
             self._begin_file()
         plan_digest = None
