@@ -3,10 +3,10 @@
 Each file begins with the state of the core at that moment, so it can be replayed without the files before it, which may
 be gone.
 
-What a worker sent is written as it came, and a plan is encoded once, for its digest and for the worker. Other inputs
-are encoded at once, while they are in the CPU's caches: to collect them and encode many together costs half as much
-again. They go through a buffer that is flushed every `FLUSH_INTERVAL` and never synced. After SIGKILL the last of that
-time is missing, and after a power failure maybe more.
+A plan is encoded once, for its digest and for the worker, and a result is written as it came from there. Both wait as
+bytes until `FLUSH_INTERVAL` has passed or another input comes, and are written together: between two steps, what
+writes them has left the CPU's caches. Nothing is ever synced. After SIGKILL the last of that time is missing, and after
+a power failure maybe more.
 
 Recording never harms serving. If the folder cannot be written to at the start, the start fails; if that happens later,
 one line in the log says so, and recording ends.
@@ -78,6 +78,7 @@ class Recorder:
     """
 
     def __init__(self, folder: str, engine: str, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._waiting: list[tuple[float, bytes | None, bytes]] = []  # of `add_plan` and `add_result`
         self._folder = prepare_folder(folder)
         self._engine = engine
         self._model = model
@@ -104,8 +105,28 @@ class Recorder:
             self._end(dump_state(core))
             self._file = None
 
-    def write(self, entry: Entry | CommittedEncoded) -> None:
-        """Write an entry to the buffer."""
+    def add_plan(self, now: float, plan: bytes | None) -> None:
+        """Add a call of `plan`, to be written soon, and the plan as it is sent; None if there was none."""
+        self._waiting.append((now, plan, b""))
+
+    def add_result(self, now: float, result: bytes) -> None:
+        """Add a result as it came, to be written soon."""
+        self._waiting.append((now, None, result))
+
+    def write(self, entry: Entry) -> None:
+        """Write an entry to the file's buffer, behind those that wait."""
+        self._write_waiting()
+        self._write(entry)
+
+    def _write_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for now, plan, result in waiting:
+            if result:
+                self._write(CommittedEncoded(now, msgspec.Raw(result)))
+            else:
+                self._write(Planned(now, None if plan is None else digest(plan)))
+
+    def _write(self, entry: Entry | CommittedEncoded) -> None:
         if self._file is not None:
             data = pack_entry(entry)
             self.size += len(data)
@@ -114,8 +135,13 @@ class Recorder:
             except OSError as error:
                 self._give_up(error)
 
+    def __del__(self) -> None:
+        """Write what waits when an exception has ended the process. The file writes its buffer by itself."""
+        self._write_waiting()
+
     def flush(self, now: float) -> None:
         """Empty the buffer into the file. Call it when `flush_due` has come."""
+        self._write_waiting()
         self.flush_due = now + FLUSH_INTERVAL
         if self._file is not None:
             self._guard(self._file.flush)
@@ -168,7 +194,7 @@ class RecordedScheduler(Scheduler):
 
     def __init__(self, limits: Limits, recorder: Recorder) -> None:
         super().__init__(limits)
-        self._held: Planned | None = None  # a call that only told the time, not recorded yet
+        self._held: float | None = None  # the time of a call that only told it, not recorded yet
         self._recorded_now = self._now  # the core's time after the last input that was recorded
         self._recorder = recorder
         self.encoded_plan = b""  # the last plan, so that it need not be encoded again to be sent
@@ -197,19 +223,18 @@ class RecordedScheduler(Scheduler):
         if now >= recorder.flush_due:
             recorder.flush(now)
         if self._only_tells_time():
-            self._held = None if now == self._recorded_now else Planned(now, None)
+            self._held = None if now == self._recorded_now else now
             self._now = now
             return None
         if recorder.size >= FILE_BYTES:
             self._begin_file()
-        plan_digest = None
+        encoded = None
         try:
             plan = super().plan(now)
             if plan is not None:
-                self.encoded_plan = encode(plan)
-                plan_digest = digest(self.encoded_plan)
+                self.encoded_plan = encoded = encode(plan)
         finally:  # its digest is known only now
-            recorder.write(Planned(now, plan_digest))
+            recorder.add_plan(now, encoded)
             self._recorded_now = now
         return plan
 
@@ -217,7 +242,8 @@ class RecordedScheduler(Scheduler):
         """Commit a result; `encoded` is the message in which it came, if it came in one."""
         now = self._recorder.clock()
         if encoded:
-            self._record(CommittedEncoded(now, msgspec.Raw(encoded)))
+            self._prepare()
+            self._recorder.add_result(now, encoded)
         else:
             self._record(Committed(now, result))
         return super().commit(result)
@@ -241,13 +267,17 @@ class RecordedScheduler(Scheduler):
         full = len(self._in_flight) >= self.limits.depth
         return full or not (self._in_flight or self.unfinished or self._quarantine.active)
 
-    def _record(self, entry: Input | CommittedEncoded) -> None:
-        """Record an input that the core has not seen yet."""
-        recorder = self._recorder
-        if recorder.size >= FILE_BYTES:
+    def _prepare(self) -> None:
+        """Get ready to record an input that the core has not seen yet."""
+        if self._recorder.size >= FILE_BYTES:
             self._begin_file()
         if self._held is not None:
             self._record_held()
+
+    def _record(self, entry: Input) -> None:
+        """Record an input that the core has not seen yet."""
+        self._prepare()
+        recorder = self._recorder
         recorder.write(entry)
         if entry.now >= recorder.flush_due:
             recorder.flush(entry.now)
@@ -259,6 +289,6 @@ class RecordedScheduler(Scheduler):
 
     def _record_held(self) -> None:
         if self._held is not None:
-            self._recorder.write(self._held)
-            self._recorded_now = self._held.now
+            self._recorder.add_plan(self._held, None)
+            self._recorded_now = self._held
             self._held = None
