@@ -4,6 +4,7 @@ A service is judged from its first heartbeat on, since loading a model may take 
 than those of the service's peers: a scheduler judges its worker first, and a gateway its scheduler.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,12 @@ from quire.children import Child
 from shared.cpu_usage import CpuMonitor
 from shared.errors import ProtocolError
 from shared.liveness import STALL, Liveness
+from shared.log_limit import LogLimit
 from shared.protocol import Heartbeat, decode_to_supervisor
-from shared.transport import Listener
+from shared.transport import DropReason, Listener
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())  # the supervisor writes to its stderr without a handler of its own
 
 CHECK_INTERVAL = 0.25
 """Seconds between two checks."""
@@ -61,11 +66,15 @@ class Watch:
                 return
             try:
                 heartbeat = decode_to_supervisor(message.body)
-            except ProtocolError:
+            except ProtocolError as error:
+                self._listener.dropped[DropReason.MALFORMED] += 1
+                logger.warning("dropped a message of process %s: %s", message.pid, error)
                 continue
             child = None if message.pid is None else running.get(message.pid)  # None: it is from an earlier process
             if message.pid is not None and child is not None and child.role == heartbeat.identity:
                 self._note_heartbeat(heartbeat, message.pid, now)
+            else:
+                self._listener.dropped[DropReason.UNKNOWN_SENDER] += 1
 
     def _note_heartbeat(self, heartbeat: Heartbeat, pid: int, now: float) -> None:
         watched = self._processes.get(pid)

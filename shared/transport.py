@@ -10,9 +10,12 @@ Rules of the file:
   Heartbeats show who is alive (`shared.heartbeat`); TCP's keepalive and user timeout detect a cut cable.
 - Nothing is dropped silently: sends never block, and raise `PeerGone` or `PeerSlow`.
 - An identity belongs to one process and one connection. When a peer is gone the socket is closed and a new one
-  connected under a new identity, so that no old queue is delivered to a new process.
+  connected under a new identity, so that no old queue is delivered to a new process. It cannot be guessed, since
+  whoever knows it can send heartbeats in its name.
 - A disconnected peer is identified by its file descriptor, which the monitor reports and every received frame carries.
-  Descriptors are reused, so `Monitor.drain` has to run before a new peer is accepted.
+  Descriptors are reused, so `Monitor.drain` has to run before a new peer is accepted. And a peer may have left before
+  its first message was read, and its descriptor may be another's by then. So `Listener.reaches` must say that it is
+  there: it sends an empty message, which receivers ignore (`only_frame`).
 - Binding an ipc path twice succeeds in ZeroMQ and steals the connections of the first socket, hence the lock file.
 - Over tcp, a listener with keys admits only peers whose keys it knows (`shared.curve`). Without keys, addresses that
   other hosts can reach need the flag --insecure, on both sides. ipc has no keys: its files are for this user only.
@@ -25,8 +28,10 @@ import ipaddress
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +39,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from shared.curve import ConnectionKeys, ListenerKeys
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ProtocolError
 from shared.protocol import MAX_FRAME
 from shared.unread import FRAMING, UnreadBytes
 
@@ -76,6 +81,15 @@ MAX_MALFORMED = 100
 IPC_PATH_MAX = 107  # bytes, of sockaddr_un
 
 S = TypeVar("S", bound="zmq.Socket[Any]")
+
+
+class DropReason(Enum):
+    """The reasons for which a listener's messages are dropped. The values are labels of metrics."""
+
+    MALFORMED = "malformed"  # it has more or fewer frames than it must, or is no message of the protocol
+    UNKNOWN_SENDER = "unknown_sender"  # its sender did not introduce itself, or was given up
+    UNEXPECTED = "unexpected"  # nothing waits for it, or it names a request that its sender does not have
+    NOT_ADMITTED = "not_admitted"  # it introduces a peer that cannot be used, or one too many
 
 
 class PeerGone(Exception):
@@ -125,8 +139,9 @@ class Monitor:
 
     def __init__(self, watched: "zmq.Socket[Any]") -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
-        for failure in HANDSHAKE_FAILURES:
-            events |= failure
+        if watched.type != zmq.ROUTER:  # a listener needs no reason why a stranger was refused
+            for failure in HANDSHAKE_FAILURES:
+                events |= failure
         self._watched = watched
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(events)
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket.underlying)  # reads at once on any event loop
@@ -170,10 +185,11 @@ class Listener:
     def __init__(self, socket: "zmq.Socket[bytes]", monitor: Monitor, unread: UnreadBytes | None = None) -> None:
         self.socket = socket
         self.monitor = monitor
+        self.dropped: Counter[DropReason] = Counter()  # those who read messages count here; other threads may read it
         self._unread = unread
 
     def receive(self) -> Message | None:
-        """Return the next message, or None if there is none. Messages of more or fewer than two frames are skipped."""
+        """Return the next message, or None if there is none. Messages of more or fewer than two frames are dropped."""
         for _ in range(MAX_MALFORMED):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -184,6 +200,7 @@ class Listener:
                 self._unread.count(frames)
             if len(frames) == 2:
                 return Message(frames[0].bytes, frames[1])
+            self.dropped[DropReason.MALFORMED] += 1
         return None
 
     def disconnect_floods(self) -> None:
@@ -191,6 +208,17 @@ class Listener:
         if self._unread is not None:
             for fd in self._unread.disconnect_floods(self.monitor.connected):
                 logger.warning("a peer sends faster than Quire reads: its connection (%d) is ended", fd)
+
+    def reaches(self, peer: bytes) -> bool:
+        """Return whether there is a connection to a peer, by sending an empty message."""
+        self.socket.getsockopt(zmq.EVENTS)  # lets libzmq see which connections have ended, which `send` does seldom
+        try:
+            self.send(peer, b"")
+        except PeerGone:
+            return False
+        except PeerSlow:
+            return True
+        return True
 
     def send(self, peer: bytes, body: bytes) -> None:
         """Queue a message, or raise PeerGone or PeerSlow and queue nothing."""
@@ -204,9 +232,19 @@ class Listener:
             raise PeerGone(printable_identity(peer)) from None
 
 
+def only_frame(frames: Sequence[bytes]) -> bytes:
+    """Return the body of a message that a DEALER received; an empty one is to be ignored.
+
+    Raise `ProtocolError` unless it has one frame.
+    """
+    if len(frames) != 1:
+        raise ProtocolError(f"a message has one frame, and this one {len(frames)}")
+    return frames[0]
+
+
 def new_identity(role: str) -> bytes:
     """Return a name for a socket that was never used before: role-pid-nonce."""
-    return f"{role}-{os.getpid()}-{secrets.token_hex(4)}".encode()
+    return f"{role}-{os.getpid()}-{secrets.token_hex(8)}".encode()
 
 
 def printable_identity(peer: bytes) -> str:

@@ -47,7 +47,7 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds for the last responses to reach their clients
 
 def main(argv: Sequence[str]) -> int:
     """Run a gateway and return the exit status."""
-    start_logging()
+    start_logging(unlimited=["services.gateway.middlewares"])  # a line for each request is what its log level asks for
     try:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
         configure_logging("gateway", config.log_level, config.log_format)
@@ -89,7 +89,7 @@ async def serve(
     metrics = Metrics(
         model.name,
         lambda: {name: status.snapshot for name, status in backend.statuses().items()},
-        backend.losses.all,
+        backend.metrics,
     )
     runner = HttpRunner(
         make_app(Gateway(config, model, backend, metrics, lifecycle), outer),

@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Any
 
 import zmq.asyncio
+from prometheus_client import Counter
+from prometheus_client.registry import Collector
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
@@ -31,6 +33,7 @@ from shared.errors import EngineFailure, Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.log_format import of_request
 from shared.protocol import Sampling, Status, Welcome
+from shared.transport import DropReason
 
 __all__ = ["Backend", "EngineRequest"]
 
@@ -83,6 +86,12 @@ class Backend:
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
         self.losses = EngineLosses()  # metrics of the engines that were lost
+        self._dropped = Counter(
+            "quire:dropped_messages",
+            "Messages of engines that were dropped, or rows of them. A few of the reason unexpected are normal.",
+            ("engine", "role", "reason"),
+            registry=None,
+        )
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -107,6 +116,11 @@ class Backend:
                 await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
+
+    @property
+    def metrics(self) -> tuple[Collector, ...]:
+        """Return the metrics of lost engines, and of what engines sent in vain."""
+        return (*self.losses.all, self._dropped)
 
     @property
     def welcome(self) -> Welcome | None:
@@ -225,6 +239,7 @@ class Backend:
                 self._take_status,
                 self._keys,
                 self.losses,
+                self._count_drop,
             )
             self._connections.append(engine)
             self._start(self._run(engine))
@@ -277,6 +292,9 @@ class Backend:
             self._place_waiting()
         elif connection.status and connection.status.draining:
             connection.hand_over(lambda request: bool(self._candidates(request, ready=True)))
+
+    def _count_drop(self, connection: EngineConnection, reason: DropReason) -> None:
+        self._dropped.labels(connection.name, "scheduler", reason.value).inc()
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""

@@ -2,7 +2,8 @@
 
 One task, `run`, owns the socket. It reads a bounded number of messages in each turn of the event loop, so that clients
 are served in between, and passes their rows to the requests. An engine is lost when its connection ends, when it is
-overdue, when it reads no more messages, or when it has dropped this gateway. Then its requests are told, so that they
+overdue, when it reads no more messages, when it sends something that is not a message, or when it has dropped this
+gateway. Then its requests are told, so that they
 go on elsewhere, and a new socket is opened under a new identity. The old one is closed with what is queued in it.
 """
 
@@ -37,7 +38,15 @@ from shared.protocol import (
     decode_to_gateway,
     encode,
 )
-from shared.transport import MAX_REFUSED_DELAY, Monitor, connect, new_identity, printable_identity
+from shared.transport import (
+    MAX_REFUSED_DELAY,
+    DropReason,
+    Monitor,
+    connect,
+    new_identity,
+    only_frame,
+    printable_identity,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +63,13 @@ An engine sends a `Status` four times a second. If it was alive after all, its r
 """
 
 RECONNECT_DELAY = 0.05
-"""Seconds before the gateway opens a new connection; more after several failed handshakes."""
+"""Seconds before the gateway opens a new connection; more after several refusals."""
 
 MAX_MESSAGES = 64
 """Messages read before other tasks run."""
+
+MALFORMED = "it sent something that is not a message"
+"""Why an engine is left that does so: a request might wait for that message forever."""
 
 
 class EngineConnection:
@@ -75,8 +87,12 @@ class EngineConnection:
         on_status: Callable[["EngineConnection"], None] = lambda connection: None,
         keys: ConnectionKeys | None = None,
         losses: EngineLosses | None = None,
+        on_drop: Callable[["EngineConnection", DropReason], None] = lambda connection, reason: None,
     ) -> None:
-        """`on_status` is called for each status that has come. Losses of the engine are counted in `losses`."""
+        """`on_status` is called for each status that has come, `on_drop` for each message or row that is dropped.
+
+        Losses of the engine are counted in `losses`.
+        """
         self.address = address
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
@@ -89,7 +105,8 @@ class EngineConnection:
         self._keys = keys
         self._losses = losses or EngineLosses()
         self._boot_id = ""  # of the engine's last process; empty before the first
-        self._refusal = ""  # why the handshake of the last connection failed; empty if it did not
+        self._on_drop = on_drop
+        self._refusal = ""  # why the last connection was of no use, so that the next one waits longer; empty if it was
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
         self._status_time = 0.0  # when `status` came; 0: it no longer holds
@@ -199,7 +216,7 @@ class EngineConnection:
                     detection.observe(time.monotonic() - self._liveness.last_heard)
                 return reason
             finally:
-                self._refusal = monitor.refusal
+                self._refusal = monitor.refusal or (MALFORMED if self._loss == MALFORMED else "")
                 self._socket = self.welcome = self.status = None
                 self.unusable = ""
 
@@ -238,17 +255,20 @@ class EngineConnection:
         return f"it has been {overdue}" if overdue else ""
 
     def _read(self, reader: "zmq.Socket[bytes]") -> bool:
-        """Handle the messages that have come, up to a bound. Return whether there may be more."""
+        """Handle the messages that have come, up to a bound. Return whether there may be more to handle."""
         for _ in range(MAX_MESSAGES):
             try:
                 frames = reader.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             try:
-                self._handle(decode_to_gateway(b"".join(frames)))
+                if body := only_frame(frames):
+                    self._handle(decode_to_gateway(body))
             except ProtocolError as error:
                 logger.error("engine at %s: %s", self.address, error)
-                self._loss = "it sent something that is not a message"  # a request might wait for it forever
+                self._on_drop(self, DropReason.MALFORMED)
+                self._loss = MALFORMED
+                return False
         return True
 
     def _handle(self, message: Welcome | Accepted | Refused | Progress | Status | UnknownGateway) -> None:
@@ -260,11 +280,11 @@ class EngineConnection:
         match message:
             case Progress():
                 for row in message.rows:
-                    if (request := self._requests.get(row.id)) is not None:
+                    if (request := self._find(row.id)) is not None:
                         request.add(row)
             case Accepted():
                 for id in message.ids:
-                    if (request := self._requests.get(id)) is not None:
+                    if (request := self._find(id)) is not None:
                         request.accept()
             case Refused():
                 self._handle_refusal(message)
@@ -273,6 +293,7 @@ class EngineConnection:
                 self._liveness.note_heartbeat(message.process, now)
                 self._on_status(self)
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):
+                self._on_drop(self, DropReason.NOT_ADMITTED)
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
@@ -284,7 +305,7 @@ class EngineConnection:
                 logger.info("engine %s at %s serves %s", message.engine, self.address, message.model.name)
 
     def _handle_refusal(self, refused: Refused) -> None:
-        request = self._requests.get(refused.id)
+        request = self._find(refused.id)
         if request is None:
             return
         if refused.reason in (Refusal.DRAINING, Refusal.NOT_READY):
@@ -293,6 +314,13 @@ class EngineConnection:
             request.reject(self, refused.id)
         else:
             request.fail(_to_error(refused))
+
+    def _find(self, id: int) -> EngineRequest | None:
+        """Return a request by its id at the engine; None if there is none, maybe since its client has left."""
+        request = self._requests.get(id)
+        if request is None:
+            self._on_drop(self, DropReason.UNEXPECTED)
+        return request
 
     def _send(self, message: Struct) -> None:
         if self._socket is None:

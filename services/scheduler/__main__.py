@@ -11,7 +11,7 @@ import zmq
 
 from services.scheduler.authentication import authentication
 from services.scheduler.config import SchedulerConfig
-from services.scheduler.exporter import RefusalCollector, export
+from services.scheduler.exporter import PeerCollector, export
 from services.scheduler.recorder import prepare_folder
 from services.scheduler.service import Service
 from shared.admin import Drain, admin_port
@@ -55,18 +55,18 @@ def run(config: SchedulerConfig) -> None:
         signals = [signal.SIGTERM] if config.supervisor else [signal.SIGTERM, signal.SIGINT]
         for signal_number in signals:
             signal.signal(signal_number, lambda *_: service.stop())
-        refusals = RefusalCollector(config.engine, {"gateway": gateways.monitor, "worker": workers.monitor})
+        peers = PeerCollector(config.engine, {"gateway": gateways, "worker": workers})
         drain = Drain(service.drain, lambda: service.drain_state, config.drain_timeout)
-        with _export(config, service, refusals), admin_port(config.admin_port, drain):
+        with _export(config, service, peers), admin_port(config.admin_port, drain):
             service.run()
 
 
-def _export(config: SchedulerConfig, service: Service, refusals: RefusalCollector) -> AbstractContextManager[None]:
+def _export(config: SchedulerConfig, service: Service, peers: PeerCollector) -> AbstractContextManager[None]:
     if not config.metrics_port:
         return nullcontext()
     collector = EngineCollector(lambda: service.model, lambda: {config.engine: service.snapshot})
     return export(
-        config.metrics_port, registry(collector, refusals, *service.worker_metrics.all), lambda: service.last_turn
+        config.metrics_port, registry(collector, peers, *service.worker_metrics.all), lambda: service.last_turn
     )
 
 

@@ -32,6 +32,7 @@ from shared.protocol import (
     StepResult,
     Submit,
     Welcome,
+    encode,
 )
 
 logger = logging.getLogger(__name__)
@@ -110,9 +111,19 @@ class Engine:
         """Return the next step, or None if nothing can be computed or enough is in flight."""
         return self._core.plan(now)
 
-    def commit(self, result: StepResult) -> list[ProgressRow]:
-        """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan."""
-        rows = self._core.commit(result)
+    def encode(self, plan: StepPlan) -> bytes:
+        """Return the message of the plan that was made last."""
+        return self._core.encoded_plan if isinstance(self._core, RecordedScheduler) else encode(plan)
+
+    def commit(self, result: StepResult, encoded: bytes = b"") -> list[ProgressRow]:
+        """Apply a step's result and return the new output. Raise `ProtocolError` if it does not answer the plan.
+
+        `encoded` is the message in which it came, if it came in one.
+        """
+        if isinstance(self._core, RecordedScheduler):
+            rows = self._core.commit(result, encoded)
+        else:
+            rows = self._core.commit(result)
         if logger.isEnabledFor(logging.DEBUG):
             self._log_scheduling(rows)
         return rows

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from shared.errors import ConfigError
 from shared.metrics import DETECTION_BUCKETS, RECOVERY_BUCKETS, exposition
-from shared.transport import Monitor
+from shared.transport import DropReason, Listener
 
 LABELS = ("engine",)
 
@@ -24,22 +24,30 @@ STALLED_AFTER = 5.0
 """Seconds after its last turn at which the loop counts as stuck. An idle loop turns four times a second."""
 
 
-class RefusalCollector(Collector):
-    """Collects how many connections were refused by the sockets whose monitors are in `monitors`, by their roles."""
+class PeerCollector(Collector):
+    """Collects what `listeners`, by the roles of their peers, refused and dropped."""
 
-    def __init__(self, engine: str, monitors: Mapping[str, Monitor]) -> None:
+    def __init__(self, engine: str, listeners: Mapping[str, Listener]) -> None:
         self._engine = engine
-        self._monitors = monitors
+        self._listeners = listeners
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(
+        refused = CounterMetricFamily(
             "quire:refused_connections",
             "Connections that ended before a message came: of peers without an admitted key, or that are no peers.",
             labels=("engine", "role"),
         )
-        for role, monitor in self._monitors.items():
-            family.add_metric((self._engine, role), monitor.refused)
-        yield family
+        dropped = CounterMetricFamily(
+            "quire:dropped_messages",
+            "Messages of peers that were dropped. A few of the reasons unknown_sender and unexpected are normal.",
+            labels=("engine", "role", "reason"),
+        )
+        for role, listener in self._listeners.items():
+            refused.add_metric((self._engine, role), listener.monitor.refused)
+            for reason in DropReason:
+                dropped.add_metric((self._engine, role, reason.value), listener.dropped[reason])
+        yield refused
+        yield dropped
 
 
 class WorkerMetrics:

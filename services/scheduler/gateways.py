@@ -40,7 +40,7 @@ from shared.protocol import (
     decode_submit_id,
     encode,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
+from shared.transport import DropReason, Listener, Message, PeerGone, PeerSlow, printable_identity
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,9 @@ MAX_RESUMED_AGE = 86_400.0
 
 MAX_TURN_BYTES = 4 * 1024 * 1024
 """Bytes of gateways' messages after which no more are read in one turn, which take some milliseconds."""
+
+MAX_GATEWAYS = 1024
+"""Gateways that are served at a time. It bounds what a flood of newcomers costs; HAProxy's file knows 64."""
 
 MAX_ROWS = 4096
 """Maximum number of rows in one message, which is far below `MAX_FRAME`, whatever log-probabilities they carry."""
@@ -202,6 +205,7 @@ class Gateways:
         try:
             content = decode_from_gateway(message.body)
         except ProtocolError as error:
+            self._drop(DropReason.MALFORMED)
             logger.warning("gateway %s: %s", printable_identity(message.peer), error)
             if gateway is not None:
                 self._refuse_undecodable(gateway, message.body, error)
@@ -220,8 +224,7 @@ class Gateways:
             case Submit():
                 return self._submit(gateway, content)
             case Abort():
-                id = gateway.ids.get(content.id)
-                return None if id is None else Abort(id, content.sample)
+                return self._abort(gateway, content)
 
     def _handle_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         identity = heartbeat.identity.encode()
@@ -240,15 +243,20 @@ class Gateways:
 
     def _handle_hello(self, message: Message, hello: Hello, now: float) -> None:
         self._drop_disconnected()  # first, since the newcomer may have the descriptor of one
-        if message.fd not in self._listener.monitor.connected:
+        if message.fd not in self._listener.monitor.connected or not self._listener.reaches(message.peer):
+            self._drop(DropReason.UNKNOWN_SENDER)
             return  # the connection has ended meanwhile
         if hello.version != VERSION:
+            self._drop(DropReason.NOT_ADMITTED)
             reason = "gateway %s is not served: it speaks version %d of the protocol, this scheduler version %d"
             logger.error(reason, printable_identity(message.peer), hello.version, VERSION)
             return
-        for former in list(self._gateways.values()):
-            if former.fd == message.fd or former.identity == message.peer:
-                self._give_up(former, "its connection ended")
+        if (former := self._gateways.get(message.peer)) is not None:
+            self._give_up(former, "it begins anew")
+        if len(self._gateways) >= MAX_GATEWAYS:
+            self._drop(DropReason.NOT_ADMITTED)
+            logger.error("gateway %s is not served: there are too many", printable_identity(message.peer))
+            return
         gateway = self._gateways[message.peer] = Gateway(message.peer, message.fd, now)
         if self._welcome is not None:
             gateway.outbox.append(self._welcome)
@@ -256,6 +264,7 @@ class Gateways:
 
     def _reject_unknown(self, peer: bytes) -> None:
         """Tell a gateway that it was given up or never said `Hello`, so that it does not wait for progress."""
+        self._drop(DropReason.UNKNOWN_SENDER)
         logger.debug("a message of %s, which is not connected or was given up", printable_identity(peer))
         with suppress(PeerGone, PeerSlow):
             self._listener.send(peer, encode(UnknownGateway()))
@@ -269,6 +278,18 @@ class Gateways:
         gateway.ids[submit.id] = id
         self._origins[id] = Origin(gateway, submit.id, submit.request_id)
         return replace(submit, id=id, arrival=_arrival(submit, time.time()))
+
+    def _abort(self, gateway: Gateway, abort: Abort) -> Abort | None:
+        """Return an abort under the engine's id, or None if the gateway has no such request: it has just ended."""
+        id = gateway.ids.get(abort.id)
+        if id is None:
+            self._drop(DropReason.UNEXPECTED)
+            return None
+        return Abort(id, abort.sample)
+
+    def _drop(self, reason: DropReason) -> None:
+        """Count a message that is dropped."""
+        self._listener.dropped[reason] += 1
 
     def _forget(self, id: int) -> None:
         origin = self._origins.pop(id)

@@ -78,6 +78,13 @@ class Committed(Struct, frozen=True, array_like=True, tag=5):
     result: StepResult
 
 
+class CommittedEncoded(Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """The same as `Committed`, to write a result as it came from the worker."""
+
+    now: float
+    result: msgspec.Raw
+
+
 class Lost(Struct, frozen=True, array_like=True, tag=6):
     """`lose_worker`."""
 
@@ -112,8 +119,13 @@ def pack_entry(entry: Struct) -> bytes:
 
 
 def plan_digest(plan: StepPlan | None) -> int | None:
-    """Return the digest of a plan, of 32 bits: it costs each step some time, and a wrong plan leads to more of them."""
-    return None if plan is None else zlib.crc32(encode(plan))
+    """Return the digest of a plan; None for None."""
+    return None if plan is None else digest(encode(plan))
+
+
+def digest(encoded_plan: bytes) -> int:
+    """Return 32 bits of digest: more would cost each step more time, and a wrong plan leads to others."""
+    return zlib.crc32(encoded_plan)
 
 
 def state_digest(state: bytes) -> bytes:

@@ -3,9 +3,10 @@
 Each file begins with the state of the core at that moment, so it can be replayed without the files before it, which may
 be gone.
 
-Inputs are encoded at once, while they are in the CPU's caches: to collect them and encode many together costs half as
-much again. They go through a buffer that is flushed every `FLUSH_INTERVAL` and never synced. After SIGKILL the last of
-that time is missing, and after a power failure maybe more.
+A plan is encoded once, for its digest and for the worker, and a result is written as it came from there. Both wait as
+bytes until `FLUSH_INTERVAL` has passed or another input comes, and are written together: between two steps, what
+writes them has left the CPU's caches. Nothing is ever synced. After SIGKILL the last of that time is missing, and after
+a power failure maybe more.
 
 Recording never harms serving. If the folder cannot be written to at the start, the start fails; if that happens later,
 one line in the log says so, and recording ends.
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
+import msgspec
+
 from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.state import dump_state
 from services.scheduler.record import (
@@ -28,6 +31,7 @@ from services.scheduler.record import (
     Aborted,
     Began,
     Committed,
+    CommittedEncoded,
     Drained,
     Ended,
     Entry,
@@ -36,12 +40,12 @@ from services.scheduler.record import (
     Lost,
     Planned,
     Submitted,
+    digest,
     pack_entry,
-    plan_digest,
     state_digest,
 )
 from shared.errors import ConfigError
-from shared.protocol import VERSION, Epoch, ProgressRow, Refused, StepPlan, StepResult, Submit
+from shared.protocol import VERSION, Epoch, ProgressRow, Refused, StepPlan, StepResult, Submit, encode
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +78,14 @@ class Recorder:
     """
 
     def __init__(self, folder: str, engine: str, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._waiting: list[tuple[float, bytes | None, bytes]] = []  # of `add_plan` and `add_result`
         self._folder = prepare_folder(folder)
         self._engine = engine
         self._model = model
         self.clock = clock
         self._prefix = quote(engine, safe="")
         self._file: BinaryIO | None = None
-        self._flushed_at = 0.0
+        self.flush_due = 0.0  # by the core's clock
         self.size = 0  # bytes of inputs in the file
 
     def begin(self, core: Scheduler) -> None:
@@ -100,8 +105,28 @@ class Recorder:
             self._end(dump_state(core))
             self._file = None
 
+    def add_plan(self, now: float, plan: bytes | None) -> None:
+        """Add a call of `plan`, to be written soon, and the plan as it is sent; None if there was none."""
+        self._waiting.append((now, plan, b""))
+
+    def add_result(self, now: float, result: bytes) -> None:
+        """Add a result as it came, to be written soon."""
+        self._waiting.append((now, None, result))
+
     def write(self, entry: Entry) -> None:
-        """Write an entry to the buffer."""
+        """Write an entry to the file's buffer, behind those that wait."""
+        self._write_waiting()
+        self._write(entry)
+
+    def _write_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for now, plan, result in waiting:
+            if result:
+                self._write(CommittedEncoded(now, msgspec.Raw(result)))
+            else:
+                self._write(Planned(now, None if plan is None else digest(plan)))
+
+    def _write(self, entry: Entry | CommittedEncoded) -> None:
         if self._file is not None:
             data = pack_entry(entry)
             self.size += len(data)
@@ -110,10 +135,15 @@ class Recorder:
             except OSError as error:
                 self._give_up(error)
 
+    def __del__(self) -> None:
+        """Write what waits when an exception has ended the process. The file writes its buffer by itself."""
+        self._write_waiting()
+
     def flush(self, now: float) -> None:
-        """Empty the buffer into the file if that was not done just before."""
-        if self._file is not None and not 0 <= now - self._flushed_at < FLUSH_INTERVAL:
-            self._flushed_at = now
+        """Empty the buffer into the file. Call it when `flush_due` has come."""
+        self._write_waiting()
+        self.flush_due = now + FLUSH_INTERVAL
+        if self._file is not None:
             self._guard(self._file.flush)
 
     def _end(self, state: bytes) -> None:
@@ -160,13 +190,14 @@ class RecordedScheduler(Scheduler):
     """A core that writes down each input: before it acts on it, so that a record shows what an exception came from."""
 
     # in slots, since the state of a core is what is in its `vars`
-    __slots__ = ("_held", "_recorded_now", "_recorder")
+    __slots__ = ("_held", "_recorded_now", "_recorder", "encoded_plan")
 
     def __init__(self, limits: Limits, recorder: Recorder) -> None:
         super().__init__(limits)
-        self._held: Planned | None = None  # a call that only told the time, not recorded yet
+        self._held: float | None = None  # the time of a call that only told it, not recorded yet
         self._recorded_now = self._now  # the core's time after the last input that was recorded
         self._recorder = recorder
+        self.encoded_plan = b""  # the last plan, so that it need not be encoded again to be sent
         recorder.begin(self)
 
     def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
@@ -188,22 +219,33 @@ class RecordedScheduler(Scheduler):
         return super().abort(id, sample)
 
     def plan(self, now: float) -> StepPlan | None:
+        recorder = self._recorder
+        if now >= recorder.flush_due:
+            recorder.flush(now)
         if self._only_tells_time():
-            self._held = None if now == self._recorded_now else Planned(now, None)
-            self._recorder.flush(now)
-            return super().plan(now)
-        self._make_room()
-        plan = None
+            self._held = None if now == self._recorded_now else now
+            self._now = now
+            return None
+        if recorder.size >= FILE_BYTES:
+            self._begin_file()
+        encoded = None
         try:
             plan = super().plan(now)
+            if plan is not None:
+                self.encoded_plan = encoded = encode(plan)
         finally:  # its digest is known only now
-            self._recorder.write(Planned(now, plan_digest(plan)))
-            self._recorder.flush(now)
+            recorder.add_plan(now, encoded)
             self._recorded_now = now
         return plan
 
-    def commit(self, result: StepResult) -> list[ProgressRow]:
-        self._record(Committed(self._recorder.clock(), result))
+    def commit(self, result: StepResult, encoded: bytes = b"") -> list[ProgressRow]:
+        """Commit a result; `encoded` is the message in which it came, if it came in one."""
+        now = self._recorder.clock()
+        if encoded:
+            self._prepare()
+            self._recorder.add_result(now, encoded)
+        else:
+            self._record(Committed(now, result))
         return super().commit(result)
 
     def drain(self) -> None:
@@ -225,21 +267,28 @@ class RecordedScheduler(Scheduler):
         full = len(self._in_flight) >= self.limits.depth
         return full or not (self._in_flight or self.unfinished or self._quarantine.active)
 
+    def _prepare(self) -> None:
+        """Get ready to record an input that the core has not seen yet."""
+        if self._recorder.size >= FILE_BYTES:
+            self._begin_file()
+        if self._held is not None:
+            self._record_held()
+
     def _record(self, entry: Input) -> None:
         """Record an input that the core has not seen yet."""
-        self._make_room()
-        self._record_held()
-        self._recorder.write(entry)
-        self._recorder.flush(entry.now)
+        self._prepare()
+        recorder = self._recorder
+        recorder.write(entry)
+        if entry.now >= recorder.flush_due:
+            recorder.flush(entry.now)
 
-    def _make_room(self) -> None:
-        """Begin the next file if this one is full. It must be called between two inputs, never within one."""
-        if self._recorder.size >= FILE_BYTES:
-            self._record_held()
-            self._recorder.go_on(self)
+    def _begin_file(self) -> None:
+        """Begin the next file. It must be called between two inputs, never within one."""
+        self._record_held()
+        self._recorder.go_on(self)
 
     def _record_held(self) -> None:
         if self._held is not None:
-            self._recorder.write(self._held)
-            self._recorded_now = self._held.now
+            self._recorder.add_plan(self._held, None)
+            self._recorded_now = self._held
             self._held = None

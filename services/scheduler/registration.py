@@ -33,9 +33,9 @@ class Registration:
         return f"{printable_identity(self.identity)} on {self.register.device}"
 
     def replaced_by(self, newcomer: "Registration") -> bool:
-        """Return whether the newcomer has the descriptor or process of this one, whose connection must have ended."""
+        """Return whether the newcomer has the socket or process of this one."""
         local = self._pidfd is not None and newcomer._pidfd is not None
-        return self.fd == newcomer.fd or (local and self.register.pid == newcomer.register.pid)
+        return self.identity == newcomer.identity or (local and self.register.pid == newcomer.register.pid)
 
     def kill(self) -> bool:
         """Kill the process, hung or not. Return False if it is not on this host."""

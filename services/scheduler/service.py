@@ -24,13 +24,13 @@ from services.scheduler.engine import Engine
 from services.scheduler.exporter import WorkerMetrics
 from services.scheduler.gateways import Gateways
 from services.scheduler.throughput import Throughput
-from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, Workers
+from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
 from shared.admin import DrainState
 from shared.errors import ProtocolError
 from shared.heartbeat import HeartbeatSender, LoopTimer, supervisor_watcher
 from shared.liveness import STALL
 from shared.log_format import of_requests
-from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, StepResult, Submit
+from shared.protocol import Abort, Refusal, Refused, Register, Snapshot, Status, Submit
 from shared.transport import Listener
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Service:
         """Apply what came from the worker, and send the steps that this makes possible."""
         for event in events:
             match event:
-                case StepResult():
+                case WorkerResult():
                     self._commit(engine, event, now)
                 case WorkerReady():
                     self._welcome(engine, now)
@@ -148,9 +148,9 @@ class Service:
                     self._tick(now)
         self._send_plans(engine, now)
 
-    def _commit(self, engine: Engine, result: StepResult, now: float) -> None:
+    def _commit(self, engine: Engine, event: WorkerResult, now: float) -> None:
         try:
-            rows = engine.commit(result)
+            rows = engine.commit(event.result, event.encoded)
         except ProtocolError as error:
             self._workers.give_up(str(error))
         else:
@@ -165,7 +165,7 @@ class Service:
 
     def _send_plans(self, engine: Engine, now: float) -> None:
         while self._workers.ready and (plan := engine.plan(now)) is not None:
-            self._workers.send(plan, now)
+            self._workers.send(plan, engine.encode(plan), now)
 
     def _handle_request(self, request: Submit | Abort, now: float) -> None:
         engine = self.engine

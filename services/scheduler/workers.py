@@ -30,15 +30,19 @@ from shared.protocol import (
     decode_from_worker,
     encode,
 )
-from shared.transport import Listener, Message, PeerGone, PeerSlow, printable_identity
+from shared.transport import DropReason, Listener, Message, PeerGone, PeerSlow, printable_identity
 
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 0.1
 """Minimum seconds between two checks of whether the active worker is overdue."""
 
-MAX_TURN_MESSAGES = 1_000
-"""Maximum number of workers' messages that are read in one turn. Working ones never have so many waiting."""
+MAX_TURN_MESSAGES = 64
+"""Maximum number of workers' messages that are read in one turn. A worker that computes has a few waiting, and libzmq
+reads from all connections in turns, so a flood from others does not hold it up."""
+
+MAX_WORKERS = 64
+"""Workers that are registered at a time: one computes and the others are spares."""
 
 
 class WorkerLost(Struct, frozen=True):
@@ -52,7 +56,14 @@ class WorkerReady(Struct, frozen=True):
     """The active worker has answered `Configure`."""
 
 
-WorkerEvent: TypeAlias = StepResult | WorkerReady | WorkerLost
+class WorkerResult(Struct, frozen=True):
+    """The result of the oldest plan that was sent, and the message in which it came."""
+
+    result: StepResult
+    encoded: bytes
+
+
+WorkerEvent: TypeAlias = WorkerResult | WorkerReady | WorkerLost
 
 
 class ActiveWorker(Struct):
@@ -130,11 +141,14 @@ class Workers:
         self._active = ActiveWorker(worker, message.epoch, Deadlines(worker.register, self._timeout, now))
         self._send(worker.identity, message)
 
-    def send(self, plan: StepPlan, now: float) -> None:
-        """Hand a plan to the active worker. If it cannot be reached, `receive` will return that it is lost."""
+    def send(self, plan: StepPlan, encoded: bytes, now: float) -> None:
+        """Hand a plan to the active worker, as the message `encoded`.
+
+        If it cannot be reached, `receive` will return that it is lost.
+        """
         if self._active is not None:
             self._active.deadlines.note_sent(plan.step, sum(row.count for row in plan.rows), now)
-            self._send(self._active.worker.identity, plan)
+            self._send_encoded(self._active.worker.identity, encoded)
 
     def give_up(self, reason: str) -> None:
         """End the process of the active worker. `receive` will return that it is lost."""
@@ -159,9 +173,11 @@ class Workers:
 
     def _handle(self, message: Message, now: float) -> None:
         worker = self._registered.get(message.peer)
+        body = message.body
         try:
-            content = decode_from_worker(message.body)
+            content = decode_from_worker(body)
         except ProtocolError as error:
+            self._drop(DropReason.MALFORMED)
             logger.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._terminate(worker, "it sent something that is not a message")
@@ -173,15 +189,18 @@ class Workers:
         elif isinstance(content, Heartbeat):
             if (sender := self._registered.get(content.identity.encode())) is not None:
                 sender.liveness.note_heartbeat(content.process, now)
+            else:
+                self._drop(DropReason.UNKNOWN_SENDER)
         elif self._active is None or worker is not self._active.worker:
+            self._drop(DropReason.UNKNOWN_SENDER if worker is None else DropReason.UNEXPECTED)
             logger.debug("a message of %s came too late", printable_identity(message.peer))
         elif isinstance(content, Fault):
             logger.error("worker %r failed in step %d:\n%s", worker, content.step, content.detail.rstrip())
             self._remove(worker, "it failed", out_of_memory=content.out_of_memory)  # its process ends by itself
         else:
-            self._handle_answer(self._active, content, now)
+            self._handle_answer(self._active, content, body, now)
 
-    def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, now: float) -> None:
+    def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, encoded: bytes, now: float) -> None:
         active.worker.liveness.note_message(now)
         deadlines = active.deadlines
         match answer:
@@ -190,19 +209,25 @@ class Workers:
                 self._events.append(WorkerReady())
             case StepResult(epoch=active.epoch, step=deadlines.awaited_step):
                 deadlines.note_result(answer.seconds, now)
-                self._events.append(answer)
+                self._events.append(WorkerResult(answer, encoded))
             case _:
+                self._drop(DropReason.UNEXPECTED)
                 logger.warning("dropped a %s of epoch %s, which was not awaited", type(answer).__name__, answer.epoch)
 
     def _register(self, message: Message, register: Register, now: float) -> None:
         self._remove_disconnected(self._take_disconnected())  # first, since the newcomer may have the descriptor of one
-        if message.fd not in self._listener.monitor.connected:
+        if message.fd not in self._listener.monitor.connected or not self._listener.reaches(message.peer):
+            self._drop(DropReason.UNKNOWN_SENDER)
             return  # the connection has ended meanwhile
         newcomer = Registration(message, register, self._timeout, now)
         for former in [other for other in self._registered.values() if other.replaced_by(newcomer)]:
             self._remove(former, "it came again")
+        reason = incompatibility(register)
+        if not reason and len(self._registered) >= MAX_WORKERS:
+            reason = "there are too many"
         self._registered[newcomer.identity] = newcomer
-        if reason := incompatibility(register):
+        if reason:
+            self._drop(DropReason.NOT_ADMITTED)
             self._send(newcomer.identity, Stop())
             self._remove(newcomer, reason)
         else:
@@ -233,8 +258,15 @@ class Workers:
             self._active = None
             self._events.append(WorkerLost(out_of_memory, seconds))
 
-    def _send(self, identity: bytes, content: Configure | StepPlan | Stop) -> None:
+    def _drop(self, reason: DropReason) -> None:
+        """Count a message that is dropped."""
+        self._listener.dropped[reason] += 1
+
+    def _send(self, identity: bytes, content: Configure | Stop) -> None:
+        self._send_encoded(identity, encode(content))
+
+    def _send_encoded(self, identity: bytes, message: bytes) -> None:
         try:
-            self._listener.send(identity, encode(content))
+            self._listener.send(identity, message)
         except (PeerGone, PeerSlow):  # the monitor will report the former, and a deadline the latter
             logger.debug("worker %s cannot be reached", printable_identity(identity))

@@ -50,7 +50,7 @@ from shared.protocol import (
     decode_to_worker,
     encode,
 )
-from shared.transport import MAX_REFUSED_DELAY, Monitor, connect, new_identity, printable_identity
+from shared.transport import MAX_REFUSED_DELAY, Monitor, connect, new_identity, only_frame, printable_identity
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Service:
         self._watchdog_set_at = -float("inf")
         self.loop = LoopTimer()
         self.identity = ""  # of the current connection
-        self.refusal = ""  # why the handshake of the last connection failed; empty if it did not
+        self.refusal = ""  # why the last connection was of no use, so that the next one waits longer; empty if it was
         self.deadline = 0.0  # by which a scheduler must be there
 
     def stop(self) -> None:
@@ -206,10 +206,11 @@ class _Connection:
     def _handle_message(self, socket: "zmq.Socket[bytes]", waiter: ResultWaiter) -> CloseReason | None:
         frames = socket.recv_multipart()
         try:
-            message = decode_to_worker(b"".join(frames))
-        except ProtocolError as error:
-            logger.error("the scheduler sent an invalid message: %s", error)
-            return CloseReason.FAILED
+            if not (body := only_frame(frames)):
+                return None
+            message = decode_to_worker(body)
+        except ProtocolError as error:  # its plans are lost with it, but this process is as good as before
+            return self._lose_scheduler(f"it sent an invalid message: {error}")
         match message:
             case Stop():
                 logger.info("the scheduler says to stop")

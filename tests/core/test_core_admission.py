@@ -3,7 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from services.scheduler.core import Limits, Scheduler
+from services.scheduler.core import Limits, Scheduler, admission
+from shared.params import MAX_LOGIT_BIAS
 from shared.protocol import Epoch, Refusal, Sampling, StepResult, Submit, pack_tokens
 
 LIMITS = Limits(num_blocks=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, max_queued_requests=3)
@@ -133,3 +134,37 @@ def test_draining_takes_nothing_new_and_ends_what_is_there() -> None:
     assert plan is not None
     core.commit(StepResult(plan.epoch, plan.step, []))
     assert core.idle
+
+
+def test_resumed_requests_are_bounded_by_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_RESUMED", 6)
+    monkeypatch.setattr(admission, "MAX_RESUMED_TOKENS", 40)
+    core = Scheduler(LIMITS)
+    resumed = [replace(_submit(id), resumed=True) for id in range(6)]
+    refusals = [core.submit(one, 1.0) for one in resumed]
+    assert refusals[:5] == [None] * 5, "beyond the 3 of the queue"
+    assert refusals[5] is not None
+    assert refusals[5].reason is Refusal.QUEUE_FULL
+    short = [replace(_submit(id, tokens=1, prompt_len=1), resumed=True) for id in range(10, 13)]
+    core.abort(0)
+    assert [core.submit(one, 1.0) is None for one in short] == [True, True, False]
+
+
+def test_lists_of_a_request_are_as_short_as_the_api_allows() -> None:
+    core = Scheduler(replace(LIMITS, vocab_size=2**20))
+    most = _submit(1)
+    most.sampling.stop_token_ids.extend(range(admission.MAX_STOPS))
+    assert core.submit(most, 1.0) is None
+    for lists in ({"logit_bias": [(1, 1.0)] * (MAX_LOGIT_BIAS + 1)}, {"stop_token_ids": [1] * (2**20)}):
+        refused = core.submit(replace(most, id=2, sampling=replace(most.sampling, **lists)), 1.0)
+        assert refused is not None
+        assert refused.reason is Refusal.INVALID
+        assert "at most" in refused.detail
+
+
+def test_a_prompt_of_a_whole_frame_is_refused_by_its_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at each of its tokens takes half a second, in which nobody is served."""
+    monkeypatch.setattr(admission, "unpack_tokens", lambda data: pytest.fail("it has looked"))
+    refused = Scheduler(LIMITS).submit(_submit(raw=bytes(60 << 20)), 1.0)
+    assert refused is not None
+    assert refused.reason is Refusal.TOO_LONG

@@ -1,12 +1,12 @@
 """`FakeListener`: a listener without sockets. Peers are names, connections are numbers, and sent messages are kept."""
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any, cast
 
 from msgspec import Struct
 
 from shared.protocol import encode
-from shared.transport import Listener, Message, PeerGone, PeerSlow
+from shared.transport import DropReason, Listener, Message, PeerGone, PeerSlow
 
 
 class FakeMessage:
@@ -34,6 +34,7 @@ class FakeListener:
 
     def __init__(self) -> None:
         self.monitor = FakeMonitor()
+        self.dropped: Counter[DropReason] = Counter()
         self.socket = object()  # a poller needs one
         self.inbox: deque[FakeMessage] = deque()
         self.sent: list[tuple[bytes, bytes]] = []
@@ -42,6 +43,9 @@ class FakeListener:
 
     def receive(self) -> Message | None:
         return cast(Message, self.inbox.popleft()) if self.inbox else None
+
+    def reaches(self, peer: bytes) -> bool:
+        return peer not in self.unreachable
 
     def send(self, peer: bytes, body: bytes) -> None:
         if peer in self.slow:

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
+from services.scheduler import authentication as authentication_module
 from services.scheduler.authentication import authentication
-from services.scheduler.exporter import RefusalCollector
+from services.scheduler.exporter import PeerCollector
 from shared.curve import ConnectionKeys, ListenerKeys, load_connection_keys, load_listener_keys, make_keys
 from shared.protocol import MAX_FRAME
 from shared.transport import Listener, Monitor, connect, connect_for_heartbeats, listen, new_identity
@@ -72,6 +73,12 @@ def assert_serves(sockets: Sockets) -> None:
         assert (len(monitor.connected), monitor.refusal) == (1, "")
 
 
+def stranger(sockets: Sockets) -> AbstractContextManager[tuple[Any, Monitor]]:
+    """Connect with keys that are not admitted, for the time of the block."""
+    public, secret = zmq.curve_keypair()
+    return connect(sockets.context, sockets.address, b"x", replace(sockets.gateway, public=public, secret=secret))
+
+
 def wait_for_end(monitor: Monitor) -> None:
     while not monitor.drain():
         assert monitor.socket.poll(PATIENCE)
@@ -79,8 +86,8 @@ def wait_for_end(monitor: Monitor) -> None:
 
 def num_refused(sockets: Sockets) -> int:
     sockets.gateways.monitor.drain()
-    (family,) = RefusalCollector("0", {"gateway": sockets.gateways.monitor}).collect()
-    (sample,) = family.samples
+    refused, _ = PeerCollector("0", {"gateway": sockets.gateways}).collect()
+    (sample,) = refused.samples
     assert (sample.name, sample.labels) == ("quire:refused_connections_total", {"engine": "0", "role": "gateway"})
     return int(sample.value)
 
@@ -193,3 +200,23 @@ def test_keys_make_a_tcp_address_for_other_hosts_allowed(listener_keys: Listener
         address = f"tcp://0.0.0.0:{free_ports(1)[0]}"
         with listen(context, address, role="worker", keys=listener_keys):
             pass
+
+
+def test_an_admitted_peer_does_not_wait_behind_strangers_whose_refusals_are_held_back(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication_module, "REFUSAL_DELAY", 3600.0)
+    with ExitStack() as stack:
+        monitors = [stack.enter_context(stranger(sockets))[1] for _ in range(5)]
+        wait_until(lambda: len(sockets.gateways.monitor.connected) == 5 or bool(sockets.gateways.monitor.drain()))
+        assert_serves(sockets)
+        assert [monitor.refusal for monitor in monitors] == [""] * 5
+
+
+def test_only_so_many_refusals_are_held_back(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps a connection open, and a process has only so many."""
+    monkeypatch.setattr(authentication_module, "REFUSAL_DELAY", 3600.0)
+    monkeypatch.setattr(authentication_module, "MAX_HELD", 2)
+    with ExitStack() as stack:
+        monitors = [stack.enter_context(stranger(sockets))[1] for _ in range(5)]
+        wait_until(lambda: sum(bool(monitor.drain() or monitor.refusal) for monitor in monitors) == 3)

@@ -8,6 +8,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.scheduler import gateways as module
 from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_RESUMED_AGE, MAX_ROWS, MAX_TURN_BYTES, Gateways
 from shared.liveness import GATEWAY_TIMEOUT, GRACE_PERIOD
 from shared.protocol import (
@@ -30,6 +31,7 @@ from shared.protocol import (
     Welcome,
     decode_to_gateway,
 )
+from shared.transport import DropReason
 from tests.scheduler.examples import MODEL, submit
 from tests.scheduler.fake_listener import FakeListener, as_listener
 
@@ -406,3 +408,44 @@ def test_another_version_is_not_served(harness: GatewaysHarness) -> None:
     assert harness.receive() == []
     harness.gateways.status(STATUS)
     assert harness.flush(b"old") == [UnknownGateway()]
+
+
+def test_a_late_hello_of_one_that_has_left_harms_nobody(harness: GatewaysHarness) -> None:
+    """It was read late, and its descriptor is that of gateway A by now."""
+    harness.submit(A, 5)
+    harness.net.unreachable.add(b"left")
+    harness.net.hear(b"left", Hello(VERSION, "left"), 1)
+    harness.receive()
+    assert harness.gateways.take_orphans() == []
+    assert b"left" not in harness.gateways._gateways
+    assert harness.net.dropped == {DropReason.UNKNOWN_SENDER: 1}
+
+
+def test_a_flood_of_newcomers_is_bounded(harness: GatewaysHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_GATEWAYS", 5)
+    id = harness.submit(A, 5)
+    for number in range(10):
+        harness.net.hear(b"%d" % number, Hello(VERSION, "x"), 10 + number)
+    harness.net.hear(A, Abort(5), 1)
+    assert harness.receive() == [Abort(id, -1)]
+    assert len(harness.gateways._gateways) == 5
+    assert harness.net.dropped == {DropReason.NOT_ADMITTED: 7}
+    harness.net.leave(10)
+    harness.net.hear(b"9", Hello(VERSION, "x"), 19)
+    harness.receive()
+    assert b"9" in harness.gateways._gateways
+
+
+def test_what_is_dropped_is_counted_by_its_reason(harness: GatewaysHarness) -> None:
+    for content in (b"\xc1", b"", Abort(77)):
+        harness.net.hear(A, content, 1)
+    harness.net.hear(b"nobody", Abort(1), 3)
+    harness.net.hear(b"nobody", Heartbeat("nobody", ProcessStats()), 3)
+    harness.net.hear(b"old", Hello(VERSION + 1, "old"), 4)
+    harness.receive()
+    harness.receive()
+    assert harness.net.dropped == {
+        DropReason.MALFORMED: 2,
+        DropReason.UNKNOWN_SENDER: 3,  # of A, which was given up, the abort too
+        DropReason.NOT_ADMITTED: 1,
+    }

@@ -23,7 +23,7 @@ from services.scheduler.record import MAGIC, Committed, Ended, Planned, Submitte
 from services.scheduler.recorder import RecordedScheduler, Recorder, prepare_folder
 from services.scheduler.replay import load_core, replay
 from shared.errors import ConfigError
-from shared.protocol import Configure, SampledRow, StepPlan, StepResult
+from shared.protocol import Configure, SampledRow, StepPlan, StepResult, encode
 
 LIMITS = Limits(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512)
 
@@ -49,7 +49,12 @@ def answer(plan: StepPlan) -> StepResult:
 def step(core: RecordedScheduler, now: float = 100.0) -> None:
     plan = core.plan(now)
     assert plan is not None
-    core.commit(answer(plan))
+    assert core.encoded_plan == encode(plan)
+    result = answer(plan)
+    if result.step % 2:
+        core.commit(result)
+    else:
+        core.commit(result, encode(result))
 
 
 def generate(core: RecordedScheduler, id: int, *, tokens: int = 20, now: float = 100.0) -> None:
@@ -319,3 +324,18 @@ def test_without_the_setting_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     engine.configure(REGISTER)
     engine.end_record()
     assert files(tmp_path) == []
+
+
+def test_a_result_is_recorded_the_same_whether_it_came_as_a_message_or_not(tmp_path: Path) -> None:
+    contents = []
+    for name, encoded in (("message", True), ("call", False)):
+        core = make_core(tmp_path, name)
+        core.submit(submit(1), 100.0)
+        while (plan := core.plan(100.0)) is not None:
+            result = answer(plan)
+            core.commit(result, encode(result) if encoded else b"")
+        core.end_record()
+        (path,) = tmp_path.glob(f"{name}-*")
+        contents.append(read_record(path).entries)
+    assert contents[0] == contents[1]
+    assert sum(isinstance(entry, Committed) for entry in contents[0]) == 5

@@ -10,8 +10,9 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.scheduler import workers as module
 from services.scheduler.deadlines import FIRST_STEP_TIMEOUT
-from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerLost, WorkerReady, Workers
+from services.scheduler.workers import MAX_TURN_MESSAGES, WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
 from shared.cpu_usage import CpuMonitor
 from shared.liveness import GRACE_PERIOD, CpuUsage
 from shared.protocol import (
@@ -27,7 +28,9 @@ from shared.protocol import (
     StepResult,
     Stop,
     decode_to_worker,
+    encode,
 )
+from shared.transport import DropReason
 from tests.scheduler.examples import EPOCH, REGISTER
 from tests.scheduler.fake_listener import FakeListener, as_listener
 from tests.waiting import wait_until
@@ -51,6 +54,13 @@ def beat(process: ProcessStats | None = None, name: bytes = A) -> Heartbeat:
     return Heartbeat(name.decode(), process or ProcessStats())
 
 
+def contents(events: list[WorkerEvent]) -> list[object]:
+    """Return events, of results what they say, which must be what was sent."""
+    for event in events:
+        assert not isinstance(event, WorkerResult) or encode(event.result) == event.encoded
+    return [event.result if isinstance(event, WorkerResult) else event for event in events]
+
+
 class WorkersHarness:
     """A worker that has registered over connection 1."""
 
@@ -61,7 +71,7 @@ class WorkersHarness:
         assert self.receive() == []
 
     def receive(self, now: float = 0.0) -> list[object]:
-        return list(self.workers.receive(now))
+        return contents(self.workers.receive(now))
 
     def hear(self, content: Struct | bytes, now: float = 0.0) -> list[object]:
         self.net.hear(A, content, 1)
@@ -102,8 +112,8 @@ def test_a_worker_is_configured_then_ready_then_gets_plans(harness: WorkersHarne
     harness.activate()
     assert harness.workers.candidate is None
     assert harness.workers.ready
-    harness.workers.send(plan(0), 1.0)
-    harness.workers.send(plan(1), 1.0)
+    harness.workers.send(plan(0), encode(plan(0)), 1.0)
+    harness.workers.send(plan(1), encode(plan(1)), 1.0)
     assert harness.sent(A) == [plan(0), plan(1)]
     results = [StepResult(EPOCH, step, []) for step in (0, 1)]
     assert [*harness.hear(results[0], 1.0), *harness.hear(results[1], 1.0)] == results
@@ -120,7 +130,7 @@ def test_a_worker_is_configured_then_ready_then_gets_plans(harness: WorkersHarne
 )
 def test_results_of_another_step_or_epoch_are_dropped(harness: WorkersHarness, result: StepResult) -> None:
     harness.activate()
-    harness.workers.send(plan(0), 0.0)
+    harness.workers.send(plan(0), encode(plan(0)), 0.0)
     assert harness.hear(result) == []
     assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, [])]
     assert harness.hear(StepResult(EPOCH, 0, [])) == []  # once
@@ -128,7 +138,7 @@ def test_results_of_another_step_or_epoch_are_dropped(harness: WorkersHarness, r
 
 def test_the_end_of_the_connection_is_a_loss_and_last_words_count(harness: WorkersHarness) -> None:
     harness.activate()
-    harness.workers.send(plan(0), 0.0)
+    harness.workers.send(plan(0), encode(plan(0)), 0.0)
     harness.net.leave(1)
     assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, []), WorkerLost()]
     assert harness.hear(beat()) == []
@@ -192,9 +202,9 @@ def test_one_that_is_late_but_computes_on_a_cpu_is_spared_for_a_while(
     workers.configure(CONFIGURE, 0.0)
     net.hear(A, Configured(EPOCH), 1)
     net.hear(A, StepResult(EPOCH, 0, []), 1)
-    workers.send(plan(0), 0.0)
-    assert workers.receive(1.0) == [WorkerReady(), StepResult(EPOCH, 0, [])]
-    workers.send(plan(1), 1.0)
+    workers.send(plan(0), encode(plan(0)), 0.0)
+    assert contents(workers.receive(1.0)) == [WorkerReady(), StepResult(EPOCH, 0, [])]
+    workers.send(plan(1), encode(plan(1)), 1.0)
     events = []
     for tenth in range(10, 10 * int(seconds + 2.0)):
         clock[0] = tenth / 10
@@ -219,7 +229,7 @@ def test_one_that_is_stopped_is_found_in_any_phase(phase: str, process: "subproc
         net.hear(A, Configured(EPOCH), 1)
         assert workers.receive(1.0) == [WorkerReady()]
     if phase == "first step":
-        workers.send(plan(0), 1.0)
+        workers.send(plan(0), encode(plan(0)), 1.0)
     for tenth in range(10, 30):
         net.hear(b"reporter", beat(), 2)
         assert workers.receive(tenth / 10) == []
@@ -237,9 +247,9 @@ def test_one_that_is_stuck_in_a_step_but_beats_has_the_time_of_the_step(step: in
     harness = WorkersHarness()
     harness.activate()
     for number in range(step):
-        harness.workers.send(plan(number), 0.0)
+        harness.workers.send(plan(number), encode(plan(number)), 0.0)
         harness.hear(StepResult(EPOCH, number, []))
-    harness.workers.send(plan(step), 0.0)
+    harness.workers.send(plan(step), encode(plan(step)), 0.0)
     allowed = TIMEOUT if step else FIRST_STEP_TIMEOUT
     events = []
     for quarter in range(4 * 40):
@@ -354,3 +364,35 @@ def test_a_scheduler_that_stood_still_postpones_its_deadlines(harness: WorkersHa
     harness.workers.postpone(100.0)
     assert harness.receive(100.0 + TIMEOUT) == []
     assert harness.receive(100.1 + TIMEOUT) == [lost_after(0.1 + TIMEOUT)]
+
+
+def test_a_late_registration_of_one_that_has_left_harms_nobody(harness: WorkersHarness) -> None:
+    """It was read late, and its descriptor is that of worker A by now."""
+    harness.activate()
+    harness.net.unreachable.add(b"left")
+    harness.net.hear(b"left", replace(REGISTER, identity="left", pid=1), 1)
+    assert harness.receive() == []
+    assert harness.workers.ready
+    assert harness.net.dropped == {DropReason.UNKNOWN_SENDER: 1}
+
+
+def test_spare_workers_are_bounded(harness: WorkersHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WORKERS", 3)
+    harness.activate()
+    for number in range(10):
+        harness.net.hear(b"%d" % number, replace(REGISTER, pid=1000 + number), 10 + number)
+    assert harness.receive() == []
+    assert [harness.sent(b"%d" % number) for number in range(10)] == [[], [], *[[Stop()]] * 8]
+    assert harness.net.dropped == {DropReason.NOT_ADMITTED: 8}
+    assert harness.workers.ready
+
+
+def test_what_is_dropped_is_counted_by_its_reason(harness: WorkersHarness) -> None:
+    harness.activate()
+    harness.hear(StepResult(replace(EPOCH, count=7), 0, []))
+    harness.hear(Configured(EPOCH))
+    harness.net.hear(b"nobody", StepResult(EPOCH, 0, []), 3)
+    harness.net.hear(b"nobody", Heartbeat("nobody", ProcessStats()), 3)
+    harness.net.hear(b"nobody", b"garbage", 3)
+    harness.receive()
+    assert harness.net.dropped == {DropReason.UNEXPECTED: 2, DropReason.UNKNOWN_SENDER: 2, DropReason.MALFORMED: 1}

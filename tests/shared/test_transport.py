@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from shared import unread
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ProtocolError
 from shared.protocol import MAX_FRAME
 from shared.transport import (
     HIGH_WATER,
@@ -31,9 +31,11 @@ from shared.transport import (
     connect,
     listen,
     new_identity,
+    only_frame,
     printable_identity,
 )
 from tests.ports import free_ports
+from tests.waiting import wait_until
 
 PATIENCE = 5000  # ms
 BOUND = 1_000_000  # bytes that a peer may have unread, in these tests
@@ -393,3 +395,24 @@ def test_identities_are_never_the_same() -> None:
 
 def test_identities_are_escaped_for_logs() -> None:
     assert printable_identity(b"\x00\xff\nworker") == "\\x00\\xff\\x0aworker"
+
+
+def test_a_peer_is_reached_while_it_is_there_and_does_not_notice(context: Any, address: str) -> None:
+    with listen(context, address) as listener:
+        with connect(context, address, b"peer") as (peer, _):
+            peer.send(b"first")
+            peer.send(b"second")
+            assert wait(listener).body == b"first"
+            assert listener.reaches(b"peer")
+            assert only_frame(peer.recv_multipart()) == b""
+            peer.close(1000)
+            disconnected(listener)
+            wait_until(lambda: not listener.reaches(b"peer"))  # although something of it is not read yet
+            assert wait(listener).body == b"second"
+        assert not listener.reaches(b"nobody")
+
+
+@pytest.mark.parametrize("frames", [[], [b"a", b"b"], [b""] * 50])
+def test_a_message_of_other_than_one_frame_is_none(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError, match=f"and this one {len(frames)}$"):
+        only_frame(frames)

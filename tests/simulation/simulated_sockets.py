@@ -5,7 +5,7 @@ with ZeroMQ. Nothing sent on one link arrives on another.
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from shared.transport import Message, PeerGone, PeerSlow
+from shared.transport import DropReason, Message, PeerGone, PeerSlow
 
 
 class Link:
@@ -82,6 +82,7 @@ class SimulatedListener:
 
     def __init__(self, rng: Random, high_water: int) -> None:
         self.monitor = SimulatedMonitor()
+        self.dropped: Counter[DropReason] = Counter()
         self.links: dict[bytes, Link] = {}
         self._rng = rng
         self._high_water = high_water
@@ -104,6 +105,9 @@ class SimulatedListener:
         link = self._rng.choice(waiting)
         frame: Any = Frame(link.to_scheduler.popleft(), link.fd)
         return Message(link.identity, frame)
+
+    def reaches(self, peer: bytes) -> bool:
+        return peer in self.links
 
     def send(self, peer: bytes, body: bytes) -> None:
         if (link := self.links.get(peer)) is None:

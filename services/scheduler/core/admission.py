@@ -6,7 +6,7 @@ in the types of the messages.
 
 The length limit applies to one sequence, since the samples of a request need not run together; the limit of the queue
 counts them all. A request that another engine has accepted before, or this one's former process, is never refused for
-load: its client was promised an answer, and may have received a part of it.
+load, within bounds of memory: its client was promised an answer, and may have received a part of it.
 """
 
 from array import array
@@ -15,8 +15,19 @@ from msgspec import Struct
 
 from services.scheduler.core.limits import Limits
 from shared.errors import ProtocolError
-from shared.params import MAX_LOGPROBS, MAX_N
+from shared.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_TOKEN_IDS
 from shared.protocol import Refusal, Refused, Sampling, Submit, unpack_tokens
+
+TOKEN_BYTES = 4
+
+MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
+"""Maximum number of stop tokens: what the API allows, and the end-of-sequence ids that the gateway adds."""
+
+MAX_RESUMED = 65_536
+"""Samples that may wait before even requests are refused that were accepted elsewhere, which no honest gateway sees."""
+
+MAX_RESUMED_TOKENS = 2**28
+"""The same bound for the tokens of waiting samples, which take a gigabyte."""
 
 
 class Load(Struct, frozen=True):
@@ -38,6 +49,9 @@ class Load(Struct, frozen=True):
 
 def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused":
     """Return the tokens of an accepted request, or the refusal."""
+    if len(submit.tokens) // TOKEN_BYTES > limits.max_model_len:  # before anything looks at each of them
+        detail = f"{len(submit.tokens) // TOKEN_BYTES} tokens are more than the {limits.max_model_len} of the context"
+        return Refused(submit.id, Refusal.TOO_LONG, detail)
     try:
         tokens = unpack_tokens(submit.tokens)
     except ProtocolError as error:
@@ -52,6 +66,8 @@ def accept(submit: Submit, limits: Limits, load: Load) -> "array[int] | Refused"
     if load.draining:
         return Refused(submit.id, Refusal.DRAINING, "the engine is shutting down")
     if submit.resumed or len(tokens) > submit.prompt_len:
+        if load.waiting + submit.n > MAX_RESUMED or load.waiting_tokens + len(tokens) > MAX_RESUMED_TOKENS:
+            return Refused(submit.id, Refusal.QUEUE_FULL, "the queue has no memory for another request", 1.0)
         return tokens
     if overload := _overload(submit.n, tokens, limits, load):
         return Refused(submit.id, Refusal.QUEUE_FULL, overload, load.retry_after)
@@ -65,6 +81,8 @@ def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load)
         return f"a request has at most {MAX_N} samples"
     if max(sampling.logprobs, sampling.prompt_logprobs) > MAX_LOGPROBS:
         return f"at most {MAX_LOGPROBS} log-probabilities are reported for a token"
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS or len(sampling.stop_token_ids) > MAX_STOPS:
+        return f"at most {MAX_LOGIT_BIAS} tokens have a bias and {MAX_STOPS} end a sequence"
     if (unknown := _unknown_token(tokens, sampling, limits.vocab_size)) is not None:
         return f"the model has no token {unknown}"
     if load.id_in_use:
