@@ -54,6 +54,7 @@ def metadata(count: int, parameters: list[tuple[float, int, float, float]] = PAR
         seeds=random.integers(-(2**63), 2**63 - 1, count),
         samples=random.integers(0, 4, count),
         positions=random.integers(0, 5000, count),
+        masks=np.full(count, -1),
     )
 
 
@@ -118,7 +119,7 @@ def test_the_tail_is_drawn_from_at_every_level(device: torch.device) -> None:
     tail = x[1:].double().exp().sum().log() + token_noise(seeds, zeros, zeros, zeros + TAIL)
     lucky = seeds[tail > token_noise(seeds, zeros, zeros, zeros)][:16].numpy()
     one, zero = np.ones(len(lucky), np.float32), np.zeros(len(lucky), np.int64)
-    parameters = SamplingMetadata(np.arange(len(lucky)), one, zero, one, 0 * one, lucky, zero, zero)
+    parameters = SamplingMetadata(np.arange(len(lucky)), one, zero, one, 0 * one, lucky, zero, zero, zero - 1)
     tokens = assert_same_tokens(x.repeat(len(lucky), 1), device, parameters)
     assert (tokens > 0).all()
     assert 0 < int((tokens > 1).sum()) < len(lucky)

@@ -42,6 +42,7 @@ def make_metadata(count: int, rows: np.ndarray | None = None) -> SamplingMetadat
         seeds=random.integers(-(2**63), 2**63 - 1, count),
         samples=random.integers(0, 4, count),
         positions=random.integers(0, 5000, count),
+        masks=np.full(count, -1),
     )
 
 
@@ -78,7 +79,9 @@ def test_the_tail_is_drawn_from_as_in_the_reference() -> None:
     """40,000 tokens at -9 weigh 5, and as many at -18 next to nothing."""
     x = torch.cat((torch.zeros(1), torch.full((40_000,), -9.0), torch.full((40_000,), -18.0))).repeat(60, 1)
     one, zero = np.ones(60, np.float32), np.zeros(60, np.float32)
-    metadata = SamplingMetadata(np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3)
+    metadata = SamplingMetadata(
+        np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3, np.full(60, -1)
+    )
     got = OPS.sample(x, metadata)
     assert 30 < int((got > 0).sum()) < 60
     assert got.tolist() == sample(x, metadata).tolist()
