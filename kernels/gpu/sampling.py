@@ -138,8 +138,9 @@ def _mask_tokens(
     row, slot, position = load_token(tokens, index)
     mask = tl.load(tokens + index * 4 + 3).to(tl.int64)
     x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0)
-    word = tl.load(masks + mask * words + ids // 32, mask=inside & (mask >= 0), other=-1)
-    tl.store(masked + index * vocab + ids, tl.where((word >> (ids % 32)) & 1 == 1, x, float("-inf")), mask=inside)
+    word = tl.load(masks + tl.maximum(mask, 0) * words + ids // 32, mask=inside, other=0)
+    is_allowed = (mask < 0) | (((word >> (ids % 32)) & 1) == 1)
+    tl.store(masked + index * vocab + ids, tl.where(is_allowed, x, float("-inf")), mask=inside)
     if tl.program_id(1) == 0:
         record = masked_tokens + index * 4
         tl.store(record, index.to(tl.int32))

@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, StructTag
 from llguidance.numpy import fill_next_token_bitmask
 
-from shared.errors import InvalidRequest, ModelError, brief
+from shared.errors import InvalidRequest, brief
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text.tokenizer import Tokenizer
 
@@ -41,21 +41,14 @@ class GrammarCompiler:
     """Compiles grammars over the tokens of `tokenizer`. Making one takes some hundred milliseconds."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raise `ModelError` if the tokenizer has no token that ends a sequence."""
-        if not tokenizer.eos_token_ids:
-            raise ModelError("the model has no token that ends a sequence, which a grammar needs")
-        self._tokenizer = LLTokenizer(tokenizer.backend.to_str(), eos_token=list(tokenizer.eos_token_ids))
+        self.eos_token_ids = tokenizer.eos_token_ids  # by which an output that follows a grammar may end
+        self._tokenizer = LLTokenizer(tokenizer.backend.to_str(), eos_token=list(self.eos_token_ids) or None)
         self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()  # at the beginning of an output, oldest first
 
     @property
     def mask_words(self) -> int:
         """Return the number of words of a mask, which has a bit a token."""
         return -(-self._tokenizer.vocab_size // 32)
-
-    @property
-    def eos_token_ids(self) -> list[int]:
-        """Return the tokens by which an output that follows a grammar may end."""
-        return list(self._tokenizer.eos_tokens)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a new matcher, at the beginning of an output. It has an error if the grammar is wrong."""
@@ -69,6 +62,8 @@ class GrammarCompiler:
         """Raise `InvalidRequest`, naming `param`, if a grammar is wrong, or too large to be used."""
         if grammar in self._matchers:
             return
+        if not self.eos_token_ids:
+            raise InvalidRequest(f"{param} is not supported: this model has no token that ends an output", param)
         if len(grammar) > MAX_LENGTH:
             raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters, got {len(grammar)}", param)
         began = time.thread_time()
