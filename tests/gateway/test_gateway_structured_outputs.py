@@ -68,7 +68,7 @@ async def test_without_a_demand_there_is_no_grammar(path: str) -> None:
     ("fields", "param", "words"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
-        ({"response_format": {}}, "response_format.type", "got null"),
+        ({"response_format": {}}, "response_format.type", "got None"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
