@@ -92,6 +92,7 @@ def sampling(kernels: Ops, logits: Tensor, parameters: tuple[float, int, float, 
         seeds=rows * 977,
         samples=rows * 0,
         positions=rows,
+        masks=np.full(len(rows), -1),
     )
     return best(lambda: kernels.sample(logits, metadata), repeats)
 

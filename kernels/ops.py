@@ -279,8 +279,9 @@ class Ops(Protocol):
         logits: Tensor,  # (S, V) float32
         metadata: SamplingMetadata,  # of N tokens
         packed: Tensor | None = None,  # what `pack_metadata` returned, on the device; without it, it is copied there
+        masks: Tensor | None = None,  # (M, W) int32, W = ceil(V / 32): bit i of word w allows token 32 w + i
     ) -> Tensor:
-        """Return tokens (N,) int64."""
+        """Return tokens (N,) int64. Tokens that a mask does not allow count as if their logits were -inf."""
 
     def logprobs(
         self,

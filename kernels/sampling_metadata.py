@@ -22,6 +22,7 @@ class SamplingMetadata:
     seeds: Ints  # any 64 bits
     samples: Ints  # index of the sample among the request's
     positions: Ints  # output positions: index of the token after the prompt, from 0
+    masks: Ints  # index of the mask of tokens that may be sampled; -1: any token
 
     def subset(self, mask: Bools) -> "SamplingMetadata":
         return SamplingMetadata(*(getattr(self, field.name)[mask] for field in fields(self)))

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, Logprob, RequestOutput
     from shared.params import SamplingParams
+    from shared.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _MODULES = {
     "LLM": "quire.llm",
@@ -18,6 +19,7 @@ _MODULES = {
     "Logprob": "quire.outputs",
     "RequestOutput": "quire.outputs",
     "SamplingParams": "shared.params",
+    "StructuredOutputsParams": "shared.structured_outputs",
 }
 
 

@@ -28,6 +28,7 @@ from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.params import SamplingParams
+from shared.text.grammars import GrammarCompiler, grammar_text
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -94,6 +95,8 @@ class LLM:
             "batch_invariant": batch_invariant,
             "enforce_eager": enforce_eager,
             "num_threads": num_threads,
+            "tokenizer": None if tokenizer is None else str(tokenizer),
+            "tokenizer_revision": tokenizer_revision,
             "download_dir": download_dir,
         }
         arguments = translate_arguments(settings, others)
@@ -104,6 +107,7 @@ class LLM:
         self._tokenizer = Tokenizer.load(tokenizer_folder, folder if tokenizer else None)
         self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.special)
         self._template.sanity_check()
+        self._grammars: GrammarCompiler | None = None  # made when the first output has to follow one
         self._defaults = SamplingDefaults.load(folder)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
@@ -215,8 +219,18 @@ class LLM:
             max_model_len=engine.limits.max_model_len,
             vocab_size=engine.model.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
+            grammar=self._grammar(params),
         )
         return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer)
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
+        if params.structured_outputs is None:
+            return ""
+        self._grammars = self._grammars or GrammarCompiler(self._tokenizer)
+        grammar = grammar_text(params.structured_outputs)
+        self._grammars.check(grammar, "structured_outputs")
+        return grammar
 
     def _tokens(self, prompt: PromptType, vocab_size: int) -> tuple[str | None, list[int]]:
         """Return a prompt's text, or None if it came as token ids, and its token ids."""

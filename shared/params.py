@@ -19,6 +19,7 @@ from msgspec.structs import force_setattr
 
 from shared.errors import InvalidRequest, brief
 from shared.protocol import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Sampling
+from shared.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -64,6 +65,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -149,8 +151,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         vocab_size: int,
         eos_token_ids: Iterable[int],
         default_max_tokens: int | None = None,
+        grammar: str = "",
     ) -> Sampling:
-        """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens.
+        """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens. `grammar` is that of
+        `structured_outputs`; a token that ends a sequence also ends an output that follows one if `ignore_eos`.
 
         `max_tokens` of None becomes `default_max_tokens`, but at most the room that the prompt leaves in the context;
         without a default it becomes all of that room. An unseeded request gets a seed here, so that its noise stays the
@@ -160,7 +164,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
         stop_ids = dict.fromkeys(self.stop_token_ids or ())  # a set in order
-        if not self.ignore_eos:
+        if not self.ignore_eos or grammar:
             stop_ids |= dict.fromkeys(eos_token_ids)
         unseeded = self.seed is None or self.seed == -1
         num_logprobs = self.num_logprobs
@@ -182,6 +186,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             stop_token_ids=list(stop_ids),
             logprobs=-1 if num_logprobs is None else num_logprobs,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
+            grammar=grammar,
         )
 
     def _biases(self, vocab_size: int) -> list[tuple[int, float]]:

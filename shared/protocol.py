@@ -108,6 +108,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     stop_token_ids: TokenIds = []  # sampling one ends the sequence; includes end-of-sequence ids unless ignored
     logprobs: OptionalIndex = -1  # alternatives reported for each output token; -1: no log-probabilities at all
     prompt_logprobs: OptionalIndex = -1  # the same for prompt tokens; such a request takes no prefix hits
+    grammar: LongText = ""  # that the output has to follow, in llguidance's notation; empty: none
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -403,6 +404,7 @@ class SampledRow(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     tokens: list[Index]
     logprobs: list[TokenLogprobs] | None = None  # one for each of `tokens`, if requested
     prompt_logprobs: list[TokenLogprobs] | None = None  # of positions start+1 .. min(start+count, prompt_len-1)
+    error: LongText = ""  # why the sequence cannot go on; its tokens do not count then
 
 
 class StepResult(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=True):

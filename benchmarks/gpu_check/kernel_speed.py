@@ -205,6 +205,7 @@ def sampling_metadata(rows: int, *, temperature: float, top_p: float) -> Samplin
         seeds=index * 977,
         samples=index * 0,
         positions=index,
+        masks=np.full(rows, -1),
     )
 
 

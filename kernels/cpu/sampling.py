@@ -12,12 +12,14 @@ from kernels.reference.sampling import GREEDY_BELOW, LOGPROB_FLOOR
 from kernels.sampling_metadata import SamplingMetadata
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None, masks: Tensor | None = None
+) -> Tensor:
     """Return the likeliest token of each row (N,), or a random one within min_p, top_k and top_p."""
     m = metadata
-    arrays = (m.rows, m.temperature, m.top_k, m.top_p, m.min_p, m.seeds, m.samples, m.positions)
+    arrays = (m.rows, m.temperature, m.top_k, m.top_p, m.min_p, m.seeds, m.samples, m.positions, m.masks)
     ids = torch.empty(len(m.rows), dtype=torch.int64)
-    torch.ops.quire.sample(logits.contiguous(), *map(torch.from_numpy, arrays), GREEDY_BELOW, ids)
+    torch.ops.quire.sample(logits.contiguous(), *map(torch.from_numpy, arrays), masks, GREEDY_BELOW, ids)
     return ids
 
 

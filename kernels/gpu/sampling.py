@@ -1,6 +1,6 @@
 """Penalties, the choice of tokens and their log-probabilities; formulas and rules stand in kernels/reference.
 
-    sample       _tile_maxima ─▶ find_bounds (filters.py) ─▶ score_tiles ─▶ choose (gumbel.py)
+    sample       (_mask_tokens ─▶) _tile_maxima ─▶ find_bounds (filters.py) ─▶ score_tiles ─▶ choose (gumbel.py)
     penalties    _count_tokens ─▶ _penalise
     logprobs     _scan_tiles ─▶ torch.topk of a few keys a tile ─▶ _finish_logprobs
 
@@ -48,10 +48,13 @@ IN_PROMPT = tl.constexpr(1 << 30)
 LOGPROB_FLOOR = tl.constexpr(_LOGPROB_FLOOR)
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None, masks: Tensor | None = None
+) -> Tensor:
     """Return the likeliest token of each row, or one drawn within min_p, top_k and top_p.
 
-    Bytes moved, of float32 logits: 4 V a greedy row, 8 V a drawn one, 12 V one with top_k or top_p.
+    Bytes moved, of float32 logits: 4 V a greedy row, 8 V a drawn one, 12 V one with top_k or top_p, and 8 V more a row
+    if there are masks.
     """
     logits = _check_logits(logits)
     if len(metadata) and not 0 <= metadata.rows.min() <= metadata.rows.max() < len(logits):
@@ -61,6 +64,8 @@ def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = N
     if packed is None:
         packed = torch.from_numpy(pack_metadata(metadata)).to(logits.device)
     tokens, parameters = packed[: 4 * len(metadata)], packed[4 * len(metadata) :]
+    if masks is not None:
+        logits, tokens = mask_tokens(logits, tokens, masks)
     return sample_packed(logits, tokens, parameters, bool(is_random.any()), bool(is_filtered.any()))
 
 
@@ -102,6 +107,45 @@ def sample_packed(
     tile_results = (maxima, bounds, scores, winners, tails)
     launch(choose, (count,), *rows, parameters, *tile_results, chosen, vocab, tiles, BLOCK=TILE)
     return chosen
+
+
+def mask_tokens(logits: Tensor, tokens: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (N, V), a row a token, -inf where its mask does not allow one, and records for these rows."""
+    count, vocab = len(tokens) // 4, logits.shape[1]
+    if masks.dtype != torch.int32 or masks.dim() != 2 or masks.shape[1] != triton.cdiv(vocab, 32):
+        raise ValueError("masks must be (masks, vocabulary / 32), int32")
+    masked, records = logits.new_empty((count, vocab)), torch.empty_like(tokens)
+    arguments = (logits, logits.stride(0), tokens, masks.contiguous(), masked, records, vocab, masks.shape[1])
+    launch(_mask_tokens, (count, triton.cdiv(vocab, TILE)), *arguments, TILE=TILE)
+    return masked, records
+
+
+@triton.jit
+def _mask_tokens(
+    logits,  # (S, V) float32
+    logits_stride,
+    tokens,  # records
+    masks,  # (M, words) int32
+    masked,  # (N, V) float32, written
+    masked_tokens,  # records, written: the same for the rows of `masked`
+    vocab,
+    words,
+    TILE: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = ids < vocab
+    row, slot, position = load_token(tokens, index)
+    mask = tl.load(tokens + index * 4 + 3).to(tl.int64)
+    x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0)
+    word = tl.load(masks + tl.maximum(mask, 0) * words + ids // 32, mask=inside, other=0)
+    is_allowed = (mask < 0) | (((word >> (ids % 32)) & 1) == 1)
+    tl.store(masked + index * vocab + ids, tl.where(is_allowed, x, float("-inf")), mask=inside)
+    if tl.program_id(1) == 0:
+        record = masked_tokens + index * 4
+        tl.store(record, index.to(tl.int32))
+        tl.store(record + 1, slot.to(tl.int32))
+        tl.store(record + 2, position)
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton.language as tl
 from kernels.reference.sampling import GREEDY_BELOW
 from kernels.sampling_metadata import SamplingMetadata
 
-TOKEN = np.dtype([("row", "<i4"), ("slot", "<i4"), ("position", "<i4"), ("unused", "<i4")])
-"""The row of the logits, the slot of the parameters, and the position in the output."""
+TOKEN = np.dtype([("row", "<i4"), ("slot", "<i4"), ("position", "<i4"), ("mask", "<i4")])
+"""The row of the logits, the slot of the parameters, the position in the output, and the mask's index or -1."""
 
 PARAMETERS = np.dtype(
     [
@@ -35,7 +35,7 @@ def pack_metadata(metadata: SamplingMetadata) -> npt.NDArray[np.int32]:
     split = count * TOKEN.itemsize // 4
     tokens, parameters = words[:split].view(TOKEN), words[split:].view(PARAMETERS)
     tokens["row"], tokens["slot"], tokens["position"] = metadata.rows, np.arange(count), metadata.positions
-    tokens["unused"] = parameters["unused"] = 0
+    tokens["mask"], parameters["unused"] = metadata.masks, 0
     parameters["seed"], parameters["sample"] = metadata.seeds, metadata.samples
     parameters["temperature"] = np.where(metadata.temperature < GREEDY_BELOW, 0, metadata.temperature)
     parameters["top_p"], parameters["top_k"] = metadata.top_p, np.clip(metadata.top_k, 0, _MAX_INT32)

@@ -7,6 +7,8 @@ candidates instead of the whole vocabulary. The number of candidates follows fro
 on many rows at once are exact for each row, or sum in float64.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,8 +32,12 @@ def pack_metadata(metadata: SamplingMetadata) -> None:
     """Return None: the parameters are read on the host."""
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = None, masks: Tensor | None = None
+) -> Tensor:
     """Return the likeliest token of each row (N,), or a random one within min_p, top_k and top_p."""
+    if masks is not None:
+        logits, metadata = _masked(logits, metadata, masks)
     is_greedy = metadata.temperature < GREEDY_BELOW
     if is_greedy.all():
         return greedy(logits)[_to_device(logits, metadata.rows)]
@@ -40,6 +46,16 @@ def sample(logits: Tensor, metadata: SamplingMetadata, packed: Tensor | None = N
         tokens[_to_device(logits, is_greedy)] = greedy(logits[_to_device(logits, metadata.rows[is_greedy])])
     tokens[_to_device(logits, ~is_greedy)] = _sample_random(logits, metadata.subset(~is_greedy))
     return tokens
+
+
+def _masked(logits: Tensor, metadata: SamplingMetadata, masks: Tensor) -> tuple[Tensor, SamplingMetadata]:
+    """Return logits (N, V), a row a token, -inf where its mask does not allow one, and the parameters for them."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    is_allowed = (masks[:, ids // 32] >> (ids % 32)) & 1 == 1
+    any_token = torch.ones_like(is_allowed[:1])
+    of_tokens = torch.cat((is_allowed, any_token))[_to_device(logits, metadata.masks)]  # -1 is the last row
+    rows = logits[_to_device(logits, metadata.rows)]
+    return rows.masked_fill(~of_tokens, -torch.inf), replace(metadata, rows=np.arange(len(metadata)))
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

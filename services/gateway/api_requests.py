@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from services.gateway.bounds import check_values
 from services.gateway.unsupported_fields import STREAM_HINTS, unknown_fields
-from shared.errors import InvalidRequest, brief
+from shared.errors import InvalidRequest
 from shared.params import whole
 
 Integer = int | float
@@ -56,7 +56,13 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Integer | None = None
-    response_format: dict[str, Any] | None = None  # only {"type": "text"}, which is the default
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None  # of guided_json
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -82,7 +88,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
-    "response_format": frozenset({"type"}),
+    "response_format": frozenset({"type", "json_schema", "structures", "triggers"}),
 }
 """The known fields of objects in a request. Messages are missing here: all of their fields go to the template."""
 
@@ -143,10 +149,6 @@ def _invalid(message: str) -> InvalidRequest:
 
 def _check(request: GenerationRequest) -> None:
     """Raise `InvalidRequest` for values and combinations of fields that are not supported, whatever the model."""
-    format = request.response_format
-    if format is not None and format.get("type") != "text":
-        message = f"response_format {brief(format.get('type'))} is not supported, only 'text'"
-        raise InvalidRequest(message, "response_format")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:

@@ -15,6 +15,7 @@ from services.gateway.prompt import PreparedPrompt, chat_prompt
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import chat_params, priority_of
 from services.gateway.stream import collect, stream
+from services.gateway.structured_outputs import compile_grammar
 from services.gateway.threads import run_in_thread_if
 from shared.text.sample_text import SampleText
 
@@ -38,6 +39,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
     model = gateway.model
     model.check(request.model)
     params = chat_params(request, model.defaults)
+    grammar = await compile_grammar(request, model)
     welcome = await gateway.backend.first_welcome()
     return gateway.prepare(
         await chat_prompt(request, model.tokenizer, model.template, max_model_len=welcome.max_model_len),
@@ -47,6 +49,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         priority=priority_of(request),
         arrived=arrived,
         request_id=id,
+        grammar=grammar,
     )
 
 

@@ -17,6 +17,7 @@ from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, completion_
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import DEFAULT_COMPLETION_TOKENS, completion_params, priority_of
 from services.gateway.stream import collect, stream
+from services.gateway.structured_outputs import compile_grammar
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
 from shared.params import SamplingParams
@@ -50,6 +51,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
     model = gateway.model
     model.check(request.model)
     params = completion_params(request, model.defaults)
+    grammar = await compile_grammar(request, model)
     welcome = await gateway.backend.first_welcome()
     prompts = await completion_prompts(
         request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
@@ -71,6 +73,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
                 request_id=id if len(prompts) == 1 else f"{id}-{prompt_index}",
                 samples_before=prompt_index * params.n,
                 echo=request.echo is True,
+                grammar=grammar,
             )
         )
         await asyncio.sleep(0)  # let other requests run in between

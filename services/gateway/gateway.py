@@ -63,6 +63,7 @@ class Gateway(Struct, frozen=True):
         request_id: str,
         samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
+        grammar: str = "",  # that the output has to follow
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
 
@@ -75,6 +76,7 @@ class Gateway(Struct, frozen=True):
             vocab_size=welcome.model.vocab_size,
             eos_token_ids=self.model.tokenizer.eos_token_ids,
             default_max_tokens=default_max_tokens,
+            grammar=grammar,
         )
         echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(

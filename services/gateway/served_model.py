@@ -16,6 +16,7 @@ from services.gateway.errors import UnknownModel
 from shared.errors import ConfigError, ModelError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
 from shared.hub.embedded import EMBEDDED
+from shared.text.grammars import GrammarCompiler
 from shared.text.json_file import parse_object, read_json
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
@@ -30,6 +31,7 @@ class ServedModel(Struct, frozen=True):
     tokenizer: Tokenizer
     template: ChatTemplate
     defaults: SamplingDefaults
+    grammars: GrammarCompiler
     text_digest: str = ""  # of the tokenizer files, which an engine must have too; empty: unknown
 
     @classmethod
@@ -56,6 +58,7 @@ class ServedModel(Struct, frozen=True):
             tokenizer=tokenizer,
             template=template,
             defaults=defaults,
+            grammars=GrammarCompiler(tokenizer),
         )
 
     @property

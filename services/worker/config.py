@@ -56,6 +56,13 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             "capability 8.9 or newer."
         ),
     ] = "auto"
+    tokenizer: Annotated[
+        str,
+        Meta(description="Folder or Hugging Face name of a tokenizer and chat template to use instead of the model's."),
+    ] = ""
+    tokenizer_revision: Annotated[
+        str | None, Meta(description="Branch, tag or commit of the tokenizer that --tokenizer names.")
+    ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "pt", "gguf", "dummy"],
         Meta(description="Format of the weight files to read; auto prefers safetensors, dummy makes random weights."),

@@ -19,6 +19,7 @@ class StepOutputs:
 
     slots: Sequence[int] = ()  # (N,): whose tokens were sampled
     tokens: Tensor | None = None  # (N,) int64
+    errors: dict[int, str] = field(default_factory=dict)  # by slot: why its sequence cannot go on
     sampled: LogprobRows | None = None  # log-probabilities of sampled tokens
     prompts: list[LogprobRows] = field(default_factory=list)  # log-probabilities of prompt tokens
 
@@ -83,6 +84,12 @@ class LaunchedStep:
         seconds = self._timer.wait()
         return StepResult(epoch=self._epoch, step=self._step, rows=self._rows(), seconds=seconds)
 
+    def sampled_tokens(self) -> list[int]:
+        """Wait for the step, and return the tokens of `StepOutputs.slots`."""
+        self._timer.wait()
+        tokens: list[int] = [] if self._outputs.tokens is None else self._copy.result()[0].tolist()
+        return tokens
+
     def _rows(self) -> list[SampledRow]:
         outputs, tensors = self._outputs, iter(self._copy.result())
         tokens = [] if outputs.tokens is None else next(tensors).tolist()
@@ -93,7 +100,7 @@ class LaunchedStep:
         for group in outputs.prompts:
             _add_entries(prompts, group, [next(tensors) for _ in group.columns])
         rows = [
-            SampledRow(slot, [token], logprobs.get(slot), prompts.pop(slot, None))
+            SampledRow(slot, [token], logprobs.get(slot), prompts.pop(slot, None), outputs.errors.get(slot, ""))
             for slot, token in zip(outputs.slots, tokens, strict=True)
         ]
         return rows + [SampledRow(slot, [], None, entries) for slot, entries in prompts.items()]

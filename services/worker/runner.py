@@ -24,6 +24,7 @@ from kernels.ops import Ops
 from services.worker.batch import Batch, build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
+from services.worker.grammars import SequenceGrammars
 from services.worker.interface import OutOfMemory, WorkerInfo
 from services.worker.kv_memory import kv_memory
 from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
@@ -33,7 +34,9 @@ from services.worker.sampler import Sampler, StagedSampling, build_sampling_batc
 from services.worker.sequence_states import SequenceStates, StateChanges
 from services.worker.transfers import Section, StepBuffer
 from services.worker.warmup import StepMemory, kernel_plans, largest_plan, largest_sizes, warm_up
+from shared.errors import ModelError
 from shared.protocol import Configure, Epoch, ModelInfo, StepPlan, StepResult
+from shared.text.grammars import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,10 @@ def _naming_settings(what: str) -> Iterator[None]:
         ) from error
 
 
+def _no_compiler() -> GrammarCompiler:
+    raise ModelError("this worker compiles no grammars")
+
+
 @dataclass(frozen=True)
 class _EpochState:
     """The memory of one epoch, allocated by `Configure`."""
@@ -59,6 +66,7 @@ class _EpochState:
     caches: list[tuple[Tensor, Tensor]]
     sequences: SequenceStates
     sampler: Sampler
+    grammars: SequenceGrammars
 
 
 class _Sampling(NamedTuple):
@@ -95,14 +103,19 @@ class ModelRunner:
         ops: Ops,
         *,
         new_capture: Callable[[], Capture] | None = None,
+        load_compiler: Callable[[], GrammarCompiler] = _no_compiler,
     ) -> None:
-        """`new_capture` is called for each set of graphs of decodes; None: all steps are launched kernel by kernel."""
+        """`new_capture` is called for each set of graphs of decodes; None: all steps are launched kernel by kernel.
+
+        `load_compiler` returns what compiles grammars, or raises `QuireError` if nothing does.
+        """
         self.device = device
         self._ops = ops
         self._model, self._kv_dtype = loaded.model, loaded.precision.kv_dtype
         self._state: _EpochState | None = None
         self._sizes: Configure | None = None
         self._new_capture: Callable[[], Capture] | None = None
+        self._load_compiler = load_compiler
         self._graphs: DecodeGraphs | None = None
         measured = warm_up(self, self._model.shape, device)
         needed = self._measure_memory(config, new_capture) if device.type == "cuda" else None
@@ -126,6 +139,7 @@ class ModelRunner:
         sizes = replace(message, epoch=Epoch("", 0))
         if self._state is not None and self._sizes == sizes:
             self._state.sequences.clear()
+            self._state.grammars.clear()
             return
         self._state = self._sizes = self._graphs = None  # frees the old memory before the new is taken
         with _naming_settings(f"for {message.num_blocks} blocks of KV"):
@@ -154,14 +168,18 @@ class ModelRunner:
         timer = StepTimer(self.device)
         tokens = sum(row.count for row in plan.rows)
         with _naming_settings(f"in a step of {tokens} tokens and {len(plan.rows)} sequences"):
+            self._state.grammars.update(plan)
             outputs = self._compute(self._stage(plan, self._state), self._state)
-            return LaunchedStep(plan, outputs, timer)
+            step = LaunchedStep(plan, outputs, timer)
+            self._state.grammars.expect(outputs.slots, step)
+            return step
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
         sequences = SequenceStates(message, self._model.shape.vocab_size, self.device)
-        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops))
+        grammars = SequenceGrammars(self._load_compiler, self._model.shape.vocab_size, torch.get_num_threads())
+        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops), grammars)
 
     def _layout(self, block_size: int) -> KVLayout:
         shape = self._model.shape
@@ -263,7 +281,10 @@ class ModelRunner:
         """Sample from hidden states (T, H), and store the tokens in their slots."""
         logits = self._model.logits(hidden.index_select(0, sampling.last_tokens.tensor))
         staged = sampling.tokens
-        tokens = state.sampler.sample(logits, staged)
+        masks = None
+        if len(staged.masked):
+            masks, outputs.errors = state.grammars.masks(staged.masked.slots, state.sampler.num_required(staged.masked))
+        tokens = state.sampler.sample(logits, staged, None if masks is None else masks.to(self.device))
         state.sequences.store_tokens(staged.slots.tensor, staged.positions.tensor, tokens)
         outputs.slots, outputs.tokens = staged.batch.slots.tolist(), tokens
         if sampling.logprobs:

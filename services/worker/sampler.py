@@ -1,7 +1,7 @@
 """The sampler: samples tokens from rows of logits.
 
     raw logits ─▶ log-probabilities (logprobs.py)
-        └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ `Ops.sample`
+        └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ `Ops.sample`, with the masks of grammars.py
 
 A token is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token), so it depends
 only on the logits, parameters and position of its own row. Rows with bias, masks or penalties are copied and edited.
@@ -67,33 +67,51 @@ class Sampler:
         """Add what sampling `batch` needs on the device to `buffer`."""
         states, slots = self._states, batch.slots
         below_min_tokens = batch.positions - states.prompt_len[slots] < states.min_tokens[slots]
+        below_min_tokens &= ~states.has_grammar[slots]  # whose masks see to that
         is_edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
         if is_edited.any():
             order = np.argsort(is_edited, kind="stable")
             batch, below_min_tokens = batch.subset(order), below_min_tokens[order]
         num_unedited = len(batch) - int(is_edited.sum())
+        has_grammar = states.has_grammar[batch.slots]
+        masks = np.where(has_grammar, np.cumsum(has_grammar) - 1, -1)
         unedited, edited = batch.subset(slice(num_unedited)), batch.subset(slice(num_unedited, None))
         return StagedSampling(
             batch=batch,
             slots=buffer.add(batch.slots),
             positions=buffer.add(batch.positions),
-            unedited=self._stage_parameters(unedited, unedited.rows, buffer) if num_unedited else None,
-            edited=self._stage_parameters(edited, np.arange(len(edited)), buffer) if len(edited) else None,
+            masked=batch.subset(has_grammar),
+            unedited=(
+                self._stage_parameters(unedited, unedited.rows, masks[:num_unedited], buffer) if num_unedited else None
+            ),
+            edited=(
+                self._stage_parameters(edited, np.arange(len(edited)), masks[num_unedited:], buffer)
+                if len(edited)
+                else None
+            ),
             edits=self._stage_edits(edited, below_min_tokens[num_unedited:], buffer) if len(edited) else None,
         )
 
-    def sample(self, logits: Tensor, staged: "StagedSampling") -> Tensor:
-        """Return the tokens (N,) int64 of `staged.batch` from `logits` (L, V) float32, which are not changed."""
+    def num_required(self, batch: SamplingBatch) -> Ints:
+        """Return how many tokens of each sequence must come, with the one that is sampled now, before it may end."""
+        states, slots = self._states, batch.slots
+        return states.min_tokens[slots] - (batch.positions - states.prompt_len[slots])
+
+    def sample(self, logits: Tensor, staged: "StagedSampling", masks: Tensor | None = None) -> Tensor:
+        """Return the tokens (N,) int64 of `staged.batch` from `logits` (L, V) float32, which are not changed.
+
+        `masks` (M, V / 32) int32 are those of `staged.masked`.
+        """
         parts = []
         if staged.unedited:
-            parts.append(staged.unedited.sample(logits, self._ops))
+            parts.append(staged.unedited.sample(logits, masks, self._ops))
         if staged.edited and staged.edits:
             x = staged.edits.apply(logits, self._states.tokens, self._ops)
-            parts.append(staged.edited.sample(x, self._ops))
+            parts.append(staged.edited.sample(x, masks, self._ops))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _stage_parameters(self, batch: SamplingBatch, rows: Ints, buffer: StepBuffer) -> "_Parameters":
-        """Stage the parameters of `batch`. `rows` (N,) are the rows of the logits to sample from."""
+    def _stage_parameters(self, batch: SamplingBatch, rows: Ints, masks: Ints, buffer: StepBuffer) -> "_Parameters":
+        """Stage the parameters of `batch`. `rows` (N,) are those of the logits, `masks` (N,) those of the masks."""
         states, slots = self._states, batch.slots
         metadata = SamplingMetadata(
             rows=rows,
@@ -104,6 +122,7 @@ class Sampler:
             seeds=states.seed[slots],
             samples=states.sample[slots],
             positions=batch.positions - states.prompt_len[slots],
+            masks=masks,
         )
         packed = self._ops.pack_metadata(metadata)
         return _Parameters(metadata, None if packed is None else buffer.add(packed))
@@ -146,6 +165,7 @@ class StagedSampling:
     batch: SamplingBatch
     slots: Section  # (N,) int64
     positions: Section  # (N,) int64
+    masked: SamplingBatch  # the tokens of sequences that have grammars
     unedited: "_Parameters | None"
     edited: "_Parameters | None"
     edits: "_Edits | None"  # of the logits of the edited tokens
@@ -156,8 +176,9 @@ class _Parameters:
     metadata: SamplingMetadata
     packed: Section | None
 
-    def sample(self, logits: Tensor, ops: Ops) -> Tensor:
-        return ops.sample(logits, self.metadata, None if self.packed is None else self.packed.tensor)
+    def sample(self, logits: Tensor, masks: Tensor | None, ops: Ops) -> Tensor:
+        packed = None if self.packed is None else self.packed.tensor
+        return ops.sample(logits, self.metadata, packed, masks)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class SequenceStates:
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.num_logprobs, self.num_prompt_logprobs = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
         self.has_logit_bias, self.has_penalties = np.zeros(slots, bool), np.zeros(slots, bool)
+        self.has_grammar = np.zeros(slots, bool)
         self.sampling: list[Sampling | None] = [None] * slots
 
     def clear(self) -> None:
@@ -115,6 +116,7 @@ class SequenceStates:
         self.has_logit_bias[slot] = bool(sampling.logit_bias)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self.has_penalties[slot] = penalties != (1, 0, 0)
+        self.has_grammar[slot] = bool(sampling.grammar)
 
     def _write_tables(self, writes: Sequence[TableWrite], changes: "StateChanges", *, after_copies: bool) -> None:
         for write in writes:

@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,9 +19,11 @@ from services.worker.models.decoder.decoder import Decoder
 from services.worker.models.load import LoadedModel, choose_device, load_model
 from services.worker.runner import ModelRunner
 from shared.errors import ConfigError
-from shared.hub.checkpoint import locate, text_digest
+from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
 from shared.hub.embedded import EMBEDDED
 from shared.protocol import ModelInfo
+from shared.text.grammars import GrammarCompiler
+from shared.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
     set_threads(config.num_threads, config.local_world_size)
     ops = choose_ops(device, config)
     folder = locate(config.model, config.revision, config.download_dir)
+    compiler = _load_compiler(folder, config)  # takes less time than the weights
     loaded = load_model(folder, config, device, ops)
     if device.type == "cpu":
         use_huge_pages()  # after the weights are loaded, and before the runner measures its speed
@@ -42,7 +46,24 @@ def start_runner(config: WorkerConfig) -> ModelRunner:
         kernels = "Quire's kernels" if ops.supports_graphs else "plain torch operations"
         decodes = "in CUDA graphs" if new_capture else "kernel by kernel"
         logger.info("computing on %s with %s; decodes run %s", torch.cuda.get_device_name(device), kernels, decodes)
-    return ModelRunner(loaded, model_info(loaded, config, folder), config, device, ops, new_capture=new_capture)
+    compiler.exception()  # which waits, so that nothing runs beside what is measured next
+    info = model_info(loaded, config, folder)
+    return ModelRunner(loaded, info, config, device, ops, new_capture=new_capture, load_compiler=compiler.result)
+
+
+def _load_compiler(folder: Path, config: WorkerConfig) -> Future[GrammarCompiler]:
+    """Begin to make the compiler of grammars for the model in `folder`, in a thread."""
+
+    def load() -> GrammarCompiler:
+        if not config.tokenizer:
+            return GrammarCompiler(Tokenizer.load(folder))
+        tokenizer = locate_tokenizer(config.tokenizer, config.tokenizer_revision, config.download_dir)
+        return GrammarCompiler(Tokenizer.load(tokenizer, folder))
+
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(load)
+    thread.shutdown(wait=False)
+    return future
 
 
 def choose_ops(device: torch.device, config: WorkerConfig) -> Ops:

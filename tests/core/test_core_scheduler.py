@@ -179,6 +179,24 @@ def test_a_result_without_its_token_is_the_workers_fault_and_changes_nothing() -
     assert _commit(core, plan, 4)
 
 
+def test_an_error_of_a_worker_s_row_ends_that_sequence_alone() -> None:
+    """GDD-07: its token does not count, its slot is free once no plan names it, and its neighbour goes on."""
+    core = _core()
+    for id in (1, 2):
+        _submit(core, id, [id] * 5, Sampling(max_tokens=9, seed=5))
+    first, second = _plan(core), _plan(core)
+    wrong, right = SampledRow(0, [6], error="no token fits"), SampledRow(1, [7])
+    rows = core.commit(StepResult(EPOCH, first.step, [wrong, right]))
+    assert rows == [
+        ProgressRow(1, 0, 0, [], finish_reason=FinishReason.ERROR, detail="no token fits", scheduling=AT_ONCE),
+        ProgressRow(2, 0, 0, [7], scheduling=AT_ONCE),
+    ]
+    assert _commit(core, second, 8, 9) == [ProgressRow(2, 0, 1, [9])]
+    third = _plan(core)
+    assert (third.rows, third.released_slots) == ([Row(1, 7, 1, 1)], [0])
+    assert core.snapshot().finished_error == 1
+
+
 def test_a_preempted_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
     core = _core(depth=1, policy="priority", num_blocks=9)
     common, sampling = [1, 2, 3, 4, 5, 6, 7, 8], Sampling(max_tokens=1, seed=5)

@@ -39,11 +39,13 @@ from shared.protocol import (
     TokenLogprobs,
     Welcome,
 )
+from shared.text.grammars import GrammarCompiler
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from tests.text.vocabulary import CHATML, make_tokenizer
 
 TOKENIZER = make_tokenizer()
+GRAMMARS = GrammarCompiler(TOKENIZER)
 VOCAB = TOKENIZER.vocab_size + 10  # padded, as the vocabularies of models are
 EOS = TOKENIZER.eos_token_ids[0]
 END_TURN = cast(int, TOKENIZER.token_id("<|im_end|>"))
@@ -288,7 +290,12 @@ def make_gateway(
     tokenizer = settings.pop("tokenizer", TOKENIZER)
     names = tuple(settings.get("served_model_name", [MODEL]))
     model = ServedModel(
-        names, MODEL, tokenizer, ChatTemplate(template, tokenizer.special), defaults or SamplingDefaults()
+        names=names,
+        root=MODEL,
+        tokenizer=tokenizer,
+        template=ChatTemplate(template, tokenizer.special),
+        defaults=defaults or SamplingDefaults(),
+        grammars=GRAMMARS if tokenizer is TOKENIZER else GrammarCompiler(tokenizer),
     )
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
     config = GatewayConfig(**settings)

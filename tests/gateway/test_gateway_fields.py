@@ -8,6 +8,7 @@ from services.gateway.api_requests import ChatRequest, CompletionRequest, Stream
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
+FORMS = "test_gateway_structured_outputs"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
 
 PROOFS = {
@@ -17,6 +18,10 @@ PROOFS = {
     "continue_final_message": (CHATS, "test_a_message_is_continued"),
     "continuous_usage_stats": (STREAMS, "test_continuous_usage_grows_with_the_chunks"),
     "frequency_penalty": (LIMITS, "test_extra_fields_reach_the_engine"),
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern"),
+        (FORMS, "test_a_demand_reaches_the_engine"),
+    ),
     "ignore_eos": (STOPS, "test_ignore_eos_goes_on"),
     "include_stop_str_in_output": (STOPS, "test_include_stop_str_in_output_shows_it"),
     "include_usage": (STREAMS, "test_usage_comes_once_and_only_if_asked_for"),
@@ -34,13 +39,14 @@ PROOFS = {
     "prompt": (STREAMS, "test_choices_are_numbered_by_prompt_then_sample"),
     "prompt_logprobs": (SCORES, "test_prompt_logprobs_are_by_token_id"),
     "repetition_penalty": (LIMITS, "test_extra_fields_reach_the_engine"),
-    "response_format": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
+    "response_format": (FORMS, "test_a_demand_reaches_the_engine"),
     "seed": (LIMITS, "test_seeds_at_the_limits_and_unseeded_requests"),
     "skip_special_tokens": (STOPS, "test_a_stop_token"),
     "stop": (STOPS, "test_a_stop_string_over_several_tokens"),
     "stop_token_ids": (STOPS, "test_a_stop_token"),
     "stream": (STREAMS, "test_choices_end_one_by_one"),
     "stream_options": (STREAMS, "test_stream_options_need_a_stream"),
+    "structured_outputs": (FORMS, "test_a_demand_reaches_the_engine"),
     "temperature": (LIMITS, "test_extra_fields_reach_the_engine"),
     "top_k": (LIMITS, "test_extra_fields_reach_the_engine"),
     "top_logprobs": (SCORES, "test_a_chats_entries"),

@@ -4,6 +4,8 @@ Vocabularies are odd, and most are small: a program takes the interpreter millis
 100 of them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,7 @@ def metadata(count: int, parameters: list[tuple[float, int, float, float]] = PAR
         seeds=random.integers(-(2**63), 2**63 - 1, count),
         samples=random.integers(0, 4, count),
         positions=random.integers(0, 5000, count),
+        masks=np.full(count, -1),
     )
 
 
@@ -118,13 +121,28 @@ def test_the_tail_is_drawn_from_at_every_level(device: torch.device) -> None:
     tail = x[1:].double().exp().sum().log() + token_noise(seeds, zeros, zeros, zeros + TAIL)
     lucky = seeds[tail > token_noise(seeds, zeros, zeros, zeros)][:16].numpy()
     one, zero = np.ones(len(lucky), np.float32), np.zeros(len(lucky), np.int64)
-    parameters = SamplingMetadata(np.arange(len(lucky)), one, zero, one, 0 * one, lucky, zero, zero)
+    parameters = SamplingMetadata(np.arange(len(lucky)), one, zero, one, 0 * one, lucky, zero, zero, zero - 1)
     tokens = assert_same_tokens(x.repeat(len(lucky), 1), device, parameters)
     assert (tokens > 0).all()
     assert 0 < int((tokens > 1).sum()) < len(lucky)
     half = torch.cat((torch.zeros(1), torch.full((4000,), -8.5)))
     tokens = assert_same_tokens(half.repeat(12, 1), device, metadata(12, [(1.0, 0, 1.0, 0.0), (1.0, 3900, 1.0, 0.0)]))
     assert len(set(tokens.tolist())) > 2
+
+
+@pytest.mark.parametrize("vocab", [33, 1201])
+def test_masked_tokens_are_the_reference_s(device: torch.device, vocab: int) -> None:
+    count = 2 * len(PARAMETERS)
+    x, random = normal(count, vocab, 2.0), np.random.default_rng(vocab)
+    masks = torch.from_numpy(random.integers(-(2**31), 2**31, (3, -(-vocab // 32)), np.int32))
+    parameters = replace(
+        metadata(count), rows=random.integers(0, count, count), masks=random.integers(-1, len(masks), count)
+    )
+    tokens = gpu.sample(x.to(device), parameters, None, masks.to(device)).tolist()
+    assert tokens == reference.sample(x, parameters, None, masks).tolist()
+    assert tokens != reference.sample(x, parameters).tolist()
+    with pytest.raises(ValueError, match="masks must be"):
+        gpu.sample(x.to(device), parameters, None, masks[:, 1:].to(device))
 
 
 def test_rows_are_shared_strided_and_independent(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 """Choosing tokens: the compiled operations against the plain ones, token for token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -42,6 +44,7 @@ def make_metadata(count: int, rows: np.ndarray | None = None) -> SamplingMetadat
         seeds=random.integers(-(2**63), 2**63 - 1, count),
         samples=random.integers(0, 4, count),
         positions=random.integers(0, 5000, count),
+        masks=np.full(count, -1),
     )
 
 
@@ -74,11 +77,40 @@ def test_masked_tokens_are_never_chosen() -> None:
     assert OPS.sample(x, make_metadata(len(PARAMETERS))).tolist() == [321] * len(PARAMETERS)
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1003])
+def test_tokens_outside_of_a_mask_are_never_sampled(vocab: int) -> None:
+    """The other rows are as they would be without masks, and a row may be used with and without one."""
+    count = 4 * len(PARAMETERS)
+    x, random = logits(count, vocab, 2.0, tied=False), np.random.default_rng(vocab)
+    is_allowed = random.random((3, vocab)) < [[0.02], [0.5], [1.0]]
+    is_allowed[:, vocab // 2] = True
+    padded = np.zeros((3, -(-vocab // 32) * 32), np.uint8)
+    padded[:, :vocab] = is_allowed
+    masks = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    without = make_metadata(count, random.integers(0, count, count))
+    metadata = replace(without, masks=random.integers(-1, 3, count))
+    masked = torch.from_numpy(np.concatenate((is_allowed, np.ones((1, vocab), bool)))[metadata.masks])
+    tokens = OPS.sample(x, metadata, None, masks)
+    assert masked.gather(1, tokens[:, None]).all()
+    assert tokens.tolist() == sample(x, metadata, None, masks).tolist()
+    alone = x[torch.from_numpy(metadata.rows)].masked_fill(~masked, -INF)
+    assert tokens.tolist() == OPS.sample(alone, replace(without, rows=np.arange(count))).tolist()
+
+
+def test_masks_are_checked() -> None:
+    x, metadata = logits(2, 64, 1.0, tied=False), replace(make_metadata(2), masks=np.array([0, 1]))
+    for masks in (None, torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 2)):
+        with pytest.raises(RuntimeError, match="mask"):
+            OPS.sample(x, metadata, None, masks)
+
+
 def test_the_tail_is_drawn_from_as_in_the_reference() -> None:
     """40,000 tokens at -9 weigh 5, and as many at -18 next to nothing."""
     x = torch.cat((torch.zeros(1), torch.full((40_000,), -9.0), torch.full((40_000,), -18.0))).repeat(60, 1)
     one, zero = np.ones(60, np.float32), np.zeros(60, np.float32)
-    metadata = SamplingMetadata(np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3)
+    metadata = SamplingMetadata(
+        np.arange(60), one, np.zeros(60, np.int64), one, zero, *(np.arange(60),) * 3, np.full(60, -1)
+    )
     got = OPS.sample(x, metadata)
     assert 30 < int((got > 0).sum()) < 60
     assert got.tolist() == sample(x, metadata).tolist()

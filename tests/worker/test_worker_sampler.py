@@ -60,6 +60,26 @@ class Table:
         return [tokens[slot] for slot in slots]
 
 
+def test_masks_belong_to_the_tokens_of_sequences_with_a_grammar() -> None:
+    """Edited rows come last, and their masks with them. A mask is among the edits: before the filters."""
+    table = Table(64)
+    for slot in range(6):
+        penalty = 0.5 * (slot % 3 == 0)
+        table.enter(slot, grammar="g" * (slot % 2), presence_penalty=penalty, top_p=0.5, min_tokens=2)
+    batch = SamplingBatch(np.arange(6), table.lengths[:6], np.arange(6))
+    buffer = StepBuffer(CPU)
+    staged = table.sampler.stage(batch, buffer)
+    buffer.send()
+    assert sorted(staged.masked.slots.tolist()) == [1, 3, 5]
+    assert table.sampler.num_required(staged.masked).tolist() == [2, 2, 2]
+    masks = torch.zeros(3, 2, dtype=torch.int32)
+    for row, slot in enumerate(staged.masked.slots.tolist()):
+        masks[row, 0] = 1 << (10 + slot)
+    tokens = table.sampler.sample(torch.zeros(6, 64), staged, masks)
+    by_slot = dict(zip(staged.batch.slots.tolist(), tokens.tolist(), strict=True))
+    assert [by_slot[slot] for slot in (1, 3, 5)] == [11, 13, 15]
+
+
 def one(logits: Sequence[float], **params: Any) -> int:
     table = Table(len(logits))
     table.enter(0, **params)

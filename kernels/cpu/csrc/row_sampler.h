@@ -110,6 +110,21 @@ class RowSampler {
   public:
     explicit RowSampler(int64_t vocab) : vocab_(vocab) {}
 
+    // Returns a copy of a row with -inf for the tokens whose bit in `mask` is 0. It lasts until the next call.
+    const float* masked(const float* x, const int32_t* mask) {
+        masked_.resize((vocab_ + 31) / 32 * 32);
+        for (int64_t first = 0; first < vocab_; first += 32) {
+            auto word = uint32_t(mask[first / 32]);
+            if (word == 0) {
+                std::fill_n(&masked_[first], 32, -INF);
+                continue;
+            }
+            int64_t end = std::min<int64_t>(32, vocab_ - first);
+            for (int64_t i = 0; i < end; i++) masked_[first + i] = word >> i & 1 ? x[first + i] : -INF;
+        }
+        return masked_.data();
+    }
+
     int64_t draw(const float* x, float temperature, int64_t top_k, float top_p, float min_p, const Noise& noise) {
         float maximum = row_max(x, vocab_);
         if (!std::isfinite(maximum)) return vocab_ - 1;  // without a distribution, any id will do
@@ -287,7 +302,7 @@ class RowSampler {
     int64_t vocab_;
     float min_z_ = -INF;  // log(min_p)
     double total_mass_ = 0, tail_mass_ = 0;
-    std::vector<float> z_;
+    std::vector<float> z_, masked_;
     std::vector<Candidate> candidates_;
 };
 

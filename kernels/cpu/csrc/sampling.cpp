@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <optional>
 
 #include "row_sampler.h"
 
@@ -30,14 +31,22 @@ void check_logits(const at::Tensor& logits) {
     TORCH_CHECK(logits.size(1) < TAIL, "the vocabulary is too large");
 }
 
-// ids[i] = the token drawn from logits[rows[i]]; a temperature below `greedy_below` takes the maximum.
+// ids[i] = the token drawn from logits[rows[i]] among those that masks[mask_rows[i]] allows, or among all if that index
+// is -1; a temperature below `greedy_below` takes the maximum.
 void sample(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& temperature, const at::Tensor& top_k,
             const at::Tensor& top_p, const at::Tensor& min_p, const at::Tensor& seeds, const at::Tensor& samples,
-            const at::Tensor& positions, double greedy_below, at::Tensor& ids) {
+            const at::Tensor& positions, const at::Tensor& mask_rows, const std::optional<at::Tensor>& masks,
+            double greedy_below, at::Tensor& ids) {
     check_logits(logits);
-    int64_t count = ids.numel(), vocab = logits.size(1);
-    for (const at::Tensor& t : {rows, temperature, top_k, top_p, min_p, seeds, samples, positions})
+    int64_t count = ids.numel(), vocab = logits.size(1), num_masks = masks ? masks->size(0) : 0;
+    int64_t words = (vocab + 31) / 32;
+    for (const at::Tensor& t : {rows, temperature, top_k, top_p, min_p, seeds, samples, positions, mask_rows})
         TORCH_CHECK(t.numel() == count && t.is_contiguous(), "one parameter a row, contiguous");
+    TORCH_CHECK(!masks || (masks->dim() == 2 && masks->size(1) == words && masks->is_contiguous() &&
+                           masks->scalar_type() == at::kInt),
+                "masks must be (masks, vocabulary / 32), int32 and contiguous");
+    const int32_t* mask_words = masks ? masks->const_data_ptr<int32_t>() : nullptr;
+    const int64_t* mask_row = mask_rows.const_data_ptr<int64_t>();
     const float* x = logits.const_data_ptr<float>();
     const int64_t *row = rows.const_data_ptr<int64_t>(), *k = top_k.const_data_ptr<int64_t>();
     const float *t = temperature.const_data_ptr<float>(), *p = top_p.const_data_ptr<float>();
@@ -45,9 +54,13 @@ void sample(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& 
     const int64_t *seed = seeds.const_data_ptr<int64_t>(), *index = samples.const_data_ptr<int64_t>();
     const int64_t* position = positions.const_data_ptr<int64_t>();
     int64_t* out = ids.mutable_data_ptr<int64_t>();
-    for (int64_t i = 0; i < count; i++) TORCH_CHECK(row[i] >= 0 && row[i] < logits.size(0), "no such row");
+    for (int64_t i = 0; i < count; i++) {
+        TORCH_CHECK(row[i] >= 0 && row[i] < logits.size(0), "no such row");
+        TORCH_CHECK(mask_row[i] >= -1 && mask_row[i] < num_masks, "no such mask");
+    }
     parallel_for_rows(count, vocab, [&](int64_t i, RowSampler& sampler) {
         const float* row_logits = x + row[i] * vocab;
+        if (mask_row[i] >= 0) row_logits = sampler.masked(row_logits, mask_words + mask_row[i] * words);
         Noise noise{seed[i], index[i], position[i]};
         out[i] = t[i] < greedy_below ? argmax(row_logits, vocab)
                                      : sampler.draw(row_logits, t[i], k[i], p[i], minimum[i], noise);
@@ -146,7 +159,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
         "Tensor presence, Tensor frequency) -> ()");
     m.def(
         "sample(Tensor logits, Tensor rows, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
-        "Tensor seeds, Tensor samples, Tensor positions, float greedy_below, Tensor(a!) ids) -> ()");
+        "Tensor seeds, Tensor samples, Tensor positions, Tensor mask_rows, Tensor? masks, float greedy_below, "
+        "Tensor(a!) ids) -> ()");
     m.def(
         "logprobs(Tensor logits, Tensor tokens, float floor, Tensor(a!) values, Tensor(b!) ranks, Tensor(c!) top_ids, "
         "Tensor(d!) top_values) -> ()");

@@ -64,7 +64,9 @@ def _advance(row: Row, sequence: Sequence, sampled_row: SampledRow | None) -> Pr
     stats = sequence.stats
     tokens: list[int] = []
     finish_reason = logprobs = prompt_logprobs = None
-    if sampled_row is not None and row.samples:
+    if sampled_row is not None and sampled_row.error:
+        finish_reason = FinishReason.ERROR
+    elif sampled_row is not None and row.samples:
         tokens, logprobs = sampled_row.tokens, sampled_row.logprobs
         finish_reason = sequence.append_token(tokens[0])
     elif sequence.progress.num_computed == sequence.progress.max_num_tokens:  # the prompt was only scored
@@ -82,6 +84,6 @@ def _advance(row: Row, sequence: Sequence, sampled_row: SampledRow | None) -> Pr
         prompt_logprobs,
         finish_reason,
         stats.num_cached_tokens,
-        "",
+        sampled_row.error if sampled_row is not None else "",
         sequence.take_scheduling() if stats.scheduling_changed else None,
     )

@@ -1,0 +1,90 @@
+"""What a request demands of its output's form: OpenAI's `response_format`, vLLM's `structured_outputs` and the older
+`guided_...` fields, of which a request may use one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.api_requests import GenerationRequest
+from services.gateway.served_model import ServedModel
+from services.gateway.threads import run_in_thread
+from shared.errors import InvalidRequest, brief
+from shared.structured_outputs import StructuredOutputsParams
+from shared.text.grammars import grammar_text
+
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's older fields, each of one kind."""
+
+
+async def compile_grammar(request: GenerationRequest, model: ServedModel) -> str:
+    """Return the grammar that a request's output has to follow, or "" if there is none. Raise `InvalidRequest`."""
+    demands = {
+        name: value
+        for name in ("response_format", "structured_outputs", *GUIDED)
+        if (value := getattr(request, name)) is not None and not _is_text(name, value)
+    }
+    if not demands:
+        return ""
+    if len(demands) > 1:
+        raise InvalidRequest(f"only one of {' and '.join(demands)} can be used", list(demands)[1])
+    ((name, value),) = demands.items()
+    return await run_in_thread(_compile, _params(name, value, request.guided_whitespace_pattern), name, model)
+
+
+def _compile(params: StructuredOutputsParams, name: str, model: ServedModel) -> str:
+    grammar = grammar_text(params, name)
+    model.grammars.check(grammar, name)
+    return grammar
+
+
+def _is_text(name: str, value: Any) -> bool:
+    return name == "response_format" and value.get("type") == "text"
+
+
+def _params(name: str, value: Any, whitespace_pattern: str | None) -> StructuredOutputsParams:
+    match name:
+        case "response_format":
+            return _response_format(value)
+        case "structured_outputs":
+            return _structured_outputs(value)
+        case "guided_json":
+            return StructuredOutputsParams(json=value, whitespace_pattern=whitespace_pattern)
+        case _:
+            return StructuredOutputsParams(**{name.removeprefix("guided_"): value})
+
+
+def _response_format(value: Mapping[str, Any]) -> StructuredOutputsParams:
+    match value.get("type"):
+        case "json_object":
+            return StructuredOutputsParams(json_object=True)
+        case "json_schema":
+            return StructuredOutputsParams(json=_schema(value.get("json_schema")))
+        case "structural_tag":
+            return StructuredOutputsParams(structural_tag={key: value[key] for key in value if key != "type"})
+        case other:
+            kinds = "'text', 'json_object', 'json_schema' or 'structural_tag'"
+            raise InvalidRequest(f"response_format.type must be {kinds}, got {brief(other)}", "response_format.type")
+
+
+def _schema(value: Any) -> Mapping[str, Any] | bool:
+    """Return the schema of `response_format.json_schema`. It is always enforced, with and without `strict`."""
+    path = "response_format.json_schema"
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{path} must be an object, got {brief(value)}", path)
+    if not isinstance(value.get("name"), str):
+        raise InvalidRequest(f"{path}.name must be a text, got {brief(value.get('name'))}", f"{path}.name")
+    schema = value.get("schema")
+    if not isinstance(schema, (Mapping, bool)):
+        raise InvalidRequest(f"{path}.schema must be a JSON schema, got {brief(schema)}", f"{path}.schema")
+    return schema
+
+
+def _structured_outputs(value: Mapping[str, Any]) -> StructuredOutputsParams:
+    try:
+        return msgspec.convert(value, StructuredOutputsParams)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidRequest):
+            raise error.__cause__ from None
+        raise InvalidRequest(f"structured_outputs: {error}", "structured_outputs") from error

@@ -1,0 +1,192 @@
+"""Tests grammars: what each kind of demand allows, what is refused and in which words, and the bounds."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance.numpy import fill_next_token_bitmask
+
+from shared.errors import InvalidRequest
+from shared.structured_outputs import StructuredOutputsParams
+from shared.text import grammars
+from shared.text.grammars import GrammarCompiler, grammar_text
+from shared.text.tokenizer import Tokenizer
+from tests.text.vocabulary import make_backend, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+COMPILER = GrammarCompiler(TOKENIZER)
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+NODE = {"$defs": {"n": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}
+TAGS = {
+    "structures": [{"begin": "<f=one>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+
+
+def follows(text: str, **demand: Any) -> bool:
+    """Return whether an output may be `text` and end there."""
+    grammar = grammar_text(StructuredOutputsParams(**demand))
+    COMPILER.check(grammar, "structured_outputs")
+    matcher = COMPILER.matcher(grammar)
+    tokens = TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def refusal(**demand: Any) -> str:
+    with pytest.raises(InvalidRequest) as raised:
+        COMPILER.check(grammar_text(StructuredOutputsParams(**demand), "some_field"), "some_field")
+    assert raised.value.param in ("some_field", "structured_outputs")
+    assert len(raised.value.message) < 1000
+    return raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("demand", "text", "wrong"),
+    [
+        ({"json": PERSON}, '{"name": "Zoë", "age": 41}', '{"name": "Zoë", "age": 151}'),
+        ({"json": json.dumps(PERSON)}, '{"name":"","age":0}', '{"name":"","age":0,"x":1}'),
+        ({"json": {}}, "[1, null, {}]", "[1, null"),
+        ({"json": True}, '"text"', "text"),
+        ({"json": NODE}, '{"n": {"n": {}}}', '{"n": 1}'),
+        ({"json": {"type": "integer", "maximum": 30_000_000_000}}, "29999999999", "30000000001"),
+        ({"json": {"type": "integer", "exclusiveMinimum": 5, "maximum": 7}}, "6", "5"),
+        ({"json": {"type": "number", "multipleOf": 0.1}}, "0.3", '"0.3"'),
+        ({"json": {"type": "array", "items": [{"type": "string"}, {"type": "null"}]}}, '["a", null]', '[null, "a"]'),
+        ({"json": {"type": "array", "maxItems": 10**6}}, "[]", "{}"),
+        ({"json": {"enum": [f"word {at}" for at in range(5000)]}}, '"word 4999"', '"word 5000"'),
+        ({"json": {"type": "object", "properties": {"größe": {"const": 1}}}}, '{"größe": 1}', '{"größe": 2}'),
+        ({"json_object": True}, '{"any": ["thing"]}', "[]"),
+        ({"regex": r"\d{3}-[a-z]+"}, "123-abc", "123-"),
+        ({"choice": ["yes", 'no "way"', "höher"]}, 'no "way"', "no"),
+        ({"grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, "a12", "a"),
+        ({"grammar": 'root ::= "x" digits\ndigits ::= [0-9]+\n'}, "x7", "x"),
+        ({"structural_tag": TAGS}, "first <f=one>12</f>", "first <f=one>x</f>"),
+        ({"structural_tag": TAGS}, "no tag at all", "<f=two>12</f>"),
+    ],
+    ids=str,
+)
+def test_what_a_demand_allows(demand: dict[str, Any], text: str, wrong: str) -> None:
+    """GDD-01, GDD-03."""
+    assert follows(text, **demand)
+    assert not follows(wrong, **demand)
+
+
+def test_whitespace_between_tokens_is_bounded() -> None:
+    """GDD-09: indented JSON is allowed, but not space after space."""
+    assert follows('{\n        "name": "x",\n        "age": 1\n}', json=PERSON)
+    for blank in " \n":
+        assert not follows("{" + blank * 40 + '"name": "x", "age": 1}', json=PERSON)
+    assert follows('{"name":"x","age":1}', json=PERSON, disable_any_whitespace=True)
+    assert not follows('{"name": "x","age":1}', json=PERSON, disable_any_whitespace=True)
+    assert follows('{ "name": "x", "age": 1}', json=PERSON, whitespace_pattern=" ")
+    assert not follows('{\n"name": "x", "age": 1}', json=PERSON, whitespace_pattern=" ")
+
+
+def test_objects_can_be_closed() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}, "free": {}}}
+    for text in ('{"a": {"c": 1}}', '{"d": 1}'):
+        assert follows(text, json=schema)
+        assert not follows(text, json=schema, disable_additional_properties=True)
+    assert follows('{"a": {"b": 1}, "free": {"c": 1}}', json=schema, disable_additional_properties=True)
+
+
+@pytest.mark.parametrize(
+    ("demand", "words"),
+    [
+        ({"json": {"type": "strng"}}, "strng"),
+        ({"json": {"$ref": "#/nothing"}}, "/nothing"),
+        ({"json": "[1]"}, "must be a JSON schema"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": {"type": "object", "properties": [1]}}, "properties must be an object"),
+        ({"json": {"type": "string", "pattern": "["}}, "unclosed character class"),
+        ({"json": {"type": "string", "pattern": "(?<=a)b"}}, "look-around"),
+        ({"json": {"not": {"type": "null"}}}, '"not"'),
+        ({"json": {"uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "string", "format": "no-such"}}, "no-such"),
+        ({"json": False}, '"not"'),
+        ({"regex": "["}, "unclosed character class"),
+        ({"regex": "(?<=a)b"}, "look-around"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": "*"}, "repetition operator missing expression"),
+        ({"regex": ""}, "not empty"),
+        ({"regex": "a" * 300_000}, "at most"),
+        ({"choice": []}, "1 to"),
+        ({"choice": ["a", ""]}, "not empty"),
+        ({"choice": ["a", 1]}, "list of strings"),
+        ({"choice": ["a"] * 20_000}, "1 to"),
+        ({"grammar": "root ::= nothing"}, "nothing"),
+        ({"grammar": "start: OTHER"}, "OTHER"),
+        ({"structural_tag": {}}, "structures and triggers"),
+        ({"structural_tag": TAGS | {"triggers": ["<g"]}}, "no trigger begins"),
+        ({"structural_tag": TAGS | {"triggers": 1}}, "triggers must be"),
+        ({"structural_tag": TAGS | {"structures": []}}, "at least one structure"),
+        ({"structural_tag": TAGS | {"structures": [{"begin": 1}]}}, "begin, schema and end"),
+        ({}, "got none"),
+        ({"json_object": False}, "got none"),
+        ({"json": {}, "regex": "a"}, "got json and regex"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(demand: dict[str, Any], words: str) -> None:
+    """GDD-01, GDD-02, STR-10."""
+    assert words in refusal(**demand)
+
+
+@pytest.mark.parametrize("regex", ["(a{1,200}){1,200}", "(x+x+)+y", ".{0,5000}z"])
+def test_a_regex_bomb_is_no_bomb(regex: str) -> None:
+    """DOS-02: expressions are compiled as far as they are used."""
+    COMPILER.check(grammar_text(StructuredOutputsParams(regex=regex)), "regex")
+
+
+def test_a_schema_with_too_many_properties_is_refused() -> None:
+    """DOS-02: this one takes most of a second, or exceeds a limit of the library."""
+    schema = {"type": "object", "properties": {f"property {at}": {"type": "string"} for at in range(3000)}}
+    message = refusal(json=schema)
+    assert "too complex" in message or "max is" in message
+    assert "<state>" not in message
+
+
+def test_a_grammar_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_COMPILE_SECONDS", 0.0)
+    for _ in range(2):  # nothing of it is kept
+        assert "too complex" in refusal(regex="some other expression")
+
+
+def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
+    compiler = GrammarCompiler(TOKENIZER)
+    for name in "abca":
+        compiler.check(grammar_text(StructuredOutputsParams(regex=name)), "regex")
+        compiler.matcher(grammar_text(StructuredOutputsParams(regex="a")))
+    assert len(compiler._matchers) == 2
+
+
+def test_matchers_are_independent() -> None:
+    grammar = grammar_text(StructuredOutputsParams(regex="ab"))
+    one, other = COMPILER.matcher(grammar), COMPILER.matcher(grammar)
+    assert one.consume_tokens(TOKENIZER.encode("ab"))
+    assert one.is_accepting()
+    assert not other.is_accepting()
+    assert not COMPILER.matcher(grammar).is_accepting()
+
+
+def test_an_output_that_is_whole_can_only_end() -> None:
+    matcher = COMPILER.matcher(grammar_text(StructuredOutputsParams(choice=["a"])))
+    matcher.consume_tokens(TOKENIZER.encode("a"))
+    mask = np.zeros((1, COMPILER.mask_words), np.int32)
+    fill_next_token_bitmask(matcher, mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    assert allowed == list(COMPILER.eos_token_ids) == list(TOKENIZER.eos_token_ids)
+
+
+def test_a_model_without_an_end_has_no_grammars() -> None:
+    compiler = GrammarCompiler(Tokenizer(make_backend()))
+    with pytest.raises(InvalidRequest, match="no token that ends"):
+        compiler.check(grammar_text(StructuredOutputsParams(regex="a")), "guided_regex")
