@@ -193,7 +193,7 @@ def test_an_error_of_a_worker_s_row_ends_that_sequence_alone() -> None:
     ]
     assert _commit(core, second, 8, 9) == [ProgressRow(2, 0, 1, [9])]
     third = _plan(core)
-    assert (third.rows, third.released_slots) == ([Row(1, 7, 1, 1)], [0])
+    assert (third.rows, third.released_slots) == ([Row(1, 6, 1, 1)], [0])
     assert core.snapshot().finished_error == 1
 
 

@@ -151,6 +151,7 @@ OTHER_VALUES: list[object] = [
     "warning",
     "/under/here",
     "openai",
+    "least_loaded",
 ]
 
 

@@ -56,6 +56,7 @@ SAMPLING = Sampling(
     stop_token_ids=[0, 2],
     logprobs=1,
     prompt_logprobs=0,
+    grammar="start: A",
 )
 LOGPROBS = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])
@@ -93,7 +94,7 @@ TO_WORKER: list[Struct] = [
 ]
 FROM_WORKER: list[Struct] = [
     Register(1, "worker-1-a", 0, 1, 4242, "cpu", MODEL, 46080, 2**31, 0.03, 0.0005),
-    StepResult(EPOCH, 7, [SampledRow(0, [42], LOGPROBS, LOGPROBS)], 0.03),
+    StepResult(EPOCH, 7, [SampledRow(0, [42], LOGPROBS, LOGPROBS, "no way on")], 0.03),
     Fault(EPOCH, 7, "Traceback", True),
     Heartbeat("worker-1-a", PROCESS),
     Configured(EPOCH),
