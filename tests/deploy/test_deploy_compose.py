@@ -50,7 +50,9 @@ def test_every_setting_of_a_service_can_be_given_by_environment_and_no_other(nam
 
 def test_the_worker_computes_on_what_its_image_is_for() -> None:
     assert "QUIRE_DEVICE=cpu" in service("worker")["environment"]
-    assert GPU["services"]["worker"]["environment"] == ["QUIRE_DEVICE=cuda"]
+    first, second = GPU["services"]["worker"], GPU["services"]["worker-2"]
+    assert first["environment"] == second["environment"] == ["QUIRE_DEVICE=cuda"]
+    assert first["deploy"] != second["deploy"]  # another GPU
 
 
 @pytest.mark.parametrize("name", CONFIGS)
