@@ -100,7 +100,7 @@ class Engine:
             logger.debug("a request is refused: %s", refused.detail, extra=extra)
         elif request.suspicion.cleared_at:
             deaths = request.suspicion.deaths_alone
-            logger.warning("a request runs alone, as it is suspected of %d deaths of workers", deaths, extra=extra)
+            logger.warning("a request comes as a suspect and runs alone; deaths alone so far: %d", deaths, extra=extra)
         return refused
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
@@ -129,15 +129,17 @@ class Engine:
         return rows
 
     def lose_worker(self, now: float, *, out_of_memory: bool = False) -> list[ProgressRow]:
-        """Put running sequences back into the queue. Return the last rows of requests that killed their workers."""
-        request_ids = self._core.request_ids
+        """Put running sequences back into the queue.
+
+        Return the last rows of a request that killed workers, and a row without tokens for each new suspect.
+        """
+        request_ids, suspects = self._core.request_ids, self._core.suspects
         rows = self._core.lose_worker(now, out_of_memory=out_of_memory)
-        suspects = [request_ids[row.id] for row in rows if row.finish_reason is None]
         if suspects:
             logger.warning("the worker was lost with %d suspects", len(suspects), extra=of_requests(suspects))
-        for row in rows:
-            if row.finish_reason is not None:
-                logger.error("a request is ended: %s", row.detail, extra=of_request(request_ids[row.id]))
+        ended = {row.id: row.detail for row in rows if row.finish_reason is not None}  # of its samples, one line
+        for id, detail in ended.items():
+            logger.error("a request is ended: %s", detail, extra=of_request(request_ids[id]))
         return rows
 
     def drain(self) -> None:

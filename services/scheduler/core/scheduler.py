@@ -92,6 +92,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def suspects(self) -> list[str]:
+        """The ids that clients see of the sequences that are suspects if the worker dies now."""
+        return [one.request.request_id for one in self._in_flight_sequences() if one.finish_reason is None]
+
+    @property
     def last_plan(self) -> InFlightPlan | None:
         """The rows and sequences of the plan that was made last, unless its result is back."""
         return self._in_flight[-1] if self._in_flight else None
@@ -117,8 +122,8 @@ class Scheduler:
         if self._epoch is None:
             return []
         self._counters.count_worker_loss()
-        in_flight = dict.fromkeys(sequence for plan in self._in_flight for sequence in plan.sequences)
-        culprit = self._quarantine.lose_worker(list(in_flight), is_evidence=not out_of_memory)
+        in_flight = self._in_flight_sequences()
+        culprit = self._quarantine.lose_worker(in_flight, is_evidence=not out_of_memory)
         self._forget_worker(self._block_manager.pool.num_blocks)
         rows: list[ProgressRow] = []
         if culprit is not None:
@@ -227,6 +232,9 @@ class Scheduler:
             max_model_len=self.limits.max_model_len,
             **counters | {"step_tokens": list(self._counters.step_tokens)},  # which grows on
         )
+
+    def _in_flight_sequences(self) -> list[Sequence]:
+        return list(dict.fromkeys(sequence for plan in self._in_flight for sequence in plan.sequences))
 
     def _finish(
         self, request: Request, sample: int, finish_reason: FinishReason, detail: str = ""
