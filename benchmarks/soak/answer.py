@@ -7,7 +7,6 @@ from typing import Any
 from aiohttp import ClientResponse
 from msgspec import Struct
 
-
 MAX_LINE = 2**20
 """Bytes of a line. A chunk may hold several tokens, each with its log-probabilities."""
 
