@@ -7,6 +7,9 @@ from typing import Any
 from aiohttp import ClientResponse
 from msgspec import Struct
 
+MAX_LINE = 2**20
+"""Bytes of a line. A chunk may hold several tokens, each with its log-probabilities."""
+
 
 class StreamFailed(Exception):
     """The stream ended with an error, or without the event that ends it."""
@@ -80,7 +83,7 @@ def _logprobs(logprobs: dict[str, Any]) -> list[float]:
 
 async def read_chunks(response: ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yield the chunks of a stream. Raise `StreamFailed` if it does not end as it should."""
-    async for line in response.content:
+    while line := await response.content.readline(max_line_length=MAX_LINE):
         if not line.startswith(b"data: "):
             continue  # an empty line, or a comment that keeps the connection alive
         data = line.removeprefix(b"data: ").strip()

@@ -119,6 +119,11 @@ async def test_a_whole_stream_counts_with_its_tokens() -> None:
     assert (tally.ended, tally.tokens, tally.refused, tally.lost) == (1, 2, 2, [])
 
 
+async def test_a_long_chunk_is_read_by_a_client_that_reads_little_ahead() -> None:
+    (lost,) = (await ask_once(stream([piece("one" * 10_000), *WHOLE]))).lost
+    assert "choice 0 is 'oneone" in lost
+
+
 @pytest.mark.parametrize(
     ("chunks", "reason"),
     [
