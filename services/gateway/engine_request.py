@@ -5,7 +5,7 @@ be submitted again, to another one or to the same when it is back, under a new i
 and position, so the output goes on with the same tokens.
 
 Each row has the output position of its tokens. A row whose tokens have come before is dropped. If tokens are missing,
-the request fails, since a stream with a gap must not continue.
+the request fails, since a stream with a gap must not continue. So it does if there are more tokens than it asked for.
 """
 
 import asyncio
@@ -252,9 +252,10 @@ class EngineRequest:
         if row.tokens and row.position < num_received:
             return
         if row.tokens and row.position > num_received:
-            for attempt in self._attempts:
-                attempt.engine.abort(attempt.id)
-            self.fail(EngineFailure(f"tokens {num_received} to {row.position - 1} of the output were lost"))
+            self._abandon(f"tokens {num_received} to {row.position - 1} of the output were lost")
+            return
+        if num_received + len(row.tokens) > self._sampling.max_tokens:  # no engine can fill this process's memory
+            self._abandon(f"the engine sent more than the {self._sampling.max_tokens} tokens that it was asked for")
             return
         row = self._without_known_logprobs(row)
         if not (row.tokens or row.prompt_logprobs or row.finish_reason):  # nothing for which to wake the reader
@@ -278,6 +279,12 @@ class EngineRequest:
         if not self.done:
             self._error = error
             self._wake()
+
+    def _abandon(self, reason: str) -> None:
+        """Abort everything, and fail, since the engine cannot be right."""
+        for attempt in self._attempts:
+            attempt.engine.abort(attempt.id)
+        self.fail(EngineFailure(reason))
 
     def _submit(self, samples: list[int], engine: Engine, id: int) -> Submit:
         self._attempts.append(Attempt(id, engine, set(samples), len(samples)))

@@ -129,6 +129,16 @@ async def test_a_gap_fails_the_request_and_ends_it_at_the_engine() -> None:
     assert harness.sent == [Abort(5)]
 
 
+async def test_more_tokens_than_it_asked_for_fail_the_request_and_end_it_at_the_engine() -> None:
+    harness = EngineRequestHarness()
+    harness.take(0, *range(9))
+    harness.take(9, 1)
+    assert await harness.tokens() == list(range(9))
+    with pytest.raises(EngineFailure, match="more than the 9 tokens"):
+        await harness.request.rows()
+    assert harness.sent == [Abort(5)]
+
+
 async def test_samples_have_positions_of_their_own() -> None:
     harness = EngineRequestHarness(2)
     harness.take(0, 7, sample=1)

@@ -275,6 +275,7 @@ for id in range(10):
     generate(core, id, now=clock.now)
 core.submit(submit(10), clock.now)
 step(core, clock.now)
+core.plan(clock.now)
 if sys.argv[3] == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 raise RuntimeError
@@ -296,6 +297,7 @@ def test_a_crash_leaves_a_readable_record(end: str, tmp_path: Path) -> None:
     else:
         assert submitted == list(range(11))
         assert list(core.unfinished) == [10]
+        assert isinstance(record.entries[-1], Planned)
 
 
 def test_an_engine_records_if_it_is_told_to(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from shared.protocol import (
     decode_to_worker,
     pack_tokens,
 )
+from shared.unread import MAX_UNREAD
 from tests.ports import free_ports
 from tests.scripted_worker import CHAIN, Script, ScriptedRunner, expected_chain
 from tests.shared.wire_examples import FROM_GATEWAY, FROM_WORKER, TO_GATEWAY, TO_WORKER
@@ -54,10 +55,8 @@ COUNT = int(os.environ.get("QUIRE_TEST_FRAMES", "3000"))
 TIMEOUT = 120 + COUNT // 100  # seconds
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
-MAX_GROWTH = 128 << 20
-"""Bytes that a process may grow: a message of a megabyte may wait on each of a few connections. 100,000 messages, if
-they were kept, would take more than twice as much.
-"""
+MAX_GROWTH = 2 * MAX_UNREAD
+"""Bytes that a process may grow: at each of two sockets, so much of a peer's messages may be unread."""
 
 STREAMS = 8
 TOKENS = 60
