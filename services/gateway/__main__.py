@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import uvloop
@@ -39,6 +40,7 @@ from shared.startup import end_with_supervisor, report_error, set_log_level, sta
 
 logger = logging.getLogger("services.gateway")
 
+JOIN_TIMEOUT = 2.0  # seconds for an engine to answer before the gateway joins a port that it shares
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the last responses to reach their clients
 
 
@@ -86,10 +88,12 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
     await runner.setup()
     try:
         with admin_port(config.admin_port, _remote_drain(lifecycle)):
-            site = await _listen(runner, config)
             if config.probe_uds is not None:
                 await _listen_on_path(runner, "--probe-uds", config.probe_uds)
             async with backend:
+                if config.reuse_port:
+                    await _await_engine(backend)
+                site = await _listen(runner, config)
                 await lifecycle.wait_draining()
                 if config.reuse_port:
                     await site.stop()  # new connections go to the other gateways of the port
@@ -97,6 +101,17 @@ async def serve(config: GatewayConfig, model: ServedModel, keys: ConnectionKeys 
                 await _finish(lifecycle)
     finally:
         await runner.cleanup()
+
+
+async def _await_engine(backend: Backend) -> None:
+    """Wait until an engine has answered, but not for long: this gateway must be able to say that none has.
+
+    On a port that it shares, a gateway gets requests as soon as it listens, and would refuse those that come before.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(JOIN_TIMEOUT):
+            while backend.welcome is None:  # noqa: ASYNC110  (it takes some milliseconds)
+                await asyncio.sleep(0.01)
 
 
 async def _finish(lifecycle: Lifecycle) -> None:
