@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from shared.startup import configure_logging, end_with_supervisor, report_error,
 
 logger = logging.getLogger("services.gateway")
 
+JOIN_TIMEOUT = 2.0  # seconds for an engine to answer before the gateway joins a port that it shares
 SHUTDOWN_TIMEOUT = 5.0  # seconds for the last responses to reach their clients
 
 
@@ -101,10 +103,12 @@ async def serve(
     await runner.setup()
     try:
         with admin_port(config.admin_port, _remote_drain(lifecycle)):
-            site = await _listen(runner, config)
             if config.probe_uds is not None:
                 await _listen_on_path(runner, "--probe-uds", config.probe_uds)
             async with backend:
+                if config.reuse_port:
+                    await _await_engine(backend)
+                site = await _listen(runner, config)
                 await lifecycle.wait_draining()
                 if config.reuse_port:
                     await site.stop()  # new connections go to the other gateways of the port
@@ -112,6 +116,17 @@ async def serve(
                 await _finish(lifecycle)
     finally:
         await runner.cleanup()
+
+
+async def _await_engine(backend: Backend) -> None:
+    """Wait until an engine has answered, but not for long: this gateway must be able to say that none has.
+
+    On a port that it shares, a gateway gets requests as soon as it listens, and would refuse those that come before.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(JOIN_TIMEOUT):
+            while backend.welcome is None:  # noqa: ASYNC110  (it takes some milliseconds)
+                await asyncio.sleep(0.01)
 
 
 async def _finish(lifecycle: Lifecycle) -> None:

@@ -31,6 +31,7 @@ class Site:
         self.fronts, self.engines, self.admin_ports = fronts, engines, admin_ports
         self.num_answered = 0
         self._open = list(fronts)
+        self._one_port = len({front.port for front in fronts}) == 1
         self._stopped = False
         self._turns = itertools.count()
 
@@ -61,7 +62,7 @@ class Site:
         await until(lambda: self.num_answered > answered + CLIENTS)
 
     async def _check_health(self) -> None:
-        while True:
+        while not self._one_port:
             takes = await asyncio.gather(*(is_healthy(("127.0.0.1", one.port), 0) for one in self.fronts))
             self._open = [front for front, open in zip(self.fronts, takes, strict=True) if open]
             await asyncio.sleep(CHECK_INTERVAL)
@@ -76,6 +77,9 @@ class Site:
                 answer = await complete(front, prompt, TOKENS, stream=turn % 4 > 0)
             except ConnectionRefusedError:
                 await asyncio.sleep(CHECK_INTERVAL)
+                continue
+            except ConnectionResetError:  # the kernel may drop one that no gateway has seen when its socket is closed
+                assert self._one_port
                 continue
             assert answer.status == 200, answer.text
             assert text_of(answer) == chained(prompt, TOKENS)
@@ -141,7 +145,7 @@ async def test_gateways_of_one_port_are_restarted_and_no_request_fails() -> None
     (port,) = free_ports(1)
     async with (
         engine(talk(delay=0.01)) as behind,
-        gateways(2, [behind], "--reuse-port", f"--port={port}", "--drain-timeout=30") as fronts,
+        gateways(2, [behind], "--reuse-port", f"--port={port}", *FLAGS) as fronts,
     ):
         server = Site(fronts, [behind], [])
         async with server.load():
