@@ -17,6 +17,8 @@ from threading import Thread
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -57,6 +59,7 @@ class ChatTemplate:
         self._format = CONTENT_FORMATS.get(content_format)
         self._variables = dict(variables)
         environment = _environment()
+        self.source = source or ""
         self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
         if reserved := sorted(self._reserved & self._variables.keys()):
             raise self._error(f"the chat template cannot be given values for {', '.join(reserved)}")
@@ -88,6 +91,11 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return self._template is not None
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Return whether the template reads `tools`. Otherwise the model would not see them."""
+        return "tools" in meta.find_undeclared_variables(_environment().parse(self.source))
 
     def sanity_check(self, seconds: float = SANITY_CHECK_TIMEOUT) -> None:
         """Raise `ModelError` if the template cannot be served.
@@ -146,7 +154,7 @@ class ChatTemplate:
             return ContentFormats()
         # probe even if the user has set the format, since `sanity_check` needs the errors of the probes
         formats = detect_content_formats(lambda messages: self._run(messages, True, {}))
-        return formats if self._format is None else ContentFormats({"user": self._format})
+        return formats if self._format is None else msgspec.structs.replace(formats, by_role={"user": self._format})
 
     def _error(self, message: str) -> ModelError:
         return ModelError(message if self._origin is None else f"{self._origin}: {message}")

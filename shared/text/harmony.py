@@ -1,0 +1,93 @@
+"""The format of gpt-oss, called harmony: an output is several messages, each with a header that names its channel.
+
+    <|channel|>analysis<|message|>I need the weather.<|end|><|start|>assistant<|channel|>commentary
+    to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+    <|channel|>final<|message|>It rains.<|return|>
+
+The channel `analysis` is reasoning. A message to a function is a call, with its arguments as text. Other messages are
+for the user: the answer (`final`), and what the model says before a call (`commentary`).
+"""
+
+import json
+import re
+import secrets
+from functools import partial
+
+from shared.text.deltas import CallArguments, CallBegin, Content, Reasoning
+from shared.text.stream_parser import StreamParser
+from shared.text.text_reader import Steps
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = (START, CHANNEL, MESSAGE, *ENDS)
+SPECIAL_TOKENS = (*MARKERS, "<|constrain|>")
+
+FUNCTIONS = "functions."
+"""Functions of the user are in this name space. Messages to others, such as a browser's, are part of the reasoning."""
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class HarmonyParser(StreamParser):
+    """Parses the messages of one output. Several of one kind are joined by a newline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[int, int | None]] = []
+        """The positions where reasoning begins and ends in the text; the last end may not have come."""
+        self.num_calls = 0
+        self.num_complete = 0
+        self._joints: dict[type[Content | Reasoning], str] = {}  # written before the next message of a kind
+        self._arguments: list[str] = []  # of the last call
+
+    def _parse(self) -> Steps[None]:
+        reader = self._reader
+        while marker := (yield from reader.until(MARKERS, partial(self._add, Content))):
+            while marker in (START, CHANNEL):
+                header, end = yield from reader.text_until(MESSAGE, *ENDS)
+                marker = (yield from self._read_message(marker + header)) if end == MESSAGE else end
+
+    def _read_message(self, header: str) -> Steps[str]:
+        """Read a message behind its header. Return the marker that ended it."""
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient and recipient[1].startswith(FUNCTIONS):
+            return (yield from self._read_call(recipient[1].removeprefix(FUNCTIONS)))
+        if not recipient and not (channel and channel[1] == "analysis"):
+            marker = yield from self._reader.until(MARKERS, partial(self._add, Content))
+            self._joints[Content] = "\n"
+            return marker
+        self._reader.release()
+        begin = self._reader.position
+        self.spans.append((begin, None))
+        marker = yield from self._reader.until(MARKERS, partial(self._add, Reasoning))
+        self.spans[-1] = (begin, self._reader.position - len(marker))
+        self._joints[Reasoning] = "\n"
+        return marker
+
+    def _read_call(self, name: str) -> Steps[str]:
+        self._reader.release()
+        self._arguments = []
+        self._deltas.append(CallBegin(self.num_calls, f"call_{secrets.token_hex(12)}", name))
+        self.num_calls += 1
+        marker = yield from self._reader.until(MARKERS, self._add_arguments)
+        if not "".join(self._arguments).strip() and marker:
+            self._add_arguments("{}")
+        self.num_complete += _is_json("".join(self._arguments))  # its last token, <|call|>, ends the output unseen
+        return marker
+
+    def _add(self, kind: type[Content | Reasoning], text: str) -> None:
+        self._deltas.append(kind(self._joints.pop(kind, "") + text))
+
+    def _add_arguments(self, text: str) -> None:
+        self._arguments.append(text)
+        self._deltas.append(CallArguments(self.num_calls - 1, text))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""Calls of DeepSeek V3 and R1, and the shorter form of V3.1. Special tokens separate the parts:
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+```json
+{"city": "Paris"}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>
+<｜tool▁calls▁end｜>
+"""
+
+from shared.text.text_reader import Steps
+from shared.text.tool_parsers.json_calls import JsonCallParser
+
+SEPARATOR = "<｜tool▁sep｜>"
+FENCE = "```json"
+
+
+class DeepSeekV31Parser(JsonCallParser):
+    """A call's name stands before the separator, its arguments behind it."""
+
+    begins = ("<｜tool▁call▁begin｜>",)
+    ends = ("<｜tool▁call▁end｜>",)
+    frames = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", SEPARATOR)
+
+    def _read_calls(self, marker: str) -> Steps[bool]:
+        name = yield from self._read_name()
+        if not name:
+            return False
+        self._begin_call(name)
+        yield from self._read_arguments()
+        if self.num_complete == self.num_calls:
+            yield from self._reader.skip("` \t\r\n")
+            yield from self._reader.literal(*self.ends)
+        return True
+
+    def _read_name(self) -> Steps[str]:
+        name, separator = yield from self._reader.text_until(SEPARATOR)
+        return name.strip() if separator else ""
+
+
+class DeepSeekV3Parser(DeepSeekV31Parser):
+    """Before the separator stands `function`. The name follows it, and the arguments are a block of Markdown."""
+
+    def _read_name(self) -> Steps[str]:
+        _, separator = yield from self._reader.text_until(SEPARATOR)
+        if not separator:
+            return ""
+        name, fence = yield from self._reader.text_until(FENCE)
+        return name.strip() if fence else ""

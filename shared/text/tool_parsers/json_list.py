@@ -1,0 +1,30 @@
+"""Calls of Granite 3 and Phi-4-mini, as a JSON list behind a marker:
+
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
+"""
+
+from shared.text.text_reader import Steps
+from shared.text.tool_parsers.json_calls import JsonCallParser
+
+
+class GraniteParser(JsonCallParser):
+    """Granite 3.0 to 3.3. The later ones write the marker as text at times."""
+
+    begins = ("<|tool_call|>", "<tool_call>")
+
+    def _read_calls(self, marker: str) -> Steps[bool]:
+        return (yield from self._read_json_calls())
+
+
+class Phi4MiniParser(JsonCallParser):
+    """Phi-4-mini. Its makers' own examples begin a list by the word functools."""
+
+    begins = ("<|tool_call|>", "functools[")
+    ends = ("<|/tool_call|>",)
+
+    def _read_calls(self, marker: str) -> Steps[bool]:
+        if not (yield from self._read_json_calls()):
+            return False
+        yield from self._reader.skip(" \t\r\n]")  # the list's end behind `functools[`
+        yield from self._reader.literal(*self.ends)
+        return True

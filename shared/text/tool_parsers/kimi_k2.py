@@ -1,0 +1,31 @@
+"""Calls of Kimi K2. The model writes the ids itself: the tool's name and the number of the call in the conversation.
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}
+<|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from shared.text.text_reader import Steps
+from shared.text.tool_parsers.json_calls import JsonCallParser
+
+ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
+
+
+class KimiK2Parser(JsonCallParser):
+    """The id comes first, then the arguments."""
+
+    begins = ("<|tool_call_begin|>",)
+    ends = ("<|tool_call_end|>",)
+    frames = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", ARGUMENTS_BEGIN)
+
+    def _read_calls(self, marker: str) -> Steps[bool]:
+        id, begin = yield from self._reader.text_until(ARGUMENTS_BEGIN)
+        id = id.strip()
+        name = id.rpartition(":")[0].removeprefix("functions.") if ":" in id else id.removeprefix("functions.")
+        if not begin or not name:
+            return False
+        self._begin_call(name, id)
+        yield from self._read_arguments()
+        if self.num_complete == self.num_calls:
+            yield from self._reader.skip_space()
+            yield from self._reader.literal(*self.ends)
+        return True
