@@ -82,7 +82,7 @@ def _tools_to_parse(request: ChatRequest, gateway: Gateway) -> Tools | None:
     if not request.tools or request.tool_choice == "none":
         return None
     model = gateway.model
-    if model.template.exists and not model.template.reads_tools:
+    if model.template.exists and not model.template.shows_tools:
         raise InvalidRequest("the chat template of this model does not show tools; start with --chat-template", "tools")
     if model.parsers.tools is None and gateway.config.tool_call_parser == AUTO:
         raise InvalidRequest(

@@ -65,7 +65,9 @@ class Generation:
         if self.prompt.format is None or not self.prompt.format.has_reasoning:
             return None
         samples = zip(self.text.samples, self.parsers, strict=True)
-        return sum(sample.count_tokens(*span) for sample, parser in samples for span in parser.reasoning_spans)
+        return sum(
+            sample.count_tokens(span.begin, span.end) for sample, parser in samples for span in parser.reasoning_spans
+        )
 
     @cached_property
     def _engine_metrics(self) -> EngineMetrics:

@@ -17,6 +17,17 @@ class Reasoning(Struct, frozen=True, gc=False):
     text: str
 
 
+class Span(Struct, frozen=True, gc=False):
+    """Where reasoning is in a text, in characters: from `begin` to `end`, and `after` is behind its end marker.
+
+    The last two are None while they have not come.
+    """
+
+    begin: int
+    end: int | None = None
+    after: int | None = None
+
+
 class CallBegin(Struct, frozen=True, gc=False):
     """The beginning of a tool call. The calls of a message are numbered from 0."""
 

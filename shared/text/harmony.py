@@ -14,7 +14,7 @@ import re
 import secrets
 from functools import partial
 
-from shared.text.deltas import CallArguments, CallBegin, Content, Reasoning
+from shared.text.deltas import CallArguments, CallBegin, Content, Reasoning, Span
 from shared.text.stream_parser import StreamParser
 from shared.text.text_reader import Steps
 
@@ -35,19 +35,24 @@ class HarmonyParser(StreamParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans: list[tuple[int, int | None]] = []
-        """The positions where reasoning begins and ends in the text; the last end may not have come."""
+        self.spans: list[Span] = []  # of the reasoning
         self.num_calls = 0
         self.num_complete = 0
         self._joints: dict[type[Content | Reasoning], str] = {}  # written before the next message of a kind
         self._arguments: list[str] = []  # of the last call
 
     def _parse(self) -> Steps[None]:
-        reader = self._reader
-        while marker := (yield from reader.until(MARKERS, partial(self._add, Content))):
-            while marker in (START, CHANNEL):
-                header, end = yield from reader.text_until(MESSAGE, *ENDS)
-                marker = (yield from self._read_message(marker + header)) if end == MESSAGE else end
+        if (yield from self._reader.literal(" to=", "to=")):  # the prompt ends inside the first header
+            self._reader.position = 0
+            yield from self._read_messages(START)
+        while marker := (yield from self._reader.until(MARKERS, partial(self._add, Content))):
+            yield from self._read_messages(marker)
+
+    def _read_messages(self, marker: str) -> Steps[None]:
+        """Read the messages behind a marker, as long as one follows the other."""
+        while marker in (START, CHANNEL):
+            header, end = yield from self._reader.text_until(MESSAGE, *ENDS)
+            marker = (yield from self._read_message(marker + header)) if end == MESSAGE else end
 
     def _read_message(self, header: str) -> Steps[str]:
         """Read a message behind its header. Return the marker that ended it."""
@@ -60,9 +65,9 @@ class HarmonyParser(StreamParser):
             return marker
         self._reader.release()
         begin = self._reader.position
-        self.spans.append((begin, None))
+        self.spans.append(Span(begin))
         marker = yield from self._reader.until(MARKERS, partial(self._add, Reasoning))
-        self.spans[-1] = (begin, self._reader.position - len(marker))
+        self.spans[-1] = Span(begin, self._reader.position - len(marker), self._reader.position)
         self._joints[Reasoning] = "\n"
         return marker
 
@@ -71,7 +76,7 @@ class HarmonyParser(StreamParser):
         self._arguments = []
         self._deltas.append(CallBegin(self.num_calls, f"call_{secrets.token_hex(12)}", name))
         self.num_calls += 1
-        marker = yield from self._reader.until(MARKERS, self._add_arguments)
+        marker = yield from self._reader.until(MARKERS, self._add_arguments, drop_partial=True)
         if not "".join(self._arguments).strip() and marker:
             self._add_arguments("{}")
         self.num_complete += _is_json("".join(self._arguments))  # its last token, <|call|>, ends the output unseen

@@ -5,13 +5,13 @@ request needs of them is a `MessageFormat`, from which each of its samples gets 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
 from shared.errors import ConfigError
 from shared.text import reasoning_parsers, tool_parsers
-from shared.text.deltas import CallArguments, CallBegin, Content, Delta
+from shared.text.deltas import CallArguments, CallBegin, Content, Delta, Span
 from shared.text.harmony import SPECIAL_TOKENS, HarmonyParser
 from shared.text.reasoning_parsers import ReasoningParser
 from shared.text.tokenizer import Tokenizer
@@ -23,31 +23,33 @@ HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 TOOL_PARSERS = (*tool_parsers.FAMILIES, HARMONY_TOOLS)
 REASONING_PARSERS = (*reasoning_parsers.FAMILIES, HARMONY_REASONING)
 
-TOOL_MARKERS: Mapping[str, str] = {
-    "<|channel|>": HARMONY_TOOLS,
-    "function<｜tool▁sep｜>": "deepseek_v3",
-    "<｜tool▁sep｜>": "deepseek_v31",
-    "<|tool_call_argument_begin|>": "kimi_k2",
-    "[TOOL_CALLS]": "mistral",
-    "<function=": "qwen3_coder",
-    "<arg_key>": "glm45",
-    "<|tool_call|>": "granite",
-    "<tool_call>": "hermes",
-    "<|python_start|>": "llama4_pythonic",
-    "[func_name1(": "pythonic",
-    "<|python_tag|>": "llama3_json",
-    '{"name": function name, "parameters":': "llama3_json",
-}
-"""Text in chat templates by which a family's are known. The first one that is there counts."""
+Markers: TypeAlias = Sequence[tuple[tuple[str, ...], str]]
 
-REASONING_MARKERS: Mapping[str, str] = {
-    "<|channel|>": HARMONY_REASONING,
-    "<|tool_calls_section_begin|>": "kimi_k2",
-    "Here is my thought process": "granite",
-    "</think>": "qwen3",
-    "<think>": "qwen3",
-}
-"""The same for reasoning. A template of Kimi K2's that has no reasoning in it is read as if it had."""
+TOOL_MARKERS: Markers = (
+    (("<|channel|>", "<|message|>"), HARMONY_TOOLS),
+    (("<｜tool▁sep｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁sep｜>",), "deepseek_v31"),
+    (("<|tool_call_argument_begin|>",), "kimi_k2"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<arg_key>",), "glm45"),
+    (("<|tool|>",), "phi4_mini_json"),
+    (("<|tool_call|>",), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("[func_name1(",), "llama4_pythonic"),
+    (('{"name": function name, "parameters":',), "llama3_json"),
+    (("<|python_tag|>",), "llama3_json"),
+)
+"""Texts in chat templates by which a family's are known. The first row of which all texts are there counts."""
+
+REASONING_MARKERS: Markers = (
+    (("<|channel|>", "<|message|>"), HARMONY_REASONING),
+    (("<|tool_calls_section_begin|>", "<think>"), "kimi_k2"),
+    (("Here is my thought process",), "granite"),
+    (("</think>",), "qwen3"),
+    (("<think>",), "qwen3"),
+)
+"""The same for reasoning."""
 
 PIECE = 512
 """Characters that are parsed at a time. A parser copies what it has not read yet."""
@@ -101,8 +103,8 @@ class MessageParser:
         return self._tools.num_complete >= (self._tools.num_calls if self._parallel else 1)
 
     @property
-    def reasoning_spans(self) -> Sequence[tuple[int, int | None]]:
-        """Return the positions in the text where reasoning begins and ends. An end is None while it has not come."""
+    def reasoning_spans(self) -> Sequence[Span]:
+        """Return where reasoning is in the text so far."""
         return () if self._reasoning is None else self._reasoning.spans
 
     def _feed(self, index: int, text: str) -> list[Delta]:
@@ -211,7 +213,7 @@ def check_names(tool_parser: str, reasoning_parser: str) -> None:
             raise ConfigError(f"{flag} {name} is unknown; there are: {AUTO}, {NONE}, {', '.join(sorted(known))}")
 
 
-def _choose(name: str, markers: Mapping[str, str], template: str) -> str | None:
+def _choose(name: str, markers: Markers, template: str) -> str | None:
     if name != AUTO:
         return None if name == NONE else name
-    return next((family for marker, family in markers.items() if marker in template), None)
+    return next((family for texts, family in markers if all(text in template for text in texts)), None)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 
-from shared.text.deltas import Content, Reasoning
+from shared.text.deltas import Content, Reasoning, Span
 from shared.text.stream_parser import StreamParser
 from shared.text.text_reader import Steps
 
@@ -55,8 +55,7 @@ class ReasoningParser(StreamParser):
 
     def __init__(self, family: ReasoningFamily, *, is_open: bool, special: Collection[str] = ()) -> None:
         super().__init__()
-        self.spans: list[tuple[int, int | None]] = []
-        """The positions where reasoning begins and ends in the text; the last end may not have come."""
+        self.spans: list[Span] = []  # one at most
         self._family = family
         self._is_open = is_open
         self._special = special
@@ -69,9 +68,9 @@ class ReasoningParser(StreamParser):
             yield from reader.skip_space()
             reader.release()
             begin = reader.position
-            self.spans = [(begin, None)]
+            self.spans = [Span(begin)]
             marker = yield from reader.until(family.ends + family.also_ends, self._add_reasoning)
-            self.spans = [(begin, reader.position - len(marker))]
+            self.spans = [Span(begin, reader.position - len(marker), reader.position)]
             if marker in family.also_ends:
                 self._add_content(marker)
             yield from reader.skip(" ")

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import jinja2
 import msgspec
-from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -35,6 +34,22 @@ CONTENT_FORMATS = {"string": ContentFormat.STRING, "openai": ContentFormat.PARTS
 """The formats by the values of --chat-template-content-format, which are vLLM's. `auto` is not one of them."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
+
+
+PROBE_MESSAGE = {"role": "user", "content": "1"}
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "f4820759316",
+        "description": "1",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "string", "description": "1"}},
+            "required": ["a"],
+        },
+    },
+}
+"""A tool by whose name it shows whether a template prints tools."""
 
 
 class ChatTemplate:
@@ -93,9 +108,12 @@ class ChatTemplate:
         return self._template is not None
 
     @cached_property
-    def reads_tools(self) -> bool:
-        """Return whether the template reads `tools`. Otherwise the model would not see them."""
-        return "tools" in meta.find_undeclared_variables(_environment().parse(self.source))
+    def shows_tools(self) -> bool:
+        """Return whether the template shows the model which tools there are."""
+        try:
+            return PROBE_TOOL["function"]["name"] in self.render([PROBE_MESSAGE], variables={"tools": [PROBE_TOOL]})
+        except InvalidRequest:
+            return True  # this conversation may be what it refuses
 
     def sanity_check(self, seconds: float = SANITY_CHECK_TIMEOUT) -> None:
         """Raise `ModelError` if the template cannot be served.

@@ -104,20 +104,23 @@ class TextReader:
             if length < len(unread) or not (yield from self.more()):
                 return self.take(length)
 
-    def until(self, markers: Sequence[str], show: Callable[[str], None]) -> Steps[str]:
+    def until(self, markers: Sequence[str], show: Callable[[str], None], *, drop_partial: bool = False) -> Steps[str]:
         """Read up to the first of `markers`, and return it, or '' at the end of the text. It is read too.
 
         `show` gets the text before the marker in pieces, as soon as they cannot be part of one. All read text is
-        released. No marker may be the beginning of another.
+        released. No marker may be the beginning of another. With `drop_partial`, the beginning of a marker at the end
+        of the text is not shown.
         """
         while True:
             unread = self.unread
             start, marker = first_marker(unread, markers)
-            if not marker and not self.ended:
+            if not marker and (drop_partial or not self.ended):
                 start = min([prefix_start(unread, other) for other in markers], default=len(unread))
             if start:
                 show(self.take(start))
             self.position += len(marker)
+            if self.ended and not marker:
+                self.position = self.num_added
             self.release()
             if marker or not (yield from self.more()):
                 return marker

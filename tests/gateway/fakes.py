@@ -23,7 +23,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.served_model import ServedModel
+from services.gateway.served_model import ServedModel, choose_parsers
 from shared.protocol import (
     VERSION,
     FinishReason,
@@ -267,12 +267,18 @@ def make_gateway(
     **settings: Any,
 ) -> Gateway:
     tokenizer = settings.pop("tokenizer", TOKENIZER)
-    names = tuple(settings.get("served_model_name", [MODEL]))
+    config = GatewayConfig(**settings)
+    chat_template = ChatTemplate(template, tokenizer.special)
     model = ServedModel(
-        names, MODEL, tokenizer, ChatTemplate(template, tokenizer.special), defaults or SamplingDefaults()
+        tuple(config.served_model_name) or (MODEL,),
+        MODEL,
+        tokenizer,
+        chat_template,
+        defaults or SamplingDefaults(),
+        choose_parsers(config, chat_template, tokenizer),
     )
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
-    return Gateway(GatewayConfig(**settings), model, cast(Any, backend), metrics, Lifecycle())
+    return Gateway(config, model, cast(Any, backend), metrics, Lifecycle())
 
 
 @asynccontextmanager

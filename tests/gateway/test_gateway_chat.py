@@ -129,6 +129,17 @@ async def test_template_variables_reach_the_template() -> None:
     assert TOKENIZER.decode(backend.requests[0].tokens) == "goodann"
 
 
+async def test_documents_reach_the_template() -> None:
+    backend = FakeBackend()
+    async with serve(
+        backend, template="{{ messages[0].content }}{{ documents[0].text }}{{ documents | length }}"
+    ) as client:
+        await client.chat(documents=[{"title": "a", "text": "long ago"}])
+        status, error = await client.refused("/v1/chat/completions", {"messages": [USER], "documents": ["text"]})
+        assert (status, error["param"]) == (400, "documents[0]")
+    assert TOKENIZER.decode(backend.requests[0].tokens) == "hilong ago1"
+
+
 async def test_an_answer_has_a_message() -> None:
     async with serve() as client:
         answer = await client.chat()

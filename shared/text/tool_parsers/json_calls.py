@@ -95,8 +95,9 @@ class JsonCallParser(ToolParser):
                 yield from self._reader.until(self.ends, self._add_arguments)
             return
         value = yield from self._reader.json_text()
-        self._add_arguments(_as_object(value))
-        self._end_call()
+        if (yield from self._reader.peek()):  # otherwise the output was cut off
+            self._add_arguments(_as_object(value))
+            self._end_call()
 
 
 def _as_object(value: str | None) -> str:

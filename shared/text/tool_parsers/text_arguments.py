@@ -57,16 +57,11 @@ class TextArgumentsParser(ToolParser):
         return found != ""
 
     def _read_string(self, end: str, padding: str) -> Steps[bool]:
-        self._add_arguments('"')
-        held = ""  # padding that may stand before the end
-
         def show(piece: str) -> None:
-            nonlocal held
-            text = held + piece
-            held = padding if padding and text.endswith(padding) else ""
-            self._add_arguments(_json(text.removesuffix(held))[1:-1])
+            self._add_arguments(_json(piece)[1:-1])
 
-        if not (yield from self._reader.until([end], show)):
+        self._add_arguments('"')
+        if not (yield from self._reader.until([padding + end, end], show, drop_partial=True)):
             return False
         self._add_arguments('"')
         return True

@@ -65,8 +65,10 @@ class ToolParser(StreamParser):
             self._deltas.append(Content(self._space))
 
     def _add_content(self, text: str) -> None:
-        if self._follows_call and not (text := text.lstrip()):
-            return
+        if self._follows_call:
+            text = text.lstrip()
+            if not text or (self._reader.ended and any(marker.startswith(text) for marker in self.markers())):
+                return  # the rest of the call, or of its end marker if the output was cut off
         self._follows_call = False
         self._line = (self._line + text).rpartition("\n")[2]
         text = self._space + text
