@@ -20,7 +20,7 @@ from services.gateway.stream import collect, stream
 from services.gateway.threads import run_in_thread_if
 from services.gateway.tools import for_template, schemas
 from shared.errors import InvalidRequest
-from shared.text.message_parser import AUTO, MessageFormat, ParserChoice
+from shared.text.message_parser import AUTO, NONE, MessageFormat, ParserChoice
 from shared.text.messages import text_of
 from shared.text.tool_parsers.tool_parser import Tools
 
@@ -81,12 +81,16 @@ def _tools_to_parse(request: ChatRequest, gateway: Gateway) -> Tools | None:
     """
     if not request.tools or request.tool_choice == "none":
         return None
-    model = gateway.model
-    if model.template.exists and not model.template.shows_tools:
-        raise InvalidRequest("the chat template of this model does not show tools; start with --chat-template", "tools")
-    if model.parsers.tools is None and gateway.config.tool_call_parser == AUTO:
+    model, named = gateway.model, gateway.config.tool_call_parser
+    if named in (AUTO, NONE) and model.template.exists and not model.template.shows_tools:
         raise InvalidRequest(
-            "no parser of tool calls fits this model's chat template; start with --tool-call-parser NAME, or with "
+            "the chat template of this model does not show tools: start with --chat-template FILE, or with "
+            "--tool-call-parser NAME if the messages describe them",
+            "tools",
+        )
+    if named == AUTO and model.parsers.tools is None:
+        raise InvalidRequest(
+            "no parser of tool calls fits this model's chat template: start with --tool-call-parser NAME, or with "
             "none to get calls as text",
             "tools",
         )

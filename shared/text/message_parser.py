@@ -36,6 +36,8 @@ TOOL_MARKERS: Markers = (
     (("<|tool|>",), "phi4_mini_json"),
     (("<|tool_call|>",), "granite"),
     (("<tool_call>",), "hermes"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
     (("[func_name1(",), "llama4_pythonic"),
     (('{"name": function name, "parameters":',), "llama3_json"),
     (("<|python_tag|>",), "llama3_json"),

@@ -280,6 +280,10 @@ async def test_a_model_that_cannot_be_offered_tools_says_what_to_set() -> None:
         status, error = await client.refused(PATH, body)
         assert (status, error["param"], "--chat-template" in error["message"]) == (400, "tools", True)
         await client.chat(tools=TOOLS, tool_choice="none")
+    async with serve(template=CHATML, tool_call_parser="none") as client:
+        assert (await client.refused(PATH, body))[0] == 400, "nobody would know of the tools"
+    async with serve(scripted(WRITERS["hermes"]([TIME])), template=CHATML, tool_call_parser="hermes") as client:
+        assert calls_of((await client.chat(tools=TOOLS))["choices"][0]["message"]) == [TIME]
     async with serve(template=unknown) as client:
         status, error = await client.refused(PATH, body)
         assert (status, error["param"], "--tool-call-parser" in error["message"]) == (400, "tools", True)

@@ -193,6 +193,7 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "granite4": _hermes,
     "hermes": _hermes,
     "kimi_k2": _kimi_k2,
+    "lfm2": lambda calls: "<|tool_call_start|>" + _pythonic(calls) + "<|tool_call_end|>",
     "llama3_json": lambda calls: "\n" + "; ".join(_json_object(call, "parameters") for call in calls),
     "llama4_pythonic": lambda calls: "<|python_start|>" + _pythonic(calls) + "<|python_end|>",
     "mistral": lambda calls: "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls),
@@ -207,5 +208,5 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
 TEXT_FORMATS = {"glm45", "glm47", "qwen3_coder", "qwen3_xml"}
 """Families that write strings without quotes, so that a string cannot hold the end marker."""
 
-TYPED_FORMATS = {*TEXT_FORMATS, "pythonic", "llama4_pythonic"}
+TYPED_FORMATS = {*TEXT_FORMATS, "pythonic", "llama4_pythonic", "lfm2"}
 """Families that write arguments one by one, so that their names must be identifiers."""

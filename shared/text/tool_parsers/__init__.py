@@ -9,7 +9,7 @@ from shared.text.tool_parsers.json_list import GraniteParser, Phi4MiniParser
 from shared.text.tool_parsers.kimi_k2 import KimiK2Parser
 from shared.text.tool_parsers.llama3_json import Llama3JsonParser
 from shared.text.tool_parsers.mistral import MistralParser
-from shared.text.tool_parsers.pythonic import Llama4PythonicParser, PythonicParser
+from shared.text.tool_parsers.pythonic import Lfm2Parser, Llama4PythonicParser, PythonicParser
 from shared.text.tool_parsers.qwen3_coder import Qwen3CoderParser
 from shared.text.tool_parsers.tool_parser import ToolParser
 
@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, type[ToolParser]] = {
     "granite4": HermesParser,
     "hermes": HermesParser,
     "kimi_k2": KimiK2Parser,
+    "lfm2": Lfm2Parser,
     "llama3_json": Llama3JsonParser,
     "llama4_pythonic": Llama4PythonicParser,
     "mistral": MistralParser,

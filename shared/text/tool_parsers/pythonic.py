@@ -1,4 +1,4 @@
-"""Calls as a list of Python's, of Llama 4, Llama 3.2 and others. Llama 4 may put markers around it:
+"""Calls as a list of Python's, of Llama 4, Llama 3.2, LFM2 and others. Some put markers around it:
 
 <|python_start|>[get_weather(city="Paris"), get_time(zone="CET")]<|python_end|>
 """
@@ -116,3 +116,10 @@ class Llama4PythonicParser(PythonicParser):
 
     begins = ("<|python_start|>", "[")
     ends = ("<|python_end|>",)
+
+
+class Lfm2Parser(PythonicParser):
+    """LFM2, which always writes its markers."""
+
+    begins = ("<|tool_call_start|>",)
+    ends = ("<|tool_call_end|>",)
