@@ -186,7 +186,7 @@ PIECES = [
     '"name":', '"get_weather"', '"arguments":', "[TOOL_CALLS]", "[", "]", "(", ")", "city=", "'", "\\", ",", "a", "1",
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "```json",
     "<|channel|>", "<|message|>", "to=functions.f", "<|end|>", "<arg_key>", "</arg_key>", "<arg_value>", "functools[",
-    "<think>", "</think>", "<|tool_call|>",
+    "<think>", "</think>", "<|tool_call|>", "\\ud83d", "\\ude00",
 ]  # fmt: skip
 pieces = st.sampled_from([*PIECES, " ", "\n"])
 
@@ -196,6 +196,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(family: str, parts: list[st
     text = "".join(parts)
     whole = read(parser_of(family, reasoning="qwen3"), text)
     assert read(parser_of(family, reasoning="qwen3"), text, [min(cut, len(text)) for cut in cuts]) == whole
+    json.dumps(whole, ensure_ascii=False).encode()  # no halves of surrogate pairs, which could not be sent
     for _, arguments in whole.calls if whole.has_calls else ():
         assert isinstance(json.loads(arguments), (dict, list))
 
@@ -310,3 +311,20 @@ def test_a_long_output_takes_no_quadratic_time() -> None:
     call = Call("get_weather", {"items": [{"a": ["x", {}]}] * 20_000})
     message = read(parser_of("hermes"), WRITERS["hermes"]([call]))
     assert message.parsed() == Message(calls=(call,))
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "\\ud83d\\ude00\\ud83d", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'),
+        ("pythonic", '[get_weather(city="\\ud83d\\ude00\\ud83d")]'),
+        ("glm45", '<tool_call>get_weather<arg_key>any</arg_key><arg_value>["\\ud83d"]</arg_value></tool_call>'),
+    ],
+)
+def test_surrogates_in_escapes(family: str, text: str) -> None:
+    """An answer with half of a pair could not be encoded."""
+    message = read_everywhere(lambda: parser_of(family), text)
+    shown = json.dumps(message, ensure_ascii=False)
+    assert "\ufffd" in shown
+    assert family == "glm45" or "😀" in shown
+    shown.encode()

@@ -5,6 +5,7 @@ Many families write a whole call as an object with a name and arguments: `{"name
 
 import json
 
+from shared.text.json_file import without_surrogates
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.tool_parser import ToolParser
 
@@ -113,4 +114,4 @@ def _text(value: str | None) -> str:
         text = json.loads(value or '""', strict=False)
     except ValueError:
         return ""
-    return text if isinstance(text, str) else ""
+    return without_surrogates(text) if isinstance(text, str) else ""

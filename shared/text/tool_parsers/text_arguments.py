@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from shared.text.json_file import without_surrogates
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.argument_types import argument_types, convert, is_text
 from shared.text.tool_parsers.tool_parser import ToolParser, Tools
@@ -68,4 +69,4 @@ class TextArgumentsParser(ToolParser):
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return without_surrogates(json.dumps(value, ensure_ascii=False))
