@@ -12,16 +12,19 @@ for the user: the answer (`final`), and what the model says before a call (`comm
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from functools import partial
 
 from shared.text.deltas import CallArguments, CallBegin, Content, Reasoning, Span
 from shared.text.stream_parser import StreamParser
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar
+from shared.text.tool_parsers.tool_parser import Tools
 
-START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (START, CHANNEL, MESSAGE, *ENDS)
-SPECIAL_TOKENS = (*MARKERS, "<|constrain|>")
+SPECIAL_TOKENS = (*MARKERS, CONSTRAIN)
 
 FUNCTIONS = "functions."
 """Functions of the user are in this name space. Messages to others, such as a browser's, are part of the reasoning."""
@@ -40,6 +43,21 @@ class HarmonyParser(StreamParser):
         self.num_complete = 0
         self._joints: dict[type[Content | Reasoning], str] = {}  # written before the next message of a kind
         self._arguments: list[str] = []  # of the last call
+
+    @classmethod
+    def grammar(cls, tools: Tools, token_ids: Mapping[str, int], *, parallel: bool = True) -> str:
+        """Return a grammar of a call of one of `tools`, for llguidance. The model writes one call an output.
+
+        `token_ids` are the ids of the markers.
+        """
+        grammar = CallGrammar(token_ids)
+        channel, constrain, message, end = map(grammar.marker, (CHANNEL, CONSTRAIN, MESSAGE, "<|call|>"))
+        calls = [
+            f"{grammar.text(f'{name} ')} {constrain} {grammar.text('json')} {message} {grammar.object(schema)} {end}"
+            for name, schema in tools.items()
+        ]
+        begin = f"{channel} {grammar.text(f'commentary to={FUNCTIONS}')}"
+        return grammar.finish(begin, calls, "", "", parallel=False)
 
     def _parse(self) -> Steps[None]:
         if (yield from self._reader.literal(" to=", "to=")):  # the prompt ends inside the first header

@@ -48,13 +48,3 @@ def as_integer(value: Any) -> int | None:
         return value
     number = as_number(value)
     return int(number) if number is not None and number.is_integer() else None
-
-
-def without_surrogates(text: str) -> str:
-    """Return a string with pairs of surrogates joined to characters, and lone ones, which UTF-8 lacks, as U+FFFD.
-
-    JSON and Python may name them in escapes.
-    """
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -147,19 +147,15 @@ def _kimi_k2(calls: Sequence[Call]) -> str:
     return f"<|tool_calls_section_begin|>{''.join(parts)}<|tool_calls_section_end|>"
 
 
-def _glm45(calls: Sequence[Call]) -> str:
+def _glm(calls: Sequence[Call], newline: str) -> str:
     def write(call: Call) -> str:
         pairs = [
-            f"<arg_key>{name}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n"
+            f"<arg_key>{name}</arg_key>{newline}<arg_value>{_plain(value)}</arg_value>{newline}"
             for name, value in call.arguments.items()
         ]
-        return f"<tool_call>{call.name}\n{''.join(pairs)}</tool_call>"
+        return f"<tool_call>{call.name}{newline}{''.join(pairs)}</tool_call>"
 
-    return "\n".join(map(write, calls))
-
-
-def _glm47(calls: Sequence[Call]) -> str:
-    return _glm45(calls).replace("</arg_key>\n", "</arg_key>").replace("</arg_value>\n", "</arg_value>")
+    return newline.join(map(write, calls))
 
 
 def _qwen3_coder(calls: Sequence[Call]) -> str:
@@ -187,8 +183,8 @@ def _harmony(calls: Sequence[Call]) -> str:
 WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v31": _deepseek_v31,
-    "glm45": _glm45,
-    "glm47": _glm47,
+    "glm45": lambda calls: _glm(calls, "\n"),
+    "glm47": lambda calls: _glm(calls, ""),
     "granite": lambda calls: "<|tool_call|>" + _json_list(calls),
     "granite4": _hermes,
     "hermes": _hermes,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from shared.text.tool_parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from shared.text.tool_parsers.glm45 import Glm45Parser
+from shared.text.tool_parsers.glm45 import Glm45Parser, Glm47Parser
 from shared.text.tool_parsers.hermes import HermesParser
 from shared.text.tool_parsers.json_list import GraniteParser, Phi4MiniParser
 from shared.text.tool_parsers.kimi_k2 import KimiK2Parser
@@ -17,7 +17,7 @@ FAMILIES: Mapping[str, type[ToolParser]] = {
     "deepseek_v3": DeepSeekV3Parser,
     "deepseek_v31": DeepSeekV31Parser,
     "glm45": Glm45Parser,
-    "glm47": Glm45Parser,
+    "glm47": Glm47Parser,
     "granite": GraniteParser,
     "granite4": HermesParser,
     "hermes": HermesParser,

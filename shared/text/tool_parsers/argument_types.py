@@ -26,6 +26,11 @@ def argument_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     """Return the types that a schema of parameters allows for one of them; empty if it does not say."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return types_of(schema)
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """Return the types that the schema of a value allows; empty if it does not say."""
     return _types(schema, _MAX_DEPTH)
 
 
@@ -92,3 +97,13 @@ def python_literal(text: str) -> Any:
 
 def _keep_unknown_escape(escape: "re.Match[str]") -> str:
     return escape[0] if escape[1] in "\\'\"abfnrtvxuUN01234567\n" else "\\" + escape[0]
+
+
+def without_surrogates(text: str) -> str:
+    """Return a string with pairs of surrogates joined to characters, and lone ones, which UTF-8 lacks, as U+FFFD.
+
+    JSON and Python may name them in escapes.
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

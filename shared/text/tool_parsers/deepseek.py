@@ -10,7 +10,9 @@
 """
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```json"
@@ -22,6 +24,15 @@ class DeepSeekV31Parser(JsonCallParser):
     begins = ("<｜tool▁call▁begin｜>",)
     ends = ("<｜tool▁call▁end｜>",)
     frames = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", SEPARATOR)
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        begin, separator, end = map(grammar.marker, (cls.begins[0], SEPARATOR, cls.ends[0]))
+        return f"{begin} {grammar.text(name)} {separator} {grammar.object(schema)} {end}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         name = yield from self._read_name()
@@ -41,6 +52,16 @@ class DeepSeekV31Parser(JsonCallParser):
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Before the separator stands `function`. The name follows it, and the arguments are a block of Markdown."""
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        begin, separator, end = map(grammar.marker, (cls.begins[0], SEPARATOR, cls.ends[0]))
+        head, fence_end = grammar.text(f"{name}\n{FENCE}\n"), grammar.text("\n```")
+        return f"{begin} {grammar.text('function')} {separator} {head} {grammar.object(schema)} {fence_end} {end}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return super()._frame(grammar)._replace(separator=grammar.text("\n"))
 
     def _read_name(self) -> Steps[str]:
         _, separator = yield from self._reader.text_until(SEPARATOR)

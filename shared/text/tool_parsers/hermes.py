@@ -6,7 +6,9 @@
 """
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 
 class HermesParser(JsonCallParser):
@@ -14,6 +16,16 @@ class HermesParser(JsonCallParser):
 
     begins = ("<tool_call>",)
     ends = ("</tool_call>",)
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        newline = grammar.text("\n")
+        return f"{begin} {newline} {cls._object(grammar, name, schema)} {newline} {end}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(separator=grammar.text("\n"))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         if not (yield from self._read_json_calls()):

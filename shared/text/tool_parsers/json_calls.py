@@ -5,8 +5,9 @@ Many families write a whole call as an object with a name and arguments: `{"name
 
 import json
 
-from shared.text.json_file import without_surrogates
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.argument_types import without_surrogates
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.tool_parser import ToolParser
 
 ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -16,6 +17,16 @@ SEPARATORS = " \t\r\n;,"
 
 class JsonCallParser(ToolParser):
     """Reads calls with arguments in JSON."""
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        return cls._object(grammar, name, schema)
+
+    @staticmethod
+    def _object(grammar: CallGrammar, name: str, schema: Schema, key: str = "arguments") -> str:
+        """Return the expression for a call as an object."""
+        begin = grammar.text(f'{{"name": {json.dumps(name)}, {json.dumps(key)}: ')
+        return f"{begin} {grammar.object(schema)} {grammar.text('}')}"
 
     def _read_json_calls(self, *, only_known: bool = False) -> Steps[bool]:
         """Read one or more calls, or a list of them. Return whether there was one, or an empty list.

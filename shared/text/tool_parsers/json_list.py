@@ -4,13 +4,19 @@
 """
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar
 from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 
 class GraniteParser(JsonCallParser):
     """Granite 3.0 to 3.3. The later ones write the marker as text at times."""
 
     begins = ("<|tool_call|>", "<tool_call>")
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(f"{grammar.marker(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         return (yield from self._read_json_calls())
@@ -21,6 +27,11 @@ class Phi4MiniParser(JsonCallParser):
 
     begins = ("<|tool_call|>", "functools[")
     ends = ("<|/tool_call|>",)
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        return Frame(f"{begin} {grammar.text('[')}", grammar.text(", "), f"{grammar.text(']')} {end}")
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         if not (yield from self._read_json_calls()):

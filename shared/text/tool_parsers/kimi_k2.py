@@ -5,7 +5,9 @@
 """
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
 
@@ -16,6 +18,15 @@ class KimiK2Parser(JsonCallParser):
     begins = ("<|tool_call_begin|>",)
     ends = ("<|tool_call_end|>",)
     frames = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", ARGUMENTS_BEGIN)
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        begin, arguments, end = map(grammar.marker, (cls.begins[0], ARGUMENTS_BEGIN, cls.ends[0]))
+        return f"{begin} {grammar.text(f'functions.{name}:')} /[0-9]+/ {arguments} {grammar.object(schema)} {end}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         id, begin = yield from self._reader.text_until(ARGUMENTS_BEGIN)

@@ -4,7 +4,9 @@
 """
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 
 class Llama3JsonParser(JsonCallParser):
@@ -14,6 +16,14 @@ class Llama3JsonParser(JsonCallParser):
     """
 
     begins = ("<|python_tag|>", "{")
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        return cls._object(grammar, name, schema, "parameters")
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(separator=grammar.text("; "))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         if marker != "{":

@@ -10,7 +10,9 @@ import secrets
 import string
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # as the models' templates demand of the calls in a history
@@ -24,6 +26,20 @@ class MistralParser(JsonCallParser):
 
     begins = ("[TOOL_CALLS]",)
     frames = ("[CALL_ID]", "[ARGS]")
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        if not grammar.has_token("[ARGS]"):
+            return cls._object(grammar, name, schema)
+        begin, arguments = grammar.marker(cls.begins[0]), grammar.marker("[ARGS]")
+        return f"{begin} {grammar.text(name)} {arguments} {grammar.object(schema)}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        """Return what is around a list of calls, which older vocabularies have instead of the marker [ARGS]."""
+        if grammar.has_token("[ARGS]"):
+            return Frame()
+        return Frame(f"{grammar.marker(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         reader = self._reader

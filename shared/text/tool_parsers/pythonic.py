@@ -3,12 +3,15 @@
 <|python_start|>[get_weather(city="Paris"), get_time(zone="CET")]<|python_end|>
 """
 
+import json
 import re
 from typing import Any, ClassVar
 
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.argument_types import convert, python_literal
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 SEPARATORS = ", \t\r\n"
 
@@ -22,6 +25,28 @@ class PythonicParser(TextArgumentsParser):
     """A list at the beginning of a line holds calls if it begins with a tool's."""
 
     begins: ClassVar[tuple[str, ...]] = ("[",)
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        """Return the expression for a call with its values as JSON, which the parser reads too."""
+        listed = sorted(properties(schema), key=lambda item: not item[2])  # those that must be there first
+        pairs = [f"{grammar.text(key + '=')} {grammar.json(value)}" for key, value, _ in listed]
+        num_required = sum(is_required for _, _, is_required in listed)
+        comma = grammar.text(", ")
+        optional = [f"({comma} {pair})?" for pair in pairs]
+        if num_required:
+            arguments = " ".join([f" {comma} ".join(pairs[:num_required]), *optional[num_required:]])
+        else:
+            begins = [" ".join([pair, *optional[index + 1 :]]) for index, pair in enumerate(pairs)]
+            arguments = f"({' | '.join(begins)})?" if begins else ""
+        return f"{grammar.text(name + '(')} {arguments} {grammar.text(')')}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        begin, end = grammar.text("["), grammar.text("]")
+        if cls.ends:
+            begin, end = f"{grammar.marker(cls.begins[0])} {begin}", f"{end} {grammar.marker(cls.ends[0])}"
+        return Frame(begin, grammar.text(", "), end)
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         if marker == "[" and not self._at_line_start:
@@ -66,10 +91,12 @@ class PythonicParser(TextArgumentsParser):
 
     def _value(self, text: str, key: str) -> Any:
         if text[:1] in ("'", '"'):
-            try:
-                return str(python_literal(text))
-            except (ValueError, SyntaxError):
-                return text
+            for read in (json.loads, python_literal):
+                try:
+                    return str(read(text))
+                except (ValueError, SyntaxError):
+                    continue
+            return text
         return convert(text, self._types(key) - {"string"})
 
     def _read_value(self) -> Steps[str | None]:

@@ -10,12 +10,15 @@ Paris
 """
 
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
+from shared.text.tool_parsers.tool_parser import Frame
 
 FUNCTION = "<function="
 FUNCTION_END = "</function>"
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
+PARAMETER_LINE_END = f"\n{PARAMETER_END}\n"
 
 
 class Qwen3CoderParser(TextArgumentsParser):
@@ -23,6 +26,20 @@ class Qwen3CoderParser(TextArgumentsParser):
 
     begins = ("<tool_call>", FUNCTION)
     ends = ("</tool_call>",)
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        parts = [begin, grammar.text(f"\n{FUNCTION}{name}>\n")]
+        for key, value, is_required in properties(schema):
+            head = grammar.text(f"{PARAMETER}{key}>\n")
+            pair = f"{head} {cls._argument(grammar, value, PARAMETER_LINE_END)}"
+            parts.append(pair if is_required else f"({pair})?")
+        return " ".join([*parts, grammar.text(f"{FUNCTION_END}\n"), end])
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(separator=grammar.text("\n"))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         reader = self._reader

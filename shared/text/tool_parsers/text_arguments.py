@@ -7,9 +7,9 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from shared.text.json_file import without_surrogates
 from shared.text.text_reader import Steps
-from shared.text.tool_parsers.argument_types import argument_types, convert, is_text
+from shared.text.tool_parsers.argument_types import argument_types, convert, is_text, types_of, without_surrogates
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.tool_parser import ToolParser, Tools
 
 
@@ -20,6 +20,16 @@ class TextArgumentsParser(ToolParser):
         super().__init__(tools, special)
         self._call_name = ""
         self._names: set[str] = set()  # of the arguments of the call so far
+
+    @staticmethod
+    def _argument(grammar: CallGrammar, schema: Schema, end: str) -> str:
+        """Return the expression for an argument's text and what ends it."""
+        if is_text(types_of(schema)) and not isinstance(schema.get("enum"), list):
+            return grammar.until(end)
+        if is_text(types_of(schema)):
+            values = " | ".join(grammar.text(value) for value in schema["enum"])
+            return f"({values}) {grammar.marker(end)}"
+        return f"{grammar.json(schema)} {grammar.marker(end)}"
 
     def _begin_call(self, name: str, id: str | None = None) -> None:
         self._call_name, self._names = name, set()

@@ -7,14 +7,23 @@ not to be a call, the marker was text, and reading goes on behind it. White spac
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from shared.text.deltas import CallArguments, CallBegin, Content
 from shared.text.stream_parser import StreamParser
 from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
+
+
+class Frame(NamedTuple):
+    """The expressions of a grammar around and between calls."""
+
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
 
 
 class ToolParser(StreamParser):
@@ -46,6 +55,27 @@ class ToolParser(StreamParser):
     def markers(cls) -> tuple[str, ...]:
         """Return all markers. Those that are special tokens of a vocabulary must be in the text that is parsed."""
         return cls.begins + cls.ends + cls.frames
+
+    @classmethod
+    def grammar(cls, tools: Tools, token_ids: Mapping[str, int], *, parallel: bool = True) -> str:
+        """Return a grammar of a call of one of `tools`, or of several, for llguidance (`call_grammar.py`).
+
+        `token_ids` are the ids of those markers that are tokens of the vocabulary, special or not.
+        """
+        grammar = CallGrammar(token_ids)
+        frame = cls._frame(grammar)
+        calls = [cls._call(grammar, name, schema) for name, schema in tools.items()]
+        return grammar.finish(frame.begin, calls, frame.separator, frame.end, parallel=parallel)
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> "Frame":
+        """Return what a grammar has around the calls."""
+        return Frame()
+
+    @classmethod
+    @abstractmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
+        """Return the expression of a grammar for a call of one tool."""
 
     @abstractmethod
     def _read_calls(self, marker: str) -> Steps[bool]:
