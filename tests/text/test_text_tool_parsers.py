@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.text import tool_parsers
+from shared.text.deltas import CallArguments
 from shared.text.message_parser import TOOL_PARSERS
+from shared.text.tool_parsers.argument_types import convert, types_of
+from shared.text.tool_parsers.qwen3_coder import Qwen3CoderParser
 from tests.text.tool_outputs import (
     TEXT_FORMATS,
     TYPED_FORMATS,
@@ -328,3 +331,56 @@ def test_surrogates_in_escapes(family: str, text: str) -> None:
     assert "\ufffd" in shown
     assert family == "glm45" or "😀" in shown
     shown.encode()
+
+
+schemas = st.dictionaries(
+    st.sampled_from(["type", "anyOf", "oneOf", "enum", "const", "properties", "$ref"]),
+    st.recursive(
+        st.sampled_from(["string", "integer", "object", None, 1, True]),
+        lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(["type", "anyOf"]), values),
+        max_leaves=6,
+    ),
+)
+
+
+@given(
+    st.dictionaries(st.just("properties"), st.dictionaries(st.just("city"), schemas) | st.integers()),
+    st.text(max_size=8),
+)
+def test_any_schema_and_any_text_give_json(parameters: dict[str, Any], text: str) -> None:
+    """A tool's schema is the client's, and may be anything."""
+    parser = Qwen3CoderParser({"f": parameters})
+    output = f"<function=f>\n<parameter=city>\n{text}\n</parameter>\n</function>"
+    pieces = [delta.text for delta in parser.feed(output) + parser.finish() if isinstance(delta, CallArguments)]
+    value = json.loads("".join(pieces), parse_constant=pytest.fail)["city"]
+    assert value == text or not isinstance(value, str) or json.loads(text) == value
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, "null", "null"),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "integer"}, "true", "true"),
+        ({"type": "number"}, "5", 5),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "array"}, "[1, 'a', None]", [1, "a", None]),
+        ({"type": "array"}, "[NaN]", "[NaN]"),
+        ({"type": "object"}, '{"a": 1}', {"a": 1}),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "five", "five"),
+        ({"enum": ["a", "b"]}, "a", "a"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({}, "5", 5),
+        ({}, "five", "five"),
+    ],
+)
+def test_an_argument_gets_the_type_of_its_schema(schema: dict[str, Any], text: str, value: Any) -> None:
+    result = convert(text, types_of(schema))
+    assert (result, type(result)) == (value, type(value))

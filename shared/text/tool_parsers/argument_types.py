@@ -63,7 +63,9 @@ def _types(schema: Any, depth: int) -> frozenset[str]:
         return frozenset(type_ for type_ in listed if isinstance(type_, str))
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
         return frozenset(_type_of(value) for value in values)
-    choices = [choice for key in ("anyOf", "oneOf", "allOf") for choice in schema.get(key) or ()]
+    choices = [
+        choice for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for choice in schema[key]
+    ]
     return frozenset(type_ for choice in choices for type_ in _types(choice, depth - 1))
 
 
