@@ -17,8 +17,8 @@ ResultT = TypeVar("ResultT")
 Steps: TypeAlias = Generator[None, None, ResultT]
 """Work that yields whenever it needs more text."""
 
-_STRING_PART = re.compile(r'[^"\\]*')
-_OUTSIDE_STRINGS = re.compile(r"[\s\w+\-.,:]*")
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE_STRING = re.compile(r"[^\s\w+\-.,:]")
 _SCALAR = re.compile(r"[\w+\-.]*")
 
 
@@ -146,52 +146,60 @@ class TextReader:
             value = yield from self.matching(_SCALAR)
             show(value)
             return value != ""
-        depth = 0
+        scanner = _JsonScanner()
         while True:
-            character = yield from self.peek()
-            if character == '"':
-                show(self.take(1))
-                if not (yield from self._string_rest(show)):
-                    return False
-            elif character and character in "{[":
-                depth += 1
-                show(self.take(1))
-            elif character and character in "}]":
-                depth -= 1
-                show(self.take(1))
-            else:
+            if length := scanner.scan(self.unread):
+                show(self.take(length))
+            if scanner.ended is not None:
+                return scanner.ended
+            if not (yield from self.more()):
                 return False
-            if depth == 0:
-                return True
-            yield from self._pieces(_OUTSIDE_STRINGS, show)
-
-    def _string_rest(self, show: Callable[[str], None]) -> Steps[bool]:
-        """Read a JSON string behind its first quote. Return whether it came to its end."""
-        while True:
-            yield from self._pieces(_STRING_PART, show)
-            mark = yield from self.peek(1)
-            if mark == '"':
-                show(self.take(1))
-                return True
-            escape = yield from self.peek(2)
-            show(self.take(2))
-            if len(escape) < 2:
-                return False
-
-    def _pieces(self, pattern: "re.Pattern[str]", show: Callable[[str], None]) -> Steps[None]:
-        """Read all characters of a class, and show them as they come."""
-        while True:
-            match = pattern.match(self.unread)
-            if match and match.end():
-                show(self.take(match.end()))
-            if self.unread or not (yield from self.more()):
-                return
 
     def json_text(self) -> Steps[str | None]:
         """Read and return the text of one JSON value; None if it is not one or does not end."""
         pieces: list[str] = []
         ended = yield from self.json_value(pieces.append)
         return "".join(pieces) if ended else None
+
+
+class _JsonScanner:
+    """Finds the end of a JSON value that is an object, a list or a string, in text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.ended: bool | None = None  # False: by a character that is not JSON
+        self._depth = 0  # of brackets
+        self._in_string = self._escaped = False
+
+    def scan(self, text: str) -> int:
+        """Return the number of characters at the start of `text` that belong to the value."""
+        at = 0
+        while at < len(text) and self.ended is None:
+            if self._escaped:
+                at, self._escaped = at + 1, False
+                continue
+            mark = (_IN_STRING if self._in_string else _OUTSIDE_STRING).search(text, at)
+            if mark is None:
+                return len(text)
+            at = mark.end() if self._read(mark[0]) else mark.start()
+        return at
+
+    def _read(self, mark: str) -> bool:
+        """Take a character into account. Return whether it belongs to the value."""
+        if mark == "\\" and self._in_string:
+            self._escaped = True
+            return True
+        if mark == '"':
+            self._in_string = not self._in_string
+        elif mark in "{[":
+            self._depth += 1
+        elif mark in "}]":
+            self._depth -= 1
+        else:
+            self.ended = False
+            return False
+        if not self._depth and not self._in_string:
+            self.ended = True
+        return True
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:

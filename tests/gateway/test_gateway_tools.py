@@ -137,7 +137,12 @@ async def test_a_call_that_is_cut_off(stream: bool) -> None:
     """TOL-10: what came of it, and the reason that it ended."""
     text = WRITERS["hermes"]([WEATHER])
     async with serve(scripted(text), template=HERMES) as client:
-        for extra, reason in (({"max_tokens": 75}, "length"), ({"stop": "Paulo"}, "stop")):
+        whole = len(TOKENIZER.encode(text))
+        for extra, reason in (
+            ({"max_tokens": 75}, "length"),
+            ({"max_tokens": whole}, "length"),
+            ({"stop": "Paulo"}, "stop"),
+        ):
             fields = {"tools": TOOLS} | extra
             if stream:
                 chunks = await client.stream_chat(**fields)
