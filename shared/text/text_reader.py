@@ -59,6 +59,10 @@ class TextReader:
         self.position += len(text)
         return text
 
+    def since(self, position: int) -> str:
+        """Return the text from `position` to the cursor, which must not have been released."""
+        return self._text[position - self._start : self.position - self._start]
+
     def more(self) -> Steps[bool]:
         """Wait for more text. Return whether there may be any."""
         if self.ended:
@@ -130,11 +134,17 @@ class TextReader:
 
         Nothing is released.
         """
+        begin = self.position
         while True:
             unread = self.unread
             start, marker = first_marker(unread, markers)
+            if not marker and not self.ended:
+                start = min(prefix_start(unread, other) for other in markers)
+            self.position += start
             if marker or not (yield from self.more()):
-                return self.take(start), self.take(len(marker))
+                text = self.since(begin)
+                self.position += len(marker)
+                return text, marker
 
     def json_value(self, show: Callable[[str], None]) -> Steps[bool]:
         """Read one JSON value, which comes next. `show` gets it in pieces, as they come.

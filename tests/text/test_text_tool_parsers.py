@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shared.text import tool_parsers
 from shared.text.deltas import CallArguments
 from shared.text.message_parser import TOOL_PARSERS
+from shared.text.text_reader import TextReader
 from shared.text.tool_parsers.argument_types import convert, types_of
 from shared.text.tool_parsers.qwen3_coder import Qwen3CoderParser
 from tests.text.tool_outputs import (
@@ -309,11 +310,31 @@ def test_a_string_argument_is_passed_on_as_it_comes() -> None:
         assert [delta.text for delta in parser.feed("Par") if hasattr(delta, "text")] == ["Par"]
 
 
-def test_a_long_output_takes_no_quadratic_time() -> None:
-    """The parser copies what it has not read yet, so a whole output is fed in pieces."""
-    call = Call("get_weather", {"items": [{"a": ["x", {}]}] * 20_000})
-    message = read(parser_of("hermes"), WRITERS["hermes"]([call]))
-    assert message.parsed() == Message(calls=(call,))
+@pytest.mark.parametrize(
+    "part",
+    [
+        "<tool_call>", "<function=", "<function=f><parameter=a>", '{"arguments": [\n', "[get_weather(", "[TOOL_CALLS]",
+        "<｜tool▁call▁begin｜>", "<|tool_call_begin|>f:0", '<tool_call>{"arguments": "', "<|channel|>", "<think>", "[",
+        "{", "\n",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", [*WRITERS, None])
+def test_no_output_keeps_a_parser_busy(family: str | None, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that repeats itself must not hold up other streams: the work grows with the text, not with its square."""
+    work = {}
+    for length in (4096, 32_768):
+        looked_at = 0
+
+        def unread(reader: TextReader) -> str:
+            nonlocal looked_at
+            text = reader._text[reader.position - reader._start :]
+            looked_at += len(text) + 1
+            return text
+
+        monkeypatch.setattr(TextReader, "unread", property(unread))
+        read(parser_of(family, reasoning="qwen3", is_open=family is None), (part * length)[:length])
+        work[length] = looked_at
+    assert work[32_768] < 20 * work[4096]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
-from shared.text.tool_parsers.tool_parser import Frame
+from shared.text.tool_parsers.tool_parser import NAME, Frame
 
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```json"
@@ -46,8 +46,9 @@ class DeepSeekV31Parser(JsonCallParser):
         return True
 
     def _read_name(self) -> Steps[str]:
-        name, separator = yield from self._reader.text_until(SEPARATOR)
-        return name.strip() if separator else ""
+        """Read up to the arguments. Return the name; '' if it is not followed by what it must be."""
+        name = yield from self._reader.matching(NAME)
+        return name if (yield from self._reader.literal(SEPARATOR)) else ""
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
@@ -64,8 +65,9 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
         return super()._frame(grammar)._replace(separator=grammar.text("\n"))
 
     def _read_name(self) -> Steps[str]:
-        _, separator = yield from self._reader.text_until(SEPARATOR)
-        if not separator:
+        yield from self._reader.matching(NAME)
+        if not (yield from self._reader.literal(SEPARATOR)):
             return ""
-        name, fence = yield from self._reader.text_until(FENCE)
-        return name.strip() if fence else ""
+        name = yield from self._reader.matching(NAME)
+        yield from self._reader.skip_space()
+        return name if (yield from self._reader.literal(FENCE)) else ""

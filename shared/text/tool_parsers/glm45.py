@@ -11,7 +11,7 @@ from typing import ClassVar
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import Frame
+from shared.text.tool_parsers.tool_parser import NAME, Frame
 
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
@@ -43,21 +43,18 @@ class Glm45Parser(TextArgumentsParser):
     def _read_calls(self, marker: str) -> Steps[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        name, tag = yield from reader.text_until(KEY, *self.ends, "\n")
-        name = name.strip()
-        if not tag or not name or " " in name:
+        name = yield from reader.matching(NAME)
+        yield from reader.skip_space()
+        tag = yield from reader.literal(KEY, *self.ends)
+        if not name or not tag:
             return False
         self._begin_call(name)
-        while True:
-            if tag == "\n":
-                _, tag = yield from reader.text_until(KEY, *self.ends)
-            if tag != KEY:
-                break
+        while tag == KEY:
             key, key_end = yield from reader.text_until(KEY_END)
             _, value = yield from reader.text_until(VALUE)
             if not key_end or not value or not (yield from self._read_argument(key.strip(), VALUE_END)):
                 return True
-            tag = "\n"
+            _, tag = yield from reader.text_until(KEY, *self.ends)
         if tag:
             self._end_call()
         return True

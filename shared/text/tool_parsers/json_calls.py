@@ -37,14 +37,24 @@ class JsonCallParser(ToolParser):
         is_list = bool((yield from self._reader.literal("[")))
         num_before = self.num_calls
         yield from self._reader.skip_space()
-        while (yield from self._reader.literal("{")) and (yield from self._read_object(only_known)):
+        while (yield from self._read_next_object(only_known)):
             yield from self._reader.skip(SEPARATORS)
         is_closed = is_list and (yield from self._reader.literal("]"))
         return bool(is_closed) or self.num_calls > num_before
 
+    def _read_next_object(self, only_known: bool) -> Steps[bool]:
+        """Read a call if one comes next. Return whether one began; if an object is none, set the cursor back."""
+        start = self._reader.position
+        if not (yield from self._reader.literal("{")):
+            return False
+        if not (yield from self._read_object(only_known)):
+            self._reader.position = start
+            return False
+        return True
+
     def _read_object(self, only_known: bool) -> Steps[bool]:
-        """Read a call behind its first brace. Return whether one began; if it did not, set the cursor back."""
-        reader, start = self._reader, self._reader.position
+        """Read a call behind its first brace. Return whether one began."""
+        reader = self._reader
         name, arguments, is_closed = "", None, False
         while True:
             yield from reader.skip(SEPARATORS)
@@ -67,7 +77,6 @@ class JsonCallParser(ToolParser):
                 yield from self._read_object_end()
                 return True
         if not name or (only_known and name not in self._tools):
-            reader.position = start
             return False
         self._begin_call(name)
         if is_closed:

@@ -4,11 +4,14 @@
 <|tool_call_end|><|tool_calls_section_end|>
 """
 
+import re
+
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import Frame
 
+ID = re.compile(r"[\w.:-]*")
 ARGUMENTS_BEGIN = "<|tool_call_argument_begin|>"
 
 
@@ -29,8 +32,10 @@ class KimiK2Parser(JsonCallParser):
         return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
-        id, begin = yield from self._reader.text_until(ARGUMENTS_BEGIN)
-        id = id.strip()
+        yield from self._reader.skip_space()
+        id = yield from self._reader.matching(ID)
+        yield from self._reader.skip_space()
+        begin = yield from self._reader.literal(ARGUMENTS_BEGIN)
         name = id.rpartition(":")[0].removeprefix("functions.") if ":" in id else id.removeprefix("functions.")
         if not begin or not name:
             return False

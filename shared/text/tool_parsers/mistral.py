@@ -12,12 +12,11 @@ import string
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
-from shared.text.tool_parsers.tool_parser import Frame
+from shared.text.tool_parsers.tool_parser import NAME, Frame
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # as the models' templates demand of the calls in a history
 
-_NAME = re.compile(r"[\w.-]*")
 _ID = re.compile(r"[a-zA-Z0-9]*")
 
 
@@ -46,7 +45,7 @@ class MistralParser(JsonCallParser):
         yield from reader.skip_space()
         if (yield from reader.peek()) in ("[", "{"):
             return (yield from self._read_json_calls())
-        name, id = (yield from reader.matching(_NAME)), ""
+        name, id = (yield from reader.matching(NAME)), ""
         if name and (yield from reader.literal("[CALL_ID]")):
             id = yield from reader.matching(_ID)
         yield from reader.literal("[ARGS]")

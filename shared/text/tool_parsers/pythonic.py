@@ -11,11 +11,10 @@ from shared.text.text_reader import Steps
 from shared.text.tool_parsers.argument_types import convert, python_literal
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import Frame
+from shared.text.tool_parsers.tool_parser import NAME, Frame
 
 SEPARATORS = ", \t\r\n"
 
-_NAME = re.compile(r"[\w.-]*")
 _KEYWORD = re.compile(r"\w*")
 _OUTSIDE_STRINGS = re.compile(r"[^'\"()\[\]{},]*")
 _IN_STRING = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
@@ -70,7 +69,7 @@ class PythonicParser(TextArgumentsParser):
         """Read one call. Return whether there was one, to its end."""
         reader = self._reader
         yield from reader.skip_space()
-        name = yield from reader.matching(_NAME)
+        name = yield from reader.matching(NAME)
         if not name or (only_known and name not in self._tools) or not (yield from reader.literal("(")):
             return False
         self._begin_call(name)

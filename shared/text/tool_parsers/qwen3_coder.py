@@ -12,7 +12,7 @@ Paris
 from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import Frame
+from shared.text.tool_parsers.tool_parser import NAME, Frame
 
 FUNCTION = "<function="
 FUNCTION_END = "</function>"
@@ -47,8 +47,8 @@ class Qwen3CoderParser(TextArgumentsParser):
             yield from reader.skip_space()
             if not (yield from reader.literal(FUNCTION)):
                 return False
-        name, end = yield from reader.text_until(">", "<", "\n")
-        if end != ">" or not name:
+        name = yield from reader.matching(NAME)
+        if not name or not (yield from reader.literal(">")):
             return False
         self._begin_call(name)
         while True:

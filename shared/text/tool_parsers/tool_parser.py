@@ -1,9 +1,11 @@
 """`ToolParser`: what the parsers of all families share. It takes tool calls out of the text of an answer.
 
 A family's parser says by which markers its calls begin, and reads what follows one (`_read_calls`). If that turns out
-not to be a call, the marker was text, and reading goes on behind it. White space beside a call is no content.
+not to be a call, the marker was text, and so is what was read behind it: nothing is read twice, so that no output can
+keep a parser busy for long. White space beside a call is no content.
 """
 
+import re
 import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -16,6 +18,10 @@ from shared.text.tool_parsers.call_grammar import CallGrammar
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
+
+
+NAME = re.compile(r"[\w.-]*")
+"""The characters of a tool's name."""
 
 
 class Frame(NamedTuple):
@@ -79,7 +85,10 @@ class ToolParser(StreamParser):
 
     @abstractmethod
     def _read_calls(self, marker: str) -> Steps[bool]:
-        """Read what follows `marker`. Return False if it is no call, without having begun one."""
+        """Read what follows `marker`. Return False if it is no call, without having begun one.
+
+        The beginning of another marker must not be read then.
+        """
 
     def _parse(self) -> Steps[None]:
         markers = self.begins + self.frames + tuple(marker for marker in self.ends if marker in self._special)
@@ -88,11 +97,15 @@ class ToolParser(StreamParser):
                 continue
             start = self._reader.position
             if not (yield from self._read_calls(marker)):
-                self._reader.position = start
-                if marker not in self._special:
-                    self._add_content(marker)
+                self._add_text(marker + self._reader.since(start))
         if self._space:
             self._deltas.append(Content(self._space))
+
+    def _add_text(self, text: str) -> None:
+        """Add what was taken for a call to the content."""
+        for marker in self._special:
+            text = text.replace(marker, "")
+        self._add_content(text)
 
     def _add_content(self, text: str) -> None:
         if self._follows_call:
