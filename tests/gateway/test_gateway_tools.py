@@ -1,11 +1,14 @@
 """Tests of tool calls in chats: what a client gets of them, whole and as a stream, and which tools are refused."""
 
 import json
+import threading
 from typing import Any, cast
 
 import pytest
 from tokenizers import AddedToken
 
+from shared.text.deltas import Delta
+from shared.text.message_parser import MessageParser
 from shared.text.tokenizer import Tokenizer
 from tests.gateway.fakes import TOKENIZER, FakeBackend, ends, says, serve
 from tests.text.tool_outputs import WRITERS, Call
@@ -87,6 +90,24 @@ async def test_the_content_beside_a_lone_call_is_null() -> None:
     async with serve(scripted(""), template=HERMES) as client:
         message = (await client.chat(tools=TOOLS))["choices"][0]["message"]
         assert (message["content"], "tool_calls" in message) == ("", False)
+
+
+async def test_a_long_output_is_taken_apart_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    finish = MessageParser.finish
+
+    def record(parser: MessageParser) -> list[Delta]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return finish(parser)
+
+    monkeypatch.setattr(MessageParser, "finish", record)
+    call = Call("get_weather", {"city": "x" * 21_000})
+    for calls in ([TIME], [call]):
+        backend = FakeBackend(says(WRITERS["hermes"](calls)), max_model_len=32_768)
+        backend.burst = 4096
+        async with serve(backend, template=HERMES) as client:
+            assert calls_of((await client.chat(tools=TOOLS))["choices"][0]["message"]) == calls
+    assert threads == [True, False]
 
 
 async def test_rows_that_come_together_give_one_chunk() -> None:

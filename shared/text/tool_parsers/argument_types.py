@@ -19,6 +19,8 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 """Python's types for the types of a schema, without `string`."""
 
+MAX_LITERAL = 20_000  # characters; Python's own parser takes 20 ms for them, and the interpreter with it
+
 _MAX_DEPTH = 8  # of anyOf in anyOf
 
 
@@ -90,10 +92,12 @@ def _parse(text: str) -> Any:
 
 
 def python_literal(text: str) -> Any:
-    """Return the value of a literal in Python. Raise `ValueError` or `SyntaxError`, or what a huge one raises.
+    """Return the value of a literal in Python. Raise `ValueError` or `SyntaxError`, or what a deep one raises.
 
     Unknown escapes in strings are kept, without the warning that Python gives.
     """
+    if len(text) > MAX_LITERAL:
+        raise ValueError("the literal is too long")
     return ast.literal_eval(re.sub(r"\\(.)", _keep_unknown_escape, text, flags=re.DOTALL))
 
 
