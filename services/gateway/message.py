@@ -1,6 +1,6 @@
 """Writes the message of a chat whose output is taken apart into content, reasoning and tool calls.
 
-Reasoning has two names in the API, vLLM's newer one, and an older one that more clients know.
+Reasoning has both of its names: vLLM's newer one, and the older one that more clients know.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,7 @@ from services.gateway.generation import Generation
 from shared.protocol import FinishReason
 from shared.text.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 from shared.text.logprobs import LogprobEntry
-
-REASONING = ("reasoning", "reasoning_content")
+from shared.text.messages import REASONING
 
 
 def finish_reason(generation: Generation, sample: int) -> str | None:

@@ -2,7 +2,7 @@
 
 Its methods that may have to wait are generators. They yield while what they look for could still come, and return once
 the text so far, or its end, decides it. So what they return never depends on how the text was cut into pieces, and a
-parser made of them is one plain function, which is driven piece by piece (`output_parser.py`).
+parser made of them is one plain function, which is driven piece by piece (`stream_parser.py`).
 
 The cursor can be set back to a former position until `release` drops the text before it.
 """

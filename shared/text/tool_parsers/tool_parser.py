@@ -1,7 +1,7 @@
 """`ToolParser`: what the parsers of all families share. It takes tool calls out of the text of an answer.
 
 A family's parser says by which markers its calls begin, and reads what follows one (`_read_calls`). If that turns out
-not to be a call, the marker was text, and so is what was read behind it: nothing is read twice, so that no output can
+not to be a call, the marker was text, and so is what was read behind it. That is not read again, so that no output can
 keep a parser busy for long. White space beside a call is no content.
 """
 
@@ -18,7 +18,6 @@ from shared.text.tool_parsers.call_grammar import CallGrammar
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
-
 
 NAME = re.compile(r"[\w.-]*")
 """The characters of a tool's name."""
@@ -53,7 +52,7 @@ class ToolParser(StreamParser):
         self.num_complete = 0
         self._tools = tools
         self._special = special
-        self._line = ""  # the last line of the content so far
+        self._at_line_start = True  # nothing but white space is in the last line of the content
         self._space = ""  # at the end of the content, which is dropped if a call follows
         self._follows_call = False
 
@@ -113,21 +112,18 @@ class ToolParser(StreamParser):
             if not text or (self._reader.ended and any(marker.startswith(text) for marker in self.markers())):
                 return  # the rest of the call, or of its end marker if the output was cut off
         self._follows_call = False
-        self._line = (self._line + text).rpartition("\n")[2]
+        _, newline, line = text.rpartition("\n")
+        self._at_line_start = (self._at_line_start or newline != "") and not line.strip()
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
         if shown:
             self._deltas.append(Content(shown))
 
-    @property
-    def _at_line_start(self) -> bool:
-        return not self._line.strip()
-
     def _begin_call(self, name: str, id: str | None = None) -> None:
         self._reader.release()
-        self._line = self._space = ""
-        self._follows_call = True
+        self._space = ""
+        self._at_line_start = self._follows_call = True
         self._deltas.append(CallBegin(self.num_calls, id or self._new_id(), name))
         self.num_calls += 1
 
