@@ -11,12 +11,14 @@ from services.gateway.served_model import named_generation_config
 from services.worker.checkpoint.model_folder import WeightFormat, find_weights
 from services.worker.models.registry import ModelImpl, read_supported
 from shared.text.added_tokens import special_tokens
+from shared.text.message_parser import check_names
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import check_tokenizer_files
 
 
 def check_files(config: GatewayConfig) -> None:
-    """Raise `ModelError` if a file that a flag names cannot be used."""
+    """Raise `QuireError` if a file that a flag names cannot be used, or if there is no parser that one names."""
+    check_names(config.tool_call_parser, config.reasoning_parser)
     if config.generation_config not in ("auto", "vllm"):
         named_generation_config(config.generation_config)
     if config.chat_template:

@@ -45,6 +45,8 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"hf": "auto"},
     "model_impl": {"vllm": "quire"},
     "log_level": {"trace": "debug", "notset": "debug"},
+    "tool_call_parser": {"llama4_json": "llama3_json"},
+    "reasoning_parser": {"deepseek_v3": "qwen3", "glm47": "glm45"},
 }
 """vLLM's and Quire's names of a value, by Quire's name of the setting."""
 
@@ -106,13 +108,13 @@ ACCEPTED: dict[str, str] = {
     "requests are logged only with --enable-log-requests, and their texts never": """
         disable_log_requests! disable_uvicorn_access_log! disable_access_log_for_endpoints max_log_len
         enable_log_outputs! enable_log_deltas!""",
+    "a parser of tool calls that fits the model is used without it": "enable_auto_tool_choice!",
     "it is always so": "enable_request_id_headers! enable_prompt_tokens_details! fail_on_environ_validation!",
     "there are no such pages, figures or fields": """
         disable_fastapi_docs! enable_offline_docs! show_hidden_metrics_for_version kv_cache_metrics!
         kv_cache_metrics_sample cudagraph_metrics! enable_mfu_metrics! enable_layerwise_nvtx_tracing!
         per_request_spec_decode_metrics fingerprint_mode fingerprint_value enable_flash_late_interaction!
-        cohere_is_reasoning_model! cohere_format anthropic_disabled_thinking_effort tool_strict_level
-        exclude_tools_when_tool_choice_none!""",
+        cohere_is_reasoning_model! cohere_format anthropic_disabled_thinking_effort tool_strict_level""",
     "a request's head may have 64 KiB": "h11_max_incomplete_event_size h11_max_header_count",
 }
 """Settings that are accepted with any value, by the reason. `!` marks switches."""
@@ -126,8 +128,9 @@ REFUSED: dict[str, str] = {
         data_parallel_external_lb! data_parallel_multi_port_external_lb! enable_elastic_ep! elastic_ep_max_dp_size""",
     "a scheduler and its worker alone are started as processes of their own": "headless!",
     "adapters are not supported": "enable_lora! lora_modules default_mm_loras",
-    "tool calls are not supported": "enable_auto_tool_choice! tool_call_parser tool_parser_plugin tool_server",
-    "reasoning is not separated from the answer": "reasoning_parser reasoning_parser_plugin reasoning_config",
+    "parsers of tool calls and reasoning are Quire's own": "tool_parser_plugin reasoning_parser_plugin",
+    "tools are called by the client": "tool_server",
+    "reasoning has no budget": "reasoning_config",
     "there is no speculative decoding": "speculative_config spec_method spec_model spec_tokens speculative_model",
     "there is no transfer of KV between engines": """
         kv_transfer_config kv_events_config ec_transfer_config ec_manager_config weight_transfer_config""",

@@ -9,12 +9,13 @@ have no integers.
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
 from services.gateway.bounds import check_values
+from services.gateway.tools import check_tools
 from services.gateway.unsupported_fields import STREAM_HINTS, unknown_fields
 from shared.errors import InvalidRequest
 from shared.params import whole
@@ -75,6 +76,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None  # for the template
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # false: only the first call is kept
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None  # false: reasoning is left out of the answer
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -90,7 +97,7 @@ NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
     "response_format": frozenset({"type", "json_schema", "structures", "triggers"}),
 }
-"""The known fields of objects in a request. Messages are missing here: all of their fields go to the template."""
+"""The known fields of objects in a request. Messages and tools are missing here: all of theirs go to the template."""
 
 MAX_NAME = 100  # characters of an unknown field's name in an error
 
@@ -161,6 +168,7 @@ def _check(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
+    check_tools(request.tools or (), request.tool_choice)
     check_values(b",".join(_tool_call_arguments(request.messages)))  # nor in JSON inside strings
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")

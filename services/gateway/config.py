@@ -104,6 +104,23 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object of variables for the chat template; a request's own override them.")
     ] = ""
+    tool_call_parser: Annotated[
+        Name,
+        Meta(
+            description="Parser of the tool calls in outputs; auto: the one whose markers are in the chat template; "
+            "none: calls stay text."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Name,
+        Meta(
+            description="Parser of the reasoning in outputs; auto: the one whose markers are in the chat template; "
+            "none: reasoning stays part of the content."
+        ),
+    ] = "auto"
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description="Do not show a request's tools to the model if its tool_choice is none.")
+    ] = False
     override_generation_config: Annotated[
         str, Meta(description="JSON object of sampling defaults that override generation_config.json.")
     ] = ""

@@ -13,6 +13,7 @@ from services.gateway.served_model import ServedModel
 from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
 from shared.protocol import Welcome
+from shared.text.message_parser import MessageFormat
 
 
 class Gateway(Struct, frozen=True):
@@ -64,6 +65,7 @@ class Gateway(Struct, frozen=True):
         samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
         grammar: str = "",  # that the output has to follow
+        format: MessageFormat | None = None,
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
 
@@ -80,7 +82,16 @@ class Gateway(Struct, frozen=True):
         )
         echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
-            prompt.tokens, params, sampling, priority, arrived, request_id, samples_before, echo_text, prompt.offsets
+            prompt.tokens,
+            params,
+            sampling,
+            priority,
+            arrived,
+            request_id,
+            samples_before,
+            echo_text,
+            prompt.offsets,
+            format,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

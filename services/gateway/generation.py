@@ -21,6 +21,7 @@ from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.log_format import of_request
 from shared.protocol import FinishReason, ProgressRow
 from shared.text.logprobs import LogprobEntry
+from shared.text.message_parser import MessageParser
 from shared.text.request_text import RequestText
 from shared.text.tokenizer import Tokenizer
 
@@ -49,7 +50,11 @@ class Generation:
             prompt.sampling.stop_token_ids,
             echo_length=None if prompt.echo is None else len(prompt.echo),
             offsets=prompt.offsets,  # where each token begins in the prompt's text, in characters
+            shown_special=frozenset() if prompt.format is None else prompt.format.token_ids,
         )
+        self.parsers: list[MessageParser] = (
+            [] if prompt.format is None else [prompt.format.parser() for _ in self.text.samples]
+        )  # one for each sample, if its text has other parts than content; the endpoint feeds them
         self.logprobs: list[list[LogprobEntry]] = [
             [] for _ in self.text.samples
         ]  # of each sample, collected by `finish`
@@ -62,6 +67,16 @@ class Generation:
         self._trace = current_trace.get()
         if self._trace is not None:
             self._trace.add_prompt(prompt)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Return the number of tokens that the parsers have found to be reasoning; None if they do not look for it."""
+        if self.prompt.format is None or not self.prompt.format.has_reasoning:
+            return None
+        samples = zip(self.text.samples, self.parsers, strict=True)
+        return sum(
+            sample.count_tokens(span.begin, span.end) for sample, parser in samples for span in parser.reasoning_spans
+        )
 
     @cached_property
     def _engine_metrics(self) -> EngineMetrics:

@@ -7,7 +7,7 @@ of characters, ids or messages.
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -18,6 +18,7 @@ from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams
 from shared.protocol import Sampling
+from shared.text.message_parser import MessageFormat
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
 
@@ -46,6 +47,7 @@ class PreparedPrompt(Struct, frozen=True):
     samples_before: int = 0  # samples of the same request in earlier prompts
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # character of the prompt's text at which each token begins, if needed
+    format: MessageFormat | None = None  # of the output's text; None: all of it is content
 
 
 async def completion_prompts(
@@ -63,26 +65,34 @@ async def completion_prompts(
 
 
 async def chat_prompt(
-    request: ChatRequest, tokenizer: Tokenizer, template: ChatTemplate, *, max_model_len: int
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    variables: Mapping[str, Any],
+    max_model_len: int,
 ) -> TokenizedPrompt:
-    """Return the messages as rendered by the template. It writes BOS, so none is added unless requested."""
+    """Return the messages as rendered by the template, which gets `variables`.
+
+    It writes BOS, so none is added unless requested.
+    """
     if len(request.messages) > max_model_len:  # even an empty message has at least one token, for its role
         raise InvalidRequest(
             f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
             "messages",
         )
-    text = await run_in_thread_if(not _is_short(request), render, request, template)
+    text = await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
     (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
     return prompt
 
 
-def render(request: ChatRequest, template: ChatTemplate) -> str:
+def render(request: ChatRequest, template: ChatTemplate, variables: Mapping[str, Any]) -> str:
     """Return the text of a chat's prompt. Raise `InvalidRequest`, with the template's own message if it raised one."""
     return template.render(
         request.messages,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=request.continue_final_message is True,
-        variables=request.chat_template_kwargs,
+        variables=variables,
     )
 
 
@@ -104,9 +114,9 @@ def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Seq
     return [parts] if single else parts
 
 
-def _is_short(request: ChatRequest) -> bool:
+def _is_short(request: ChatRequest, variables: Mapping[str, Any]) -> bool:
     """Return whether rendering is certainly quick: there are few messages, and they hold only short texts."""
-    if len(request.messages) > MANY_MESSAGES or request.chat_template_kwargs:
+    if len(request.messages) > MANY_MESSAGES or variables:
         return False
     parts = [part for message in request.messages for part in message.values()]
     return all(isinstance(part, str) for part in parts) and sum(map(len, parts)) <= LONG_TEXT

@@ -46,6 +46,7 @@ def usage(generations: Sequence[Generation]) -> dict[str, Any]:
         sum(len(generation.prompt.tokens) for generation in generations),
         sum(generation.text.num_output_tokens for generation in generations),
         sum(generation.text.num_cached_tokens for generation in generations),
+        _num_reasoning_tokens(generations),
     )
 
 
@@ -54,6 +55,9 @@ class StreamedUsage:
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._prompt = sum(len(generation.prompt.tokens) for generation in generations)
+        self._with_reasoning = [
+            generation for generation in generations if generation.num_reasoning_tokens is not None
+        ]  # a chat's only one, if at all
         self._output, self._cached = _RunningTotal(), _RunningTotal()
 
     def set_output(self, choice_index: int, num_tokens: int) -> None:
@@ -66,7 +70,7 @@ class StreamedUsage:
 
     def now(self) -> dict[str, Any]:
         """Return the usage so far."""
-        return _usage(self._prompt, self._output.total, self._cached.total)
+        return _usage(self._prompt, self._output.total, self._cached.total, _num_reasoning_tokens(self._with_reasoning))
 
 
 class _RunningTotal:
@@ -81,8 +85,15 @@ class _RunningTotal:
         self._values[key] = value
 
 
-def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
-    return {
+def _num_reasoning_tokens(generations: Sequence[Generation]) -> int | None:
+    """Return the number of tokens of reasoning; None if no output was parsed for it."""
+    counts = [count for generation in generations if (count := generation.num_reasoning_tokens) is not None]
+    return sum(counts) if counts else None
+
+
+def _usage(prompt: int, output: int, cached: int, reasoning: int | None) -> dict[str, Any]:
+    details = {} if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+    return details | {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,

@@ -5,6 +5,7 @@ model's folder, tokenizer and template from the one that `--tokenizer` names. Th
 vocabulary.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from shared.hub.checkpoint import locate, locate_tokenizer, text_digest
 from shared.hub.embedded import EMBEDDED
 from shared.text.grammars import GrammarCompiler
 from shared.text.json_file import parse_object, read_json
+from shared.text.message_parser import ParserChoice
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class ServedModel(Struct, frozen=True):
@@ -32,6 +36,7 @@ class ServedModel(Struct, frozen=True):
     template: ChatTemplate
     defaults: SamplingDefaults
     grammars: GrammarCompiler
+    parsers: ParserChoice = ParserChoice()  # of the outputs of chats
     text_digest: str = ""  # of the tokenizer files, which an engine must have too; empty: unknown
 
     @classmethod
@@ -59,6 +64,7 @@ class ServedModel(Struct, frozen=True):
             template=template,
             defaults=defaults,
             grammars=GrammarCompiler(tokenizer),
+            parsers=choose_parsers(config, template, tokenizer),
         )
 
     @property
@@ -70,6 +76,21 @@ class ServedModel(Struct, frozen=True):
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
             raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {served}", "model")
+
+
+def choose_parsers(config: GatewayConfig, template: ChatTemplate, tokenizer: Tokenizer) -> ParserChoice:
+    """Return the parsers of tool calls and reasoning for a model, and log them. Raise `ConfigError` for unknown ones.
+
+    They are logged, since nobody may have asked for them.
+    """
+    choice = ParserChoice.make(
+        template.source, tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
+    )
+    if names := [
+        f"{kind} ({name})" for kind, name in (("reasoning", choice.reasoning), ("tools", choice.tools)) if name
+    ]:
+        logger.info("the outputs of chats are parsed: %s", ", ".join(names))
+    return choice
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:

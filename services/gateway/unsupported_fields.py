@@ -15,14 +15,13 @@ from shared.errors import InvalidRequest
 HINTS = frozenset(
     {
         # OpenAI's: labels, accounting, and preferences about the service
-        "metadata", "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user",
-        "verbosity", "web_search_options",
-        # vLLM's: labels, and fields about reasoning, truncation or chunks only
-        "include_reasoning", "request_id", "session_id", "stream_interval", "truncation_side",
+        "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "user", "verbosity", "web_search_options",
+        # vLLM's: labels, and fields about truncation or chunks only
+        "request_id", "session_id", "stream_interval", "truncation_side",
     }
 )  # fmt: skip
-"""Fields that are accepted with any value. Some are about tools, reasoning and searches, which do not exist here."""
+"""Fields that are accepted with any value. Some are about searches, which do not exist here."""
 
 STREAM_HINTS = frozenset({"include_obfuscation"})
 """Hints among the stream_options."""

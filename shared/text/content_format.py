@@ -7,6 +7,7 @@ first format in which both are printed. A string is tried first, so every templa
 """
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeAlias
@@ -23,7 +24,9 @@ PROBE_TEXTS = ("7041776295", "3920518467")  # digits, since templates change let
 DECOY = "8156340972"
 """A further value in each part of a probe. If it is printed, the template prints the list as a whole."""
 
-TOOL_CALL: dict[str, Any] = {"id": "callid001", "type": "function", "function": {"name": "f", "arguments": {}}}
+ARGUMENTS = {"argument": "6093157482"}
+TOOL_CALL: Message = {"id": "callid001", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+JSON_TOOL_CALL: Message = TOOL_CALL | {"function": {"name": "f", "arguments": json.dumps(ARGUMENTS)}}
 
 PROBE_CONVERSATIONS = {  # the user's first, since conversations of the other roles have a user message
     "user": ("user", "system user", "user assistant user"),
@@ -65,10 +68,15 @@ PROBE_PARTS = [text_part(text) for text in PROBE_TEXTS]
 
 
 class ContentFormats(Struct, frozen=True):
-    """The format for each role. `shows_nothing`: the template prints a user's message in no format."""
+    """The format for each role.
+
+    `shows_nothing`: the template prints a user's message in no format. `json_arguments`: it takes the arguments of
+    tool calls as JSON, not as objects.
+    """
 
     by_role: Mapping[str, ContentFormat] = {}
     shows_nothing: bool = False
+    json_arguments: bool = False
 
     def for_role(self, role: str) -> ContentFormat:
         """Return the format for messages of `role`: the user's if no probe of `role` was printed."""
@@ -79,21 +87,45 @@ class ContentFormats(Struct, frozen=True):
 def detect_content_formats(render: Render) -> ContentFormats:
     """Probe a template. `render` raises `InvalidRequest` for conversations that the template refuses."""
     formats: dict[str, ContentFormat] = {}
+    call = TOOL_CALL
     for role in PROBE_CONVERSATIONS:
-        format, rendered = _probe(render, role, formats)
+        if role == "tool" and _needs_json_arguments(render, formats):
+            call = JSON_TOOL_CALL
+        format, rendered = _probe(render, role, formats, call)
         if format is not None:
             formats[role] = format
         elif role == "user":
             return ContentFormats(shows_nothing=rendered)
-    return ContentFormats(formats)
+    return ContentFormats(formats, json_arguments=call is JSON_TOOL_CALL)
 
 
-def _probe(render: Render, role: str, formats: Mapping[str, ContentFormat]) -> tuple[ContentFormat | None, bool]:
+def _needs_json_arguments(render: Render, formats: Mapping[str, ContentFormat]) -> bool:
+    """Return whether the template prints the arguments of a call right only if they are JSON.
+
+    Most templates take an object and turn it into JSON. Some join the arguments to other text, which fails with an
+    object, or prints it as Python does.
+    """
+
+    def output_of(call: Message) -> str | None:
+        try:
+            return render(_conversation(["user", "assistant", "tool"], "", ContentFormat.STRING, formats, call))
+        except InvalidRequest:
+            return None
+
+    output = output_of(TOOL_CALL)
+    if output is not None and str(ARGUMENTS) not in output:
+        return False
+    return json.dumps(ARGUMENTS) in (output_of(JSON_TOOL_CALL) or "")
+
+
+def _probe(
+    render: Render, role: str, formats: Mapping[str, ContentFormat], call: Message
+) -> tuple[ContentFormat | None, bool]:
     """Return the first format in which a role's texts are printed, and whether any conversation was rendered."""
     rendered = False
     for conversation, format in itertools.product(PROBE_CONVERSATIONS[role], ContentFormat):
         try:
-            output = render(_conversation(conversation.split(), role, format, formats))
+            output = render(_conversation(conversation.split(), role, format, formats, call))
         except InvalidRequest:
             continue
         if DECOY not in output and all(text in output for text in PROBE_TEXTS):
@@ -103,9 +135,12 @@ def _probe(render: Render, role: str, formats: Mapping[str, ContentFormat]) -> t
 
 
 def _conversation(
-    roles: list[str], probed: str, format: ContentFormat, formats: Mapping[str, ContentFormat]
+    roles: list[str], probed: str, format: ContentFormat, formats: Mapping[str, ContentFormat], call: Message
 ) -> list[Message]:
-    """Return messages of these roles. Those of `probed` have the texts of the probe, the others a short text."""
+    """Return messages of these roles. Those of `probed` have the texts of the probe, the others a short text.
+
+    An assistant that a tool follows has made `call`.
+    """
     messages: list[Message] = []
     for index, role in enumerate(roles):
         content = format.write(PROBE_PARTS) if role == probed else formats.get(role, format).write([text_part("1")])
@@ -113,7 +148,7 @@ def _conversation(
             content = [part | {"decoy": DECOY} for part in content]
         messages.append({"role": role, "content": content})
         if roles[index + 1 : index + 2] == ["tool"]:
-            messages[-1]["tool_calls"] = [TOOL_CALL]
+            messages[-1]["tool_calls"] = [call]
         elif role == "tool":
             messages[-1] |= {"tool_call_id": TOOL_CALL["id"], "name": "f"}
     return messages

@@ -20,10 +20,17 @@ class Detokenizer:
     """`push` takes each token and `flush` ends the sequence. The pieces joined are the text of the output tokens.
 
     With `echo`, the caller shows the prompt before the output, with special tokens, without an incomplete character.
+    `shown_special` are special tokens of the output that are not skipped.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True, *, echo: bool = False
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        skip_special_tokens: bool = True,
+        *,
+        echo: bool = False,
+        shown_special: frozenset[int] = frozenset(),
     ) -> None:
         self._bytes = tokenizer.bytes
         self._later = tokenizer.bytes.later
@@ -33,6 +40,8 @@ class Detokenizer:
         self._hidden = tokenizer.special_ids if skip_special_tokens and not echo else frozenset()
         self._read_prompt(prompt)
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if shown_special:
+            self._hidden -= shown_special
         self._held_is_hidden = not echo  # `_held` is of the prompt, which is not shown
 
     @property

@@ -1,9 +1,9 @@
 """Normalises the chat messages of a request for a chat template.
 
 A template gets each message's `content` in the format that it reads (`content_format.py`), whichever format the client
-used; null or missing content is ''. The arguments of tool calls are parsed from JSON, since templates print them as
-objects. A field that is null, or an empty list of tool calls, is left out, since templates test whether a field exists.
-Other fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
+used; null or missing content is ''. The arguments of tool calls are parsed from JSON, since most templates print them
+as objects. A field that is null, or an empty list of tool calls, is left out, since templates test whether a field
+exists. Other fields of a message reach the template unchanged, and so do those of a part, if the template reads parts.
 """
 
 import json
@@ -14,12 +14,20 @@ from typing import Any, NoReturn
 from shared.errors import InvalidRequest, brief
 from shared.text.content_format import ContentFormats, Message, text_part
 
+REASONING = ("reasoning_content", "reasoning")
+"""The names of a message's reasoning."""
+
 
 def normalize_messages(messages: Sequence[Any], formats: ContentFormats) -> list[Message]:
     """Return the messages with their contents in these formats. Raise `InvalidRequest`, which names the field."""
     if not messages:
         raise InvalidRequest("messages must not be empty", "messages")
     return [_normalize(message, f"messages[{index}]", formats) for index, message in enumerate(messages)]
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content, which is a string, a list of parts or None."""
+    return "".join(part["text"] for part in _parts(content, "content"))
 
 
 def append_text(message: Message, text: str) -> None:
@@ -38,11 +46,13 @@ def _normalize(message: Any, path: str, formats: ContentFormats) -> Message:
     result = {name: value for name, value in message.items() if value is not None}
     result["content"] = formats.for_role(result["role"]).write(_parts(message.get("content"), f"{path}.content"))
     if "tool_calls" in result:
-        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{path}.tool_calls")
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{path}.tool_calls", formats.json_arguments)
         if not result["tool_calls"]:
             del result["tool_calls"]
+    if reasoning := next((result[name] for name in REASONING if result.get(name)), None):
+        result |= dict.fromkeys(REASONING, reasoning)  # templates and clients know one of the names
     if "function_call" in result:  # the predecessor of tool_calls
-        result["function_call"] = _function(result["function_call"], f"{path}.function_call")
+        result["function_call"] = _function(result["function_call"], f"{path}.function_call", formats.json_arguments)
     return result
 
 
@@ -67,26 +77,27 @@ def _part(part: Any, path: str) -> Message:
     return {name: value for name, value in part.items() if value is not None}
 
 
-def _tool_calls(calls: Any, path: str) -> list[Message]:
+def _tool_calls(calls: Any, path: str, as_json: bool) -> list[Message]:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise InvalidRequest(f"{path} must be a list of objects", path)
-    return [_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
+    return [_tool_call(call, f"{path}[{index}]", as_json) for index, call in enumerate(calls)]
 
 
-def _tool_call(call: Mapping[str, Any], path: str) -> Message:
+def _tool_call(call: Mapping[str, Any], path: str, as_json: bool) -> Message:
     fields = {name: value for name, value in call.items() if value is not None}
     if "function" not in fields and "name" in fields:  # some templates read a call without this wrapping
-        return _function(fields, path)
-    return fields | {"function": _function(fields.get("function"), f"{path}.function")}
+        return _function(fields, path, as_json)
+    return fields | {"function": _function(fields.get("function"), f"{path}.function", as_json)}
 
 
-def _function(function: Any, path: str) -> Message:
-    """Return a called function with its arguments as an object. Raise `InvalidRequest`."""
+def _function(function: Any, path: str, as_json: bool) -> Message:
+    """Return a called function with its arguments as an object, or as JSON. Raise `InvalidRequest`."""
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{path} must be an object", path)
     if not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{path}.name must be a string", f"{path}.name")
-    return dict(function, arguments=_arguments(function.get("arguments"), f"{path}.arguments"))
+    arguments = _arguments(function.get("arguments"), f"{path}.arguments")
+    return dict(function, arguments=json.dumps(arguments, ensure_ascii=False) if as_json else arguments)
 
 
 def _arguments(arguments: Any, path: str) -> Mapping[str, Any]:

@@ -16,8 +16,8 @@ from shared.text.tokenizer import Tokenizer
 class RequestText:
     """The samples of `prompt`, with the number of cached tokens and the log-probabilities of the prompt.
 
-    `stop_token_ids` and `echo_length` are those of `SampleText`. `offsets` are the characters of the prompt's text
-    before each token; without them, `prompt_logprobs` has the offsets in the decoded text.
+    `stop_token_ids`, `echo_length` and `shown_special` are those of `SampleText`. `offsets` are the characters of the
+    prompt's text before each token; without them, `prompt_logprobs` has the offsets in the decoded text.
     """
 
     def __init__(
@@ -29,9 +29,17 @@ class RequestText:
         *,
         echo_length: int | None = None,
         offsets: Sequence[int] | None = None,
+        shown_special: frozenset[int] = frozenset(),
     ) -> None:
         self.samples = [
-            SampleText(tokenizer, params, prompt, stop_token_ids=stop_token_ids, echo_length=echo_length)
+            SampleText(
+                tokenizer,
+                params,
+                prompt,
+                stop_token_ids=stop_token_ids,
+                echo_length=echo_length,
+                shown_special=shown_special,
+            )
             for _ in range(params.n)
         ]
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache

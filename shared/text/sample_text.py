@@ -34,7 +34,8 @@ class SampleText:
     """The text of one sample. `feed` takes all tokens in order, until `finish_reason` is set, early by a stop string.
 
     `stop_token_ids` are those at which the engine stops, end-of-sequence included. `echo_length` is the number of
-    characters of the prompt that are shown before the output, or None if the prompt is not shown.
+    characters of the prompt that are shown before the output, or None if the prompt is not shown. `shown_special` are
+    special tokens that are shown even if those are skipped, since a parser reads them.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SampleText:
         *,
         stop_token_ids: Iterable[int] = (),
         echo_length: int | None = None,
+        shown_special: frozenset[int] = frozenset(),
     ) -> None:
         self.token_ids: list[int] = []
         self._offsets: list[int] = []  # characters before each token
@@ -54,7 +56,9 @@ class SampleText:
         self._params = params
         self._stops = params.stop_strings
         self._stop_ids = frozenset(stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None, shown_special=shown_special
+        )
         self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
         self._pieces: list[str] = []
         self._num_decoded = self._num_shown = echo_length or 0  # characters
@@ -69,6 +73,11 @@ class SampleText:
     def num_shown_tokens(self) -> int:
         """Return the number of tokens whose text is shown, at least in part. Once the sample has ended, all count."""
         return len(self.token_ids) if self.finish_reason else bisect_left(self._offsets, self._num_shown)
+
+    def count_tokens(self, begin: int, end: int | None) -> int:
+        """Return the number of tokens that begin at character `begin` or later, and before `end` if it is not None."""
+        num_before_end = len(self._offsets) if end is None else bisect_left(self._offsets, end)
+        return num_before_end - bisect_left(self._offsets, begin)
 
     def feed(
         self,

@@ -26,7 +26,7 @@ class StopMatcher:
             start, self.matched = match
             self._held = ""
             return text[: start + len(self.matched)] if self._include else text[:start]
-        num_shown = min(self._prefix_start(text, stop) for stop in self._stops) if self._stops else len(text)
+        num_shown = min(prefix_start(text, stop) for stop in self._stops) if self._stops else len(text)
         self._held = text[num_shown:]
         return text[:num_shown]
 
@@ -44,10 +44,10 @@ class StopMatcher:
                 matches.append((start + len(stop), start, stop))
         return min(matches)[1:] if matches else None
 
-    @staticmethod
-    def _prefix_start(text: str, stop: str) -> int:
-        """Return the start of the longest suffix of `text` that is a proper prefix of `stop`, or the end of `text`."""
-        start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
-        while start >= 0 and not stop.startswith(text[start:]):
-            start = text.find(stop[0], start + 1)
-        return start if start >= 0 else len(text)
+
+def prefix_start(text: str, stop: str) -> int:
+    """Return the start of the longest suffix of `text` that is a proper prefix of `stop`, or the end of `text`."""
+    start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return start if start >= 0 else len(text)

@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -33,6 +34,22 @@ CONTENT_FORMATS = {"string": ContentFormat.STRING, "openai": ContentFormat.PARTS
 """The formats by the values of --chat-template-content-format, which are vLLM's. `auto` is not one of them."""
 
 RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message", "self"})  # self is Jinja's
+
+
+PROBE_MESSAGE = {"role": "user", "content": "1"}
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "f4820759316",
+        "description": "1",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "string", "description": "1"}},
+            "required": ["a"],
+        },
+    },
+}
+"""A tool by whose name it shows whether a template prints tools."""
 
 
 class ChatTemplate:
@@ -57,6 +74,7 @@ class ChatTemplate:
         self._format = CONTENT_FORMATS.get(content_format)
         self._variables = dict(variables)
         environment = _environment()
+        self.source = source or ""
         self._reserved = RESERVED | self._special.keys() | environment.globals.keys()
         if reserved := sorted(self._reserved & self._variables.keys()):
             raise self._error(f"the chat template cannot be given values for {', '.join(reserved)}")
@@ -88,6 +106,14 @@ class ChatTemplate:
     @property
     def exists(self) -> bool:
         return self._template is not None
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Return whether the template shows the model which tools there are."""
+        try:
+            return PROBE_TOOL["function"]["name"] in self.render([PROBE_MESSAGE], variables={"tools": [PROBE_TOOL]})
+        except InvalidRequest:
+            return True  # this conversation may be what it refuses
 
     def sanity_check(self, seconds: float = SANITY_CHECK_TIMEOUT) -> None:
         """Raise `ModelError` if the template cannot be served.
@@ -146,7 +172,7 @@ class ChatTemplate:
             return ContentFormats()
         # probe even if the user has set the format, since `sanity_check` needs the errors of the probes
         formats = detect_content_formats(lambda messages: self._run(messages, True, {}))
-        return formats if self._format is None else ContentFormats({"user": self._format})
+        return formats if self._format is None else msgspec.structs.replace(formats, by_role={"user": self._format})
 
     def _error(self, message: str) -> ModelError:
         return ModelError(message if self._origin is None else f"{self._origin}: {message}")

@@ -25,7 +25,7 @@ from services.gateway.engine_request import Interruption
 from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.served_model import ServedModel
+from services.gateway.served_model import ServedModel, choose_parsers
 from shared.errors import Unavailable
 from shared.protocol import (
     VERSION,
@@ -288,17 +288,18 @@ def make_gateway(
     **settings: Any,
 ) -> Gateway:
     tokenizer = settings.pop("tokenizer", TOKENIZER)
-    names = tuple(settings.get("served_model_name", [MODEL]))
+    config = GatewayConfig(**settings)
+    chat_template = ChatTemplate(template, tokenizer.special)
     model = ServedModel(
-        names=names,
+        names=tuple(config.served_model_name) or (MODEL,),
         root=MODEL,
         tokenizer=tokenizer,
-        template=ChatTemplate(template, tokenizer.special),
+        template=chat_template,
         defaults=defaults or SamplingDefaults(),
         grammars=GRAMMARS if tokenizer is TOKENIZER else GrammarCompiler(tokenizer),
+        parsers=choose_parsers(config, chat_template, tokenizer),
     )
     metrics = Metrics(model.name, lambda: {name: status.snapshot for name, status in backend.statuses().items()})
-    config = GatewayConfig(**settings)
     return Gateway(config, model, cast(Any, backend), metrics, Lifecycle(config.shutdown_delay, config.drain_timeout))
 
 

@@ -8,8 +8,9 @@ import pytest
 from quire.startup_checks import check_files
 from services.gateway.config import GatewayConfig
 from services.gateway.served_model import ServedModel
-from shared.errors import ModelError
+from shared.errors import ConfigError, ModelError
 from tests.gateway.fakes import TOKENIZER, FakeBackend, serve, write_template
+from tests.text.tool_templates import TEMPLATES
 from tests.text.vocabulary import CHATML, make_tokenizer, write_model_folder
 
 USER = {"role": "user", "content": "hi"}
@@ -129,6 +130,17 @@ async def test_template_variables_reach_the_template() -> None:
     assert TOKENIZER.decode(backend.requests[0].tokens) == "goodann"
 
 
+async def test_documents_reach_the_template() -> None:
+    backend = FakeBackend()
+    async with serve(
+        backend, template="{{ messages[0].content }}{{ documents[0].text }}{{ documents | length }}"
+    ) as client:
+        await client.chat(documents=[{"title": "a", "text": "long ago"}])
+        status, error = await client.refused("/v1/chat/completions", {"messages": [USER], "documents": ["text"]})
+        assert (status, error["param"]) == (400, "documents[0]")
+    assert TOKENIZER.decode(backend.requests[0].tokens) == "hilong ago1"
+
+
 async def test_an_answer_has_a_message() -> None:
     async with serve() as client:
         answer = await client.chat()
@@ -211,4 +223,25 @@ def test_a_wrong_generation_config_ends_the_start_only_if_it_was_named(
     assert ServedModel.load(GatewayConfig(model=str(folder))).defaults.as_dict() == {}
     for refusing in (check_files, ServedModel.load):
         with pytest.raises(ModelError, match=r"generation_config\.json: must be a JSON object"):
+            refusing(GatewayConfig(**settings))
+
+
+def test_a_models_parsers_are_known_by_its_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_model_folder(tmp_path / "model", template=TEMPLATES["hermes"])
+    with caplog.at_level("INFO"):
+        assert ServedModel.load(GatewayConfig(model=str(folder))).parsers.tools == "hermes"
+    assert "the outputs of chats are parsed: tools (hermes)" in caplog.text
+    named = GatewayConfig(model=str(folder), tool_call_parser="mistral", reasoning_parser="qwen3")
+    parsers = ServedModel.load(named).parsers
+    assert (parsers.tools, parsers.reasoning) == ("mistral", "qwen3")
+
+
+@pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
+def test_a_parser_that_there_is_not_ends_the_start(tmp_path: Path, flag: str) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    settings: dict[str, Any] = {"model": str(folder), flag: "nonsense"}
+    for refusing in (check_files, ServedModel.load):
+        with pytest.raises(
+            ConfigError, match=f"--{flag.replace('_', '-')} nonsense is unknown; there are: auto, none, "
+        ):
             refusing(GatewayConfig(**settings))

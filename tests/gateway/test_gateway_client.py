@@ -1,14 +1,17 @@
 """Tests of the gateway with OpenAI's client."""
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import openai
 import pytest
 
 from shared.errors import Overloaded
-from tests.gateway.fakes import MODEL, FakeBackend, says, serve
+from tests.gateway.fakes import MODEL, TOKENIZER, FakeBackend, ids, says, serve
+from tests.text.tool_outputs import WRITERS, Call
+from tests.text.tool_templates import TEMPLATES
 
 
 async def ask(backend: FakeBackend, work: Callable[[openai.OpenAI], Any], **settings: Any) -> Any:
@@ -104,3 +107,61 @@ async def test_models() -> None:
         return [model.id for model in client.models.list()], client.models.retrieve(MODEL).id
 
     assert await ask(FakeBackend(), work) == ([MODEL], MODEL)
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = Call("get_weather", {"city": 'São "Paulo"'})
+
+
+def conversational(family: str, thinks: bool) -> FakeBackend:
+    """Return a backend that calls a tool, and answers with what the prompt has of its result."""
+
+    def script(prompt: Sequence[int], _: int) -> Iterable[int]:
+        text = TOKENIZER.decode(prompt)
+        said = "It rains." if "42 mm" in text else "Let me see.\n" + WRITERS[family]([CALL])
+        return ids(f"<think>\nHm.\n</think>\n\n{said}" if thinks else said)
+
+    return FakeBackend(script, max_model_len=2048)
+
+
+def tool_loop(client: openai.OpenAI, stream: bool) -> list[Any]:
+    """Do what programs do with tools: call them until the model answers. Return the messages of the assistant."""
+    messages: list[Any] = [{"role": "user", "content": "Does it rain?"}]
+    answers = []
+    while True:
+        fields: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": [WEATHER]}
+        if stream:
+            with client.chat.completions.stream(**fields) as events:
+                choice = events.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**fields).choices[0]
+        answers.append(choice)
+        if choice.finish_reason != "tool_calls":
+            return answers
+        messages.append(choice.message.model_dump(exclude_none=True))
+        for call in choice.message.tool_calls or ():
+            assert json.loads(call.function.arguments) == CALL.arguments
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "42 mm"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "mistral", "kimi_k2"])
+async def test_a_loop_of_tool_calls(family: str, thinks: bool, stream: bool) -> None:
+    """The client's own accumulator puts the deltas of a stream together."""
+    parsers = {"reasoning_parser": "qwen3"} if thinks else {}
+    backend = conversational(family, thinks)
+    answers = await ask(backend, lambda client: tool_loop(client, stream), template=TEMPLATES[family], **parsers)
+    first, second = (choice.message for choice in answers)
+    assert [call.function.name for call in first.tool_calls] == ["get_weather"]
+    assert first.content == "Let me see."
+    assert (second.content, second.tool_calls) == ("It rains.", None)
+    assert answers[1].finish_reason == "stop"
+    if thinks:
+        assert (first.reasoning, second.reasoning_content) == ("Hm.", "Hm.")

@@ -10,6 +10,7 @@ from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HI
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
 FORMS = "test_gateway_structured_outputs"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
+TOOLS, REASONING = "test_gateway_tools", "test_gateway_reasoning"
 
 PROOFS = {
     "add_generation_prompt": (CHATS, "test_without_a_generation_prompt_the_message_is_closed"),
@@ -55,6 +56,12 @@ PROOFS = {
     **dict.fromkeys(NEUTRAL_VALUES, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
     "best_of": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
     "echo": (STREAMS, "test_an_echo_comes_once_and_first"),
+    "documents": (CHATS, "test_documents_reach_the_template"),
+    "include_reasoning": (REASONING, "test_reasoning_may_be_left_out"),
+    "parallel_tool_calls": (TOOLS, "test_only_the_first_call_is_kept"),
+    "reasoning_effort": (REASONING, "test_the_effort_reaches_the_template"),
+    "tool_choice": (TOOLS, "test_choices_without_a_call"),
+    "tools": (TOOLS, "test_a_call_as_a_whole_and_as_a_stream"),
 }
 
 

@@ -94,7 +94,10 @@ def test_what_is_taken_without_effect_is_said_once_each() -> None:
         ("--tensor_parallel_size=8", "--tensor-parallel-size 8 is not supported: an engine has one device"),
         ("--enable-lora", "--enable-lora is not supported: adapters are not supported"),
         ("--no-enable-chunked-prefill", "--enable-chunked-prefill=false is not supported: prompts are always computed"),
-        ("--tool-call-parser hermes", "--tool-call-parser hermes is not supported: tool calls"),
+        (
+            "--tool-parser-plugin f.py",
+            "--tool-parser-plugin f.py is not supported: parsers of tool calls and reasoning",
+        ),
         ("--speculative-config {}", "--speculative-config {} is not supported: there is no speculative decoding"),
         ("--tokenizer-mode mistral", "--tokenizer-mode mistral is not supported: "),
         ("--middleware a.b c.d", "--middleware ['a.b', 'c.d'] is not supported: "),

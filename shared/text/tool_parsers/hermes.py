@@ -1,0 +1,35 @@
+"""Calls of Hermes, Qwen 2.5 and 3, and Granite 4, as JSON between tags:
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
+
+from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
+from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
+
+
+class HermesParser(JsonCallParser):
+    """Each call has tags of its own. Several within one pair are taken too."""
+
+    begins = ("<tool_call>",)
+    ends = ("</tool_call>",)
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        newline = grammar.text("\n")
+        return f"{begin} {newline} {cls._object(grammar, name, schema)} {newline} {end}"
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(separator=grammar.text("\n"))
+
+    def _read_calls(self, marker: str) -> Steps[bool]:
+        if not (yield from self._read_json_calls()):
+            return False
+        yield from self._reader.skip_space()
+        yield from self._reader.literal(*self.ends)
+        return True

@@ -1,0 +1,35 @@
+"""Calls of Llama 3.1 to 3.3, as JSON that has no marker, or stands behind <|python_tag|>:
+
+{"name": "get_weather", "parameters": {"city": "Paris"}}
+"""
+
+from shared.text.text_reader import Steps
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
+from shared.text.tool_parsers.json_calls import JsonCallParser
+from shared.text.tool_parsers.tool_parser import Frame
+
+
+class Llama3JsonParser(JsonCallParser):
+    """An object at the beginning of a line is a call if it names a tool. Several are separated by anything or nothing.
+
+    The separators that are read are white space, `;` and `,`.
+    """
+
+    begins = ("<|python_tag|>", "{")
+
+    @classmethod
+    def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
+        return cls._object(grammar, name, schema, "parameters")
+
+    @classmethod
+    def _frame(cls, grammar: CallGrammar) -> Frame:
+        return Frame(separator=grammar.text("; "))
+
+    def _read_calls(self, marker: str) -> Steps[bool]:
+        if marker != "{":
+            return (yield from self._read_json_calls())
+        if not self._at_line_start or not (yield from self._read_object(only_known=True)):
+            return False
+        yield from self._reader.skip(";, \t\r\n")
+        yield from self._read_json_calls(only_known=True)
+        return True

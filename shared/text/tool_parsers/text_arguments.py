@@ -1,0 +1,82 @@
+"""Writes the arguments of calls whose format gives them one by one, as text, so that they become one JSON object.
+
+An argument that is a string is passed on as it comes; others when they are complete, since their type shows then.
+"""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from shared.text.text_reader import Steps
+from shared.text.tool_parsers.argument_types import argument_types, convert, is_text, types_of, without_surrogates
+from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
+from shared.text.tool_parsers.tool_parser import ToolParser, Tools
+
+
+class TextArgumentsParser(ToolParser):
+    """Reads calls whose arguments are texts between markers."""
+
+    def __init__(self, tools: Tools, special: Collection[str] = ()) -> None:
+        super().__init__(tools, special)
+        self._call_name = ""
+        self._names: set[str] = set()  # of the arguments of the call so far
+
+    @staticmethod
+    def _argument(grammar: CallGrammar, schema: Schema, end: str) -> str:
+        """Return the expression for an argument's text and what ends it."""
+        if is_text(types_of(schema)) and not isinstance(schema.get("enum"), list):
+            return grammar.until(end)
+        if is_text(types_of(schema)):
+            values = " | ".join(grammar.text(value) for value in schema["enum"])
+            return f"({values}) {grammar.marker(end)}"
+        return f"{grammar.json(schema)} {grammar.marker(end)}"
+
+    def _begin_call(self, name: str, id: str | None = None) -> None:
+        self._call_name, self._names = name, set()
+        super()._begin_call(name, id)
+
+    def _end_call(self) -> None:
+        self._add_arguments("}" if self._names else "{}")
+        super()._end_call()
+
+    def _add_argument(self, name: str, value: Any) -> None:
+        self._begin_argument(name)
+        self._add_arguments(_json(value))
+
+    def _begin_argument(self, name: str) -> None:
+        self._add_arguments((", " if self._names else "{") + _json(name) + ": ")
+        self._names.add(name)
+
+    def _types(self, name: str) -> frozenset[str]:
+        """Return the types of the call's argument `name`; empty if the schema does not say."""
+        return argument_types(self._tools.get(self._call_name, {}), name)
+
+    def _read_argument(self, name: str, end: str, *, padding: str = "") -> Steps[bool]:
+        """Read the text of an argument up to the marker `end`. Return whether it came to that.
+
+        One `padding` behind the beginning and one before the end are not part of the text. Of several arguments of one
+        name the first counts, since JSON has a name once.
+        """
+        if padding:
+            yield from self._reader.literal(padding)
+        if name not in self._names and is_text(self._types(name)):
+            self._begin_argument(name)
+            return (yield from self._read_string(end, padding))
+        text, found = yield from self._reader.text_until(end)
+        if found and name not in self._names:
+            self._add_argument(name, convert(text.removesuffix(padding), self._types(name)))
+        return found != ""
+
+    def _read_string(self, end: str, padding: str) -> Steps[bool]:
+        def show(piece: str) -> None:
+            self._add_arguments(_json(piece)[1:-1])
+
+        self._add_arguments('"')
+        if not (yield from self._reader.until([padding + end, end], show, drop_partial=True)):
+            return False
+        self._add_arguments('"')
+        return True
+
+
+def _json(value: Any) -> str:
+    return without_surrogates(json.dumps(value, ensure_ascii=False))
