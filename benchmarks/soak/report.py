@@ -86,7 +86,7 @@ def page(seen: Measurement, command: str) -> str:
         _faults(seen),
         "## Processes",
         "Before the first fault and after the last one, with nothing to do. A process that was replaced counts anew; "
-        "growth is the largest of any process of that name, a minute, after its first minute.",
+        "growth is the largest of any process of that name that lived for five minutes, a minute, after its first two.",
         _processes(seen),
     ]
     if wrong := failures(seen):

@@ -184,17 +184,17 @@ def test_only_connections_of_the_victim_or_in_its_queue_may_break() -> None:
     assert not Fault("worker 0", "killed", 100.0, replaced=101.0).broke(4002, 100.5, responded=False)
 
 
-def samples(growth: float, seconds: int = 300, descriptors: int = 40) -> list[Sample]:
-    """Return samples of a process that grows by 50 MiB in its first minute, and then by `growth` bytes a minute."""
+def samples(growth: float, seconds: int = 400, descriptors: int = 40) -> list[Sample]:
+    """Return samples of a process that grows by 50 MiB in two minutes, and then by `growth` bytes a minute."""
     return [
-        Sample(float(at), int(90 * MIB + MIB * 50 * min(at, 60) / 60 + growth * max(at - 60, 0) / 60), descriptors)
+        Sample(float(at), int(90 * MIB + MIB * 50 * min(at, 120) / 120 + growth * max(at - 120, 0) / 60), descriptors)
         for at in range(0, seconds, 2)
     ]
 
 
 def measurement(**changes: Any) -> Measurement:
     """Return what is seen when all is well, with changes."""
-    histories = [ProcessHistory("gateway 0", 1, samples(MIB)), ProcessHistory("worker 0", 2, samples(9 * MIB, 100))]
+    histories = [ProcessHistory("gateway 0", 1, samples(MIB)), ProcessHistory("worker 0", 2, samples(9 * MIB, 200))]
     fields: dict[str, Any] = {
         "seconds": 600.0,
         "clients": 32,
@@ -213,7 +213,7 @@ def measurement(**changes: Any) -> Measurement:
 def test_a_run_in_which_all_is_well_has_no_failures() -> None:
     assert failures(measurement()) == []
     text = page(measurement(), "make soak")
-    assert "| gateway 0 | 1 | 90 | 144 | 1.00 | 40 | 40 |" in text
+    assert "| gateway 0 | 1 | 90 | 145 | 1.00 | 40 | 40 |" in text
     assert "| gateway killed | 1 | 1.0 | - | - |" in text
     assert "Failures" not in text
 
