@@ -103,12 +103,12 @@ async def serve(
     await runner.setup()
     try:
         with admin_port(config.admin_port, _remote_drain(lifecycle)):
-            if config.probe_uds is not None:
-                await _listen_on_path(runner, "--probe-uds", config.probe_uds)
             async with backend:
                 if config.reuse_port:
                     await _await_engine(backend)
                 site = await _listen(runner, config)
+                if config.probe_uds is not None:
+                    await _listen_on_path(runner, "--probe-uds", config.probe_uds)
                 await lifecycle.wait_draining()
                 if config.reuse_port:
                     await site.stop()  # new connections go to the other gateways of the port
