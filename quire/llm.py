@@ -28,7 +28,7 @@ from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer
 from shared.params import SamplingParams
-from shared.text.grammars import GrammarCompiler, grammar_text
+from shared.text.grammars import GrammarCompiler
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -228,9 +228,7 @@ class LLM:
         if params.structured_outputs is None:
             return ""
         self._grammars = self._grammars or GrammarCompiler(self._tokenizer)
-        grammar = grammar_text(params.structured_outputs)
-        self._grammars.check(grammar, "structured_outputs")
-        return grammar
+        return self._grammars.compile(params.structured_outputs)
 
     def _tokens(self, prompt: PromptType, vocab_size: int) -> tuple[str | None, list[int]]:
         """Return a prompt's text, or None if it came as token ids, and its token ids."""

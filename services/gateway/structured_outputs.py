@@ -12,7 +12,6 @@ from services.gateway.served_model import ServedModel
 from services.gateway.threads import run_in_thread
 from shared.errors import InvalidRequest, brief
 from shared.structured_outputs import StructuredOutputsParams
-from shared.text.grammars import grammar_text
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older fields, each of one kind."""
@@ -25,18 +24,16 @@ async def compile_grammar(request: GenerationRequest, model: ServedModel) -> str
         for name in ("response_format", "structured_outputs", *GUIDED)
         if (value := getattr(request, name)) is not None and not _is_text(name, value)
     }
+    if request.guided_whitespace_pattern is not None and "guided_json" not in demands:
+        name = "guided_whitespace_pattern"
+        raise InvalidRequest(f"{name} needs guided_json", name)
     if not demands:
         return ""
     if len(demands) > 1:
         raise InvalidRequest(f"only one of {' and '.join(demands)} can be used", list(demands)[1])
     ((name, value),) = demands.items()
-    return await run_in_thread(_compile, _params(name, value, request.guided_whitespace_pattern), name, model)
-
-
-def _compile(params: StructuredOutputsParams, name: str, model: ServedModel) -> str:
-    grammar = grammar_text(params, name)
-    model.grammars.check(grammar, name)
-    return grammar
+    params = _params(name, value, request.guided_whitespace_pattern)
+    return await run_in_thread(model.grammars.compile, params, name)
 
 
 def _is_text(name: str, value: Any) -> bool:

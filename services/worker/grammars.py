@@ -6,7 +6,7 @@ next forward pass. If a sequence comes back after a preemption or from another w
 output so far.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,15 +18,13 @@ from torch import Tensor
 
 from services.worker.sequence_states import Ints
 from shared.errors import QuireError
-from shared.protocol import NewSequence, StepPlan, unpack_tokens
-from shared.text.grammars import GrammarCompiler
+from shared.protocol import Sampling, StepPlan, unpack_tokens
+from shared.text.grammars import GrammarCompiler, first_lines
 
 Words = npt.NDArray[np.int32]
 
 WORD = 32
 """Tokens of a word of a mask."""
-
-MAX_ERROR = 500  # characters
 
 
 class SampledTokens(Protocol):
@@ -43,6 +41,14 @@ class Masks(NamedTuple):
     errors: dict[int, str]  # by slot
 
 
+class _Sequence(NamedTuple):
+    """A running sequence that has a grammar."""
+
+    sampling: Sampling
+    matcher: LLMatcher
+    output: list[int]  # that the matcher has seen
+
+
 class SequenceGrammars:
     """The matchers of sequences by slot, for a model with `vocab_size` logits a position.
 
@@ -53,22 +59,22 @@ class SequenceGrammars:
         self._load_compiler = load_compiler
         self._num_words = -(-vocab_size // WORD)
         self._executor = LLExecutor(num_threads)
-        self._matchers: dict[int, LLMatcher] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._failures: dict[int, str] = {}  # of sequences that have no matcher
-        self._unseen: tuple[SampledTokens, list[tuple[LLMatcher, int]]] | None = None
+        self._pending: tuple[SampledTokens, list[tuple[_Sequence, int]]] | None = None  # tokens not seen yet
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._matchers, self._failures, self._unseen = {}, {}, None
+        self._sequences, self._failures, self._pending = {}, {}, None
 
     def update(self, plan: StepPlan) -> None:
-        """Follow the sequences that `plan` releases, brings and forks."""
+        """Follow the sequences that `plan` adds and forks, and no more those that it releases."""
         for slot in plan.released_slots:
             self._drop(slot)
-        for sequence in plan.new_sequences:
-            self._drop(sequence.slot)
-            if sequence.sampling.grammar:
-                self._start(sequence)
+        for new in plan.new_sequences:
+            self._drop(new.slot)
+            if new.sampling.grammar:
+                self._start(new.slot, new.sampling, unpack_tokens(new.tokens)[new.prompt_len :].tolist())
         for fork in plan.forks:
             for child, _ in fork.children:
                 self._drop(child)
@@ -78,64 +84,65 @@ class SequenceGrammars:
         """Return the masks of `slots` (M,), which have grammars. `num_required` (M,) are output tokens that must come
         before an end, unless the grammar allows nothing else.
         """
-        self._see_tokens()
+        self._see_pending()
         words = np.full((len(slots), self._num_words), -1, np.int32)
-        rows = [(self._matchers[slot], row) for row, slot in enumerate(slots.tolist()) if slot in self._matchers]
+        rows = {row: self._sequences[slot] for row, slot in enumerate(slots.tolist()) if slot in self._sequences}
         if rows:
             self._fill(rows, words, num_required)
         errors = {slot: self._failures[slot] for slot in slots.tolist() if slot in self._failures}
         errors |= {
-            int(slots[row]): f"the grammar cannot be followed: {matcher.get_error()[:MAX_ERROR]}"
-            for matcher, row in rows
-            if matcher.is_error()
+            int(slots[row]): f"the grammar cannot be followed: {first_lines(sequence.matcher.get_error())}"
+            for row, sequence in rows.items()
+            if sequence.matcher.is_error()
         }
         return Masks(torch.from_numpy(words), errors)
 
     def expect(self, slots: Sequence[int], step: SampledTokens) -> None:
         """Take the tokens of `slots` from a step that samples one for each, when they are needed."""
-        self._see_tokens()
-        followed = [(self._matchers[slot], index) for index, slot in enumerate(slots) if slot in self._matchers]
-        self._unseen = (step, followed) if followed else None
+        self._see_pending()
+        followed = [(self._sequences[slot], index) for index, slot in enumerate(slots) if slot in self._sequences]
+        self._pending = (step, followed) if followed else None
 
-    def _fill(self, rows: list[tuple[LLMatcher, int]], words: Words, num_required: Ints) -> None:
-        """Set the rows of `words` to the masks of their matchers."""
-        compiler = self._load_compiler()
-        masks = np.empty((len(words), compiler.mask_words), np.int32)
-        fill_next_token_bitmask_par(self._executor, rows, masks)
-        width = min(self._num_words, compiler.mask_words)  # logits are padded to more tokens than there are
-        for _, row in rows:
+    def _fill(self, rows: Mapping[int, _Sequence], words: Words, num_required: Ints) -> None:
+        """Set rows of `words` to the masks of their sequences."""
+        masks = np.empty((len(words), self._load_compiler().mask_words), np.int32)
+        fill_next_token_bitmask_par(self._executor, [(one.matcher, row) for row, one in rows.items()], masks)
+        width = min(self._num_words, masks.shape[1])  # logits are padded to more tokens than there are
+        for row, sequence in rows.items():
             words[row, :width], words[row, width:] = masks[row, :width], 0
             if num_required[row] > 0:
-                _forbid(words[row], compiler.eos_token_ids)
+                _forbid(words[row], sequence.sampling.stop_token_ids)
 
-    def _see_tokens(self) -> None:
-        if self._unseen is None:
+    def _see_pending(self) -> None:
+        if self._pending is None:
             return
-        (step, followed), self._unseen = self._unseen, None
+        (step, followed), self._pending = self._pending, None
         tokens = step.sampled_tokens()
-        for matcher, index in followed:
-            if not matcher.is_stopped():  # otherwise its sequence has ended, and this step was planned before that
-                matcher.consume_token(tokens[index])
+        for sequence, index in followed:
+            if not sequence.matcher.is_stopped():  # else it has ended, and this step was planned before that
+                sequence.matcher.consume_token(tokens[index])
+                sequence.output.append(tokens[index])
 
-    def _start(self, sequence: NewSequence) -> None:
+    def _start(self, slot: int, sampling: Sampling, output: list[int]) -> None:
         try:
-            matcher = self._load_compiler().matcher(sequence.sampling.grammar)
+            matcher = self._load_compiler().matcher(sampling.grammar)
         except QuireError as error:
-            self._failures[sequence.slot] = str(error)
+            self._failures[slot] = str(error)
             return
-        if output := unpack_tokens(sequence.tokens)[sequence.prompt_len :].tolist():
+        if output:
             matcher.consume_tokens(output)
-        self._matchers[sequence.slot] = matcher
+        self._sequences[slot] = _Sequence(sampling, matcher, output)
 
     def _fork(self, parent: int, child: int) -> None:
-        if parent in self._matchers:
-            self._see_tokens()
-            self._matchers[child] = self._matchers[parent].deep_copy()
+        self._see_pending()
+        if parent in self._sequences:
+            sampling, _, output = self._sequences[parent]
+            self._start(child, sampling, list(output))
         elif parent in self._failures:
             self._failures[child] = self._failures[parent]
 
     def _drop(self, slot: int) -> None:
-        self._matchers.pop(slot, None)
+        self._sequences.pop(slot, None)
         self._failures.pop(slot, None)
 
 
@@ -143,6 +150,7 @@ def _forbid(words: Words, tokens: Sequence[int]) -> None:
     """Take `tokens` from a mask, unless nothing else is in it."""
     bits = words.view(np.uint32).copy()
     for token in tokens:
-        bits[token // WORD] &= ~np.uint32(1 << token % WORD)
+        if token < len(bits) * WORD:
+            bits[token // WORD] &= ~np.uint32(1 << token % WORD)
     if bits.any():
         words[:] = bits.view(np.int32)

@@ -1,94 +1,167 @@
 """Grammars that an output has to follow, by the library llguidance.
 
-A gateway turns a user's demand into the text of a grammar (`grammar_text`) and checks it; the worker compiles it to a
+A gateway turns what a user wants into the text of a grammar (`grammar_text`) and checks it; the worker compiles it to a
 matcher, which says after each token which ones may come next. Both have a `GrammarCompiler`, with the same limits, so
-what a gateway accepts does not fail at a worker.
+what a gateway accepts can be compiled by a worker. A limit that shows only after many tokens ends that one output.
 """
 
 import json
+import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer, StructTag, TokenizerWrapper
 from llguidance.numpy import fill_next_token_bitmask
 
-from shared.errors import InvalidRequest, brief
+from shared.errors import InvalidRequest, ModelError, brief
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text.tokenizer import Tokenizer
 
-MAX_LENGTH = 256 * 1024
-"""Maximum number of characters of a grammar."""
+logger = logging.getLogger(__name__)
+
+MAX_LENGTH = 64 * 1024
+"""Maximum number of bytes of a grammar. It travels with its request, and with its sequence to the worker."""
+
+MAX_GBNF_LENGTH = 8 * 1024
+"""The same for GBNF's notation, which Python code converts in a time that grows faster than its length."""
+
+MAX_RULES = 500
+"""Maximum number of rules of a grammar in Lark's notation."""
 
 MAX_CHOICES = 10_000
+"""Maximum number of texts to choose from."""
 
-MAX_COMPILE_SECONDS = 0.1
+MAX_COMPILE_SECONDS = 0.05
 """Maximum CPU time to compile a grammar. A worker compiles it between two steps, for which all streams wait."""
 
-MAX_CACHED = 64
-"""Compiled grammars that are kept."""
+MAX_CHECKED = 1024
+"""Grammars that are remembered as right."""
+
+STACK_SIZE = 256 * 1024 * 1024
+"""Bytes of stack for compiling. The library calls itself for each level of a grammar, which takes some 10 kB, and does
+not look how much is left. Only what is used takes memory."""
 
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Whitespace between the tokens of JSON. It has a bound, since a model may like to go on with it without end."""
 
-LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+LIMITS = llguidance.LLParserLimits(step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False)
 
 
 class GrammarCompiler:
-    """Compiles grammars over the tokens of `tokenizer`. Making one takes some hundred milliseconds."""
+    """Compiles grammars over the tokens of `tokenizer`. Making one takes up to a second."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_ids = tokenizer.eos_token_ids  # by which an output that follows a grammar may end
-        self._tokenizer = LLTokenizer(tokenizer.backend.to_str(), eos_token=list(self.eos_token_ids) or None)
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()  # at the beginning of an output, oldest first
+        self._tokenizer: LLTokenizer | None = None
+        self._problem = ""  # why there is no `_tokenizer`
+        self._checked: OrderedDict[str, None] = OrderedDict()  # grammars that are right, oldest first
+        self._thread = _thread_with_deep_stack()
+        if not self.eos_token_ids:
+            self._problem = "this model has no token that ends an output"
+            return
+        try:
+            self._tokenizer = LLTokenizer(TokenizerWrapper(_TokenList(tokenizer)), eos_token=list(self.eos_token_ids))
+        except ValueError as error:
+            self._problem = f"this model's tokenizer has no grammars: {error}"
+            logger.warning("%s", self._problem)
 
     @property
     def mask_words(self) -> int:
         """Return the number of words of a mask, which has a bit a token."""
-        return -(-self._tokenizer.vocab_size // 32)
+        return -(-self._ready.vocab_size // 32)
+
+    @property
+    def _ready(self) -> LLTokenizer:
+        """Return the tokenizer. Raise `ModelError` if there is none."""
+        if self._tokenizer is None:
+            raise ModelError(self._problem)
+        return self._tokenizer
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Return a new matcher, at the beginning of an output. It has an error if the grammar is wrong."""
-        matcher = self._matchers.pop(grammar, None) or LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        self._matchers[grammar] = matcher
-        while len(self._matchers) > MAX_CACHED:
-            self._matchers.popitem(last=False)
-        return matcher.deep_copy()
+        """Return a new matcher, at the beginning of an output. It has an error if the grammar is wrong.
+
+        Matchers are not copied from one another: copies would share the library's caches, and with them its limits.
+        Raise `ModelError` if there are no grammars for this tokenizer.
+        """
+        tokenizer = self._ready
+        return self._thread.submit(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS).result()
+
+    def compile(self, params: StructuredOutputsParams, param: str = "structured_outputs") -> str:
+        """Return the grammar of `params`. Raise `InvalidRequest`, naming `param`, if it is wrong or too large."""
+        grammar = grammar_text(params, param)
+        self.check(grammar, param)
+        return grammar
 
     def check(self, grammar: str, param: str) -> None:
         """Raise `InvalidRequest`, naming `param`, if a grammar is wrong, or too large to be used."""
-        if grammar in self._matchers:
+        if grammar in self._checked:
+            self._checked.move_to_end(grammar)
             return
-        if not self.eos_token_ids:
-            raise InvalidRequest(f"{param} is not supported: this model has no token that ends an output", param)
-        if len(grammar) > MAX_LENGTH:
-            raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters, got {len(grammar)}", param)
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{param} is not supported: {self._problem}", param)
+        check_length(grammar, param)
+        error, seconds = self._thread.submit(self._try, self._tokenizer, grammar).result()
+        if error:
+            raise InvalidRequest(f"{param} is not supported: {first_lines(error)}", param)
+        if seconds > MAX_COMPILE_SECONDS:
+            limit = f"it takes {seconds:.2f} s to compile, and {MAX_COMPILE_SECONDS} s is the limit"
+            raise InvalidRequest(f"{param} is too complex: {limit}", param)
+        self._checked[grammar] = None
+        while len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
+
+    def _try(self, tokenizer: LLTokenizer, grammar: str) -> tuple[str, float]:
+        """Compile a grammar, and make a mask, since some limits show only then. Return the error and the seconds."""
         began = time.thread_time()
-        matcher = self.matcher(grammar)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            mask = np.empty((1, self.mask_words), np.int32)
-            fill_next_token_bitmask(matcher, mask)  # some limits show only here
-        seconds = time.thread_time() - began
-        if not matcher.is_error() and seconds <= MAX_COMPILE_SECONDS:
-            return
-        del self._matchers[grammar]
-        if matcher.is_error():
-            raise InvalidRequest(f"{param} is not supported: {_first_lines(matcher.get_error())}", param)
-        raise InvalidRequest(
-            f"{param} is too complex: it takes {seconds:.2f} s to compile, and {MAX_COMPILE_SECONDS} s is the limit",
-            param,
-        )
+            fill_next_token_bitmask(matcher, np.empty((1, self.mask_words), np.int32))
+        return matcher.get_error(), time.thread_time() - began
+
+
+class _TokenList:
+    """The tokens of a tokenizer as the library takes them: the bytes of each, whatever kind of tokenizer it is."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        backend = tokenizer.backend
+        size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.tokens = [tokenizer.bytes.later[id] for id in range(size)]
+        self.special_token_ids = sorted(backend.get_added_tokens_decoder())  # no text matches them
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_ids[0], tokenizer.bos_token_id
+        self._encode = backend.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False).ids
+
+
+def _thread_with_deep_stack() -> ThreadPoolExecutor:
+    """Return an executor of one thread that has `STACK_SIZE`."""
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_SIZE)
+        try:
+            executor = ThreadPoolExecutor(1, "grammars")
+            executor.submit(int).result()  # starts the thread
+        finally:
+            threading.stack_size(before)
+    return executor
+
+
+_stack_size_lock = threading.Lock()
 
 
 def grammar_text(params: StructuredOutputsParams, param: str = "structured_outputs") -> str:
-    """Return the grammar of a demand in llguidance's notation. Raise `InvalidRequest`, naming `param`.
+    """Return a grammar in llguidance's notation. Raise `InvalidRequest`, naming `param`.
 
     Whether the grammar is right is for `GrammarCompiler.check` to say.
     """
     value = getattr(params, params.kind)
+    _check_json_options(params, param)
     match params.kind:
         case "json":
             return _json_grammar(_parse(value, param), params, param)
@@ -104,9 +177,23 @@ def grammar_text(params: StructuredOutputsParams, param: str = "structured_outpu
             return _tag_grammar(_parse(value, param), param)
 
 
+def _check_json_options(params: StructuredOutputsParams, param: str) -> None:
+    """Raise `InvalidRequest` for an option of JSON where there is none."""
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(params, name) and params.kind not in ("json", "json_object"):
+            raise InvalidRequest(f"{param}: {name} is for JSON, not for {params.kind}", param)
+
+
+def check_length(text: str, param: str, limit: int = MAX_LENGTH) -> None:
+    """Raise `InvalidRequest` if `text` has more than `limit` bytes."""
+    if len(text) > limit or len(text.encode(errors="replace")) > limit:
+        raise InvalidRequest(f"{param} must have at most {limit} bytes", param)
+
+
 def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequest(f"{param} must be a JSON schema, an object, got {brief(schema)}", param)
+    check_length(schema_text(schema, param), param)
     if params.disable_additional_properties:
         schema = _closed(schema)
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
@@ -120,10 +207,22 @@ def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> s
         raise InvalidRequest(f"{param} is not a JSON schema: {error}", param) from error
 
 
+def schema_text(schema: Any, param: str) -> str:
+    """Return a schema as JSON. Raise `InvalidRequest` if it is nested too deeply or is no JSON."""
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not a JSON schema: {brief(str(error))}", param) from error
+
+
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
+"""Keywords of JSON Schema whose values are data."""
+
+
 def _closed(schema: Any) -> Any:
     """Return a schema in which each object that names properties allows no others, unless it says otherwise."""
     if isinstance(schema, Mapping):
-        closed = {key: _closed(value) for key, value in schema.items()}
+        closed = {key: value if key in DATA_KEYWORDS else _closed(value) for key, value in schema.items()}
         if isinstance(schema.get("properties"), Mapping):
             closed.setdefault("additionalProperties", False)
         return closed
@@ -141,10 +240,14 @@ def _choice_grammar(choices: Any, param: str) -> str:
 
 def _grammar(text: str, param: str) -> str:
     """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules have `::=`."""
+    if "::=" in text:
+        check_length(text, param, MAX_GBNF_LENGTH)
+    elif text.count(":") > MAX_RULES:
+        raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules", param)
     try:
         return llguidance.grammar_from("grammar", text)
     except ValueError as error:
-        raise InvalidRequest(f"{param} is not a grammar: {_first_lines(str(error))}", param) from error
+        raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
 
 
 def _tag_grammar(value: Any, param: str) -> str:
@@ -176,6 +279,7 @@ def _parse(value: Any, param: str) -> Any:
     """Return a value of JSON that may have come as its text."""
     if not isinstance(value, str):
         return value
+    check_length(value, param)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -185,11 +289,10 @@ def _parse(value: Any, param: str) -> Any:
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{param} must be a text that is not empty, got {brief(value)}", param)
-    if len(value) > MAX_LENGTH:
-        raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters, got {len(value)}", param)
+    check_length(value, param)
     return value
 
 
-def _first_lines(error: str) -> str:
+def first_lines(error: str) -> str:
     """Return what an error of the library says, without the state that it adds."""
     return error.partition("\n<")[0].strip()[:500]

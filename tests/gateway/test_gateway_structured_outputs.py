@@ -93,6 +93,7 @@ async def test_without_a_demand_there_is_no_grammar(path: str) -> None:
         ({"structured_outputs": {"regex": "(?<=a)b"}}, "structured_outputs", "look-around"),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"guided_choice": []}, "guided_choice", "1 to"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
         ({"structured_outputs": 7}, "structured_outputs", "object"),
     ],
     ids=str,

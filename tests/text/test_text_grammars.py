@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from shared.errors import InvalidRequest
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text import grammars
 from shared.text.grammars import GrammarCompiler, grammar_text
 from shared.text.tokenizer import Tokenizer
-from tests.text.vocabulary import make_backend, make_tokenizer
+from tests.text.vocabulary import KINDS, make_backend, make_tokenizer, make_vocabulary
 
 TOKENIZER = make_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
@@ -121,6 +122,7 @@ def test_objects_can_be_closed() -> None:
         ({"choice": ["a", ""]}, "not empty"),
         ({"choice": ["a", 1]}, "list of strings"),
         ({"choice": ["a"] * 20_000}, "1 to"),
+        ({"choice": ["a" * 7] * 9_999}, "at most 65536 bytes"),
         ({"grammar": "root ::= nothing"}, "nothing"),
         ({"grammar": "start: OTHER"}, "OTHER"),
         ({"structural_tag": {}}, "structures and triggers"),
@@ -131,8 +133,12 @@ def test_objects_can_be_closed() -> None:
         ({}, "got none"),
         ({"json_object": False}, "got none"),
         ({"json": {}, "regex": "a"}, "got json and regex"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is for JSON"),
+        ({"grammar": "root ::= x\n" + "x ::= y\n" * 2000}, "at most 8192 bytes"),
+        ({"grammar": "start: a\n" + "a: b\n" * 600}, "at most 500 rules"),
+        ({"json": "[" * 20_000}, "not JSON"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_what_is_wrong_is_named(demand: dict[str, Any], words: str) -> None:
     """GDD-01, GDD-02, STR-10."""
@@ -145,12 +151,75 @@ def test_a_regex_bomb_is_no_bomb(regex: str) -> None:
     COMPILER.check(grammar_text(StructuredOutputsParams(regex=regex)), "regex")
 
 
-def test_a_schema_with_too_many_properties_is_refused() -> None:
-    """DOS-02: this one takes most of a second, or exceeds a limit of the library."""
+def test_a_schema_that_is_too_large_is_refused() -> None:
+    """DOS-02, DOS of the interpreter: before anything is built from it."""
     schema = {"type": "object", "properties": {f"property {at}": {"type": "string"} for at in range(3000)}}
-    message = refusal(json=schema)
-    assert "too complex" in message or "max is" in message
-    assert "<state>" not in message
+    for json_schema in (schema, json.dumps(schema), "[]," * 10**6):
+        assert "must have at most 65536 bytes" in refusal(json=json_schema)
+
+
+LONGEST = 700
+"""Links of a chain that the bounds let through."""
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        {
+            "json": {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    **{f"{at}": {"properties": {"a": {"$ref": f"#/$defs/{at + 1}"}}} for at in range(LONGEST)},
+                    f"{LONGEST}": {"type": "null"},
+                },
+            }
+        },
+        {
+            "json": {
+                "$ref": "#/$defs/0",
+                "$defs": {
+                    **{f"{at}": {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{at + 1}"}]} for at in range(LONGEST)},
+                    f"{LONGEST}": {"type": "null"},
+                },
+            }
+        },
+        {"grammar": "start: A0\n" + "".join(f'A{at}: "b" | A{at + 1} "c"\n' for at in range(490)) + 'A490: "b"\n'},
+        {"grammar": "start: a0\n" + "".join(f'a{at}: "b" | a{at + 1}\n' for at in range(490)) + 'a490: "b"\n'},
+        {"grammar": "start: " + "(" * 5000 + '"b"' + ")" * 5000},
+        {"regex": "(" * 5000 + "b" + ")" * 5000},
+        {"json": {"type": "string", "pattern": "(" * 5000 + "b" + ")" * 5000}},
+        {"grammar": "root ::= r0\n" + "".join(f'r{at} ::= "b" | r{at + 1}\n' for at in range(300)) + 'r300 ::= "b"\n'},
+    ],
+    ids=lambda demand: str(demand)[:40],
+)
+def test_what_is_nested_deeply_ends_no_process(demand: dict[str, Any]) -> None:
+    """The library calls itself for each level. What is accepted can be followed too."""
+    grammar = None
+    try:
+        grammar = grammar_text(StructuredOutputsParams(**demand))
+        COMPILER.check(grammar, "it")
+    except InvalidRequest:
+        return
+    matcher, masks = COMPILER.matcher(grammar), np.zeros((1, COMPILER.mask_words), np.int32)
+    executor = LLExecutor(2)
+    for token in TOKENIZER.encode('{"a": bccc'):
+        fill_next_token_bitmask_par(executor, [(matcher, 0)], masks)
+        if not matcher.consume_token(token):
+            break
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_tokenizer_has_grammars(name: str) -> None:
+    """Tokens are taken by their bytes. A word of pieces begins by a space, which JSON allows between tokens."""
+    vocabulary = make_vocabulary(name)
+    compiler = GrammarCompiler(vocabulary.tokenizer)
+    matcher = compiler.matcher(grammar_text(StructuredOutputsParams(regex="(.|\n)*")))
+    shown = [id for id in vocabulary.shown_ids if id not in vocabulary.tokenizer.backend.get_added_tokens_decoder()]
+    texts = {id: vocabulary.tokenizer.bytes.later[id].decode(errors="replace") for id in shown}
+    whole = [id for id, text in texts.items() if text and "\ufffd" not in text]
+    assert len(whole) >= 3
+    assert matcher.try_consume_tokens(whole[:3]) == 3
+    assert matcher.consume_token(compiler.eos_token_ids[0])
 
 
 def test_a_grammar_that_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +228,17 @@ def test_a_grammar_that_takes_long_to_compile_is_refused(monkeypatch: pytest.Mon
         assert "too complex" in refusal(regex="some other expression")
 
 
-def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
+def test_few_grammars_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_CHECKED", 2)
     compiler = GrammarCompiler(TOKENIZER)
     for name in "abca":
-        compiler.check(grammar_text(StructuredOutputsParams(regex=name)), "regex")
-        compiler.matcher(grammar_text(StructuredOutputsParams(regex="a")))
-    assert len(compiler._matchers) == 2
+        compiler.compile(StructuredOutputsParams(regex=name))
+    assert len(compiler._checked) == 2
+
+
+def test_data_in_a_schema_is_not_closed() -> None:
+    schema = {"const": {"properties": {}}}
+    assert follows('{"properties":{}}', json=schema, disable_additional_properties=True, disable_any_whitespace=True)
 
 
 def test_matchers_are_independent() -> None:

@@ -16,6 +16,7 @@ from tests.text.vocabulary import make_tokenizer
 TOKENIZER = make_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
 (EOS,) = TOKENIZER.eos_token_ids
+(A,) = TOKENIZER.encode("a")  # a stop token of all sequences
 VOCAB = TOKENIZER.vocab_size + 70  # padded, as the vocabularies of models are
 EPOCH = Epoch("test", 1)
 
@@ -43,7 +44,7 @@ def regex(expression: str) -> str:
 
 def enter(running: SequenceGrammars, slot: int, expression: str = "", output: str = "") -> None:
     prompt = [5, 6, 7]
-    sampling = Sampling(max_tokens=9, seed=0, grammar=regex(expression) if expression else "")
+    sampling = Sampling(max_tokens=9, seed=0, stop_token_ids=[EOS, A], grammar=regex(expression) if expression else "")
     tokens = pack_tokens(prompt + TOKENIZER.encode(output))
     running.update(plan(new_sequences=[NewSequence(slot, tokens, len(prompt), [], sampling, 0)]))
 
@@ -121,6 +122,24 @@ def test_an_end_waits_for_min_tokens_if_anything_else_may_come(running: Sequence
     assert allowed(running, 0, required=5) == "b"
     running.expect([0], Step("b"))
     assert allowed(running, 0, required=4) == "."
+    enter(running, 1, "[abc]")
+    assert allowed(running, 1, required=1) == "bc"
+    assert allowed(running, 1) == "abc"
+
+
+def test_an_output_that_exceeds_a_limit_ends_alone(running: SequenceGrammars) -> None:
+    """The library's caches have limits, which sequences with the same grammar must not share."""
+    expensive = r"x(\w{1,300}|[a-z0-9]{0,700}b){1,100}"
+    for slot in (0, 1):
+        enter(running, slot, expensive)
+    running.expect([0, 1], Step("x", "x"))
+    for _ in range(300):
+        if masks(running, 0).errors:
+            break
+        running.expect([0], Step("a"))
+    assert list(masks(running, 0, 1).errors) == [0]
+    enter(running, 2, expensive)
+    assert not masks(running, 1, 2).errors
 
 
 def test_a_token_that_is_not_allowed_ends_the_sequence(running: SequenceGrammars) -> None:
