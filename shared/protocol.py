@@ -2,7 +2,7 @@
 
     gateway ──Hello, Submit, Abort, Heartbeat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
     gateway ◀─Welcome, Accepted, Refused, Progress, Status, UnknownGateway── scheduler
-    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured── worker
+    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured, Leave── worker
     supervisor ◀─Heartbeat── gateway, scheduler, worker
 
 Rules of the file:
@@ -431,10 +431,14 @@ class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fie
     epoch: Epoch
 
 
+class Leave(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Says that the worker was told to end. It computes what it is sent until it gets `Stop`."""
+
+
 GatewayToScheduler = Hello | Submit | Abort | Heartbeat
 SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | UnknownGateway
 SchedulerToWorker = Configure | StepPlan | Stop
-WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured
+WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured | Leave
 ToSupervisor = Heartbeat
 
 
