@@ -242,6 +242,7 @@ class SimulatedEngine:
         self.worker = None
         self.core.end_epoch()
         self.events["epochs that ended in order"] += 1
+        assert self.core.snapshot().running == 0, "all wait for the next one"
         assert self.core.plan(self.now) is None, "no plan without a worker"
         self.check()
 
