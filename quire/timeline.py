@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from services.scheduler.core import Scheduler
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.record import Aborted, Began, Committed, Drained, Lost, Planned, Submitted
+from services.scheduler.record import Aborted, Began, Committed, Drained, Left, Lost, Planned, Submitted
 from services.scheduler.replay import Replayed
 from shared.protocol import ProgressRow, Refused, StepPlan, Submit
 
 SUBMITTED, REFUSED, ADMITTED, RESUMED, FORKED = "submitted", "refused", "admitted", "resumed", "forked"
 CHUNK, TOKENS, PREEMPTED, LOST, ENDED = "chunk", "tokens", "preempted", "lost", "ended"
 SUSPECTED = "suspected"
-EPOCH, WORKER_LOST, DRAIN = "epoch", "worker lost", "drain"
+EPOCH, WORKER_LOST, WORKER_LEFT, DRAIN = "epoch", "worker lost", "worker left", "drain"
 
 ENGINE = -1
 """The request of events that concern the whole engine."""
@@ -58,7 +58,9 @@ class Timeline:
             case Began(_, epoch, num_blocks):
                 self._add(ENGINE, ALL_SAMPLES, EPOCH, f"a worker with {num_blocks} blocks begins epoch {epoch.count}")
             case Lost(_, out_of_memory):
-                self._see_loss(out_of_memory)
+                self._see_end(WORKER_LOST, "out of memory" if out_of_memory else "it died, hung or failed")
+            case Left():
+                self._see_end(WORKER_LEFT, "it was told to end")
             case Drained():
                 self._add(ENGINE, ALL_SAMPLES, DRAIN, "no new requests are accepted")
             case Aborted() | Committed():
@@ -108,10 +110,10 @@ class Timeline:
             elif sequence.finish_reason is not None:
                 del self._running[sequence]
 
-    def _see_loss(self, out_of_memory: bool) -> None:
+    def _see_end(self, kind: str, reason: str) -> None:
+        """See the end of an epoch."""
         lost = [(sequence, slot) for sequence, (slot, _) in self._running.items() if sequence.finish_reason is None]
-        reason = "out of memory" if out_of_memory else "it died, hung or failed"
-        self._add(ENGINE, ALL_SAMPLES, WORKER_LOST, f"{reason}, with {len(lost)} samples")
+        self._add(ENGINE, ALL_SAMPLES, kind, f"{reason}, with {len(lost)} samples")
         self._running.clear()
         for sequence, slot in lost:
             self._add(sequence.request.id, sequence.sample, LOST, f"slot {slot}, with the worker", slot)

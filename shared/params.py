@@ -18,15 +18,19 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from shared.errors import InvalidRequest, brief
-from shared.protocol import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, Sampling
+from shared.protocol import (
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
+    Sampling,
+)
 from shared.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters; a stream holds back at most as many
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 16_384  # tokens; each process that they pass through spends some ten milliseconds on them
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")

@@ -2,7 +2,7 @@
 
     gateway ──Hello, Submit, Abort, Heartbeat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
     gateway ◀─Welcome, Accepted, Refused, Progress, Status, UnknownGateway── scheduler
-    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured── worker
+    scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured, Leave── worker
     supervisor ◀─Heartbeat── gateway, scheduler, worker
 
 Rules of the file:
@@ -35,6 +35,12 @@ VERSION = 7
 MAX_FRAME = 64 * 1024 * 1024
 """Maximum length of a message in bytes. Sockets disconnect a peer that sends a longer one."""
 
+MAX_LOGIT_BIAS = 16_384
+"""Maximum number of tokens with a bias. Each process that they pass through spends some ten milliseconds on them."""
+
+MAX_STOP_TOKEN_IDS = 1_024
+"""Maximum number of stop tokens that a user names. A model has as many end-of-sequence ids at most."""
+
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets of `Snapshot.step_tokens`. One more bucket counts the larger steps."""
 
@@ -58,8 +64,8 @@ LongText = Annotated[str, Meta(max_length=2**20)]  # an explanation for people
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; the API's own range is much smaller
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
-TokenIds = Annotated[list[Index], Meta(max_length=2**20)]
-LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=2**20)]
+StopTokenIds = Annotated[list[Index], Meta(max_length=2 * MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=MAX_LOGIT_BIAS)]
 
 
 class FinishReason(Enum):
@@ -105,7 +111,7 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     repetition_penalty: RepetitionPenalty = 1.0  # over prompt and output tokens
     logit_bias: LogitBias = []  # (token id, added to its logit)
     min_tokens: Index = 0  # number of output tokens before which no stop token can be sampled
-    stop_token_ids: TokenIds = []  # sampling one ends the sequence; includes end-of-sequence ids unless ignored
+    stop_token_ids: StopTokenIds = []  # sampling one ends the sequence; includes end-of-sequence ids unless ignored
     logprobs: OptionalIndex = -1  # alternatives reported for each output token; -1: no log-probabilities at all
     prompt_logprobs: OptionalIndex = -1  # the same for prompt tokens; such a request takes no prefix hits
     grammar: LongText = ""  # that the output has to follow, in llguidance's notation; empty: none
@@ -431,10 +437,14 @@ class Configured(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fie
     epoch: Epoch
 
 
+class Leave(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
+    """Says that the worker was told to end. It computes what it is sent until it gets `Stop`."""
+
+
 GatewayToScheduler = Hello | Submit | Abort | Heartbeat
 SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | UnknownGateway
 SchedulerToWorker = Configure | StepPlan | Stop
-WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured
+WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured | Leave
 ToSupervisor = Heartbeat
 
 

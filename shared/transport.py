@@ -66,6 +66,9 @@ HANDSHAKE_FAILURES: dict[int, str] = {
 }
 """What a failed handshake means to the one that connects. If the listener is quicker, any of them is the last."""
 
+HANDSHAKE_FAILURE_WITHOUT_KEYS = "it ended the handshake: it has died meanwhile, or is no scheduler"
+"""What any of them means over ipc, where there are no keys."""
+
 HEARTBEAT_HIGH_WATER = 2
 """Heartbeats that may wait to be sent: old ones are worth nothing."""
 
@@ -137,12 +140,13 @@ class Monitor:
     It must be created before the socket is bound or connected, since it does not see earlier events.
     """
 
-    def __init__(self, watched: "zmq.Socket[Any]") -> None:
+    def __init__(self, watched: "zmq.Socket[Any]", address: str) -> None:
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
         if watched.type != zmq.ROUTER:  # a listener needs no reason why a stranger was refused
             for failure in HANDSHAKE_FAILURES:
                 events |= failure
         self._watched = watched
+        self._may_have_keys = address.startswith("tcp://")
         self.socket: zmq.Socket[Any] = watched.get_monitor_socket(events)
         self._reader: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket.underlying)  # reads at once on any event loop
         self.connected: set[int] = set()  # descriptors
@@ -164,7 +168,7 @@ class Monitor:
                 return disconnected
             kind, fd = event["event"], event["value"]
             if kind in HANDSHAKE_FAILURES:
-                self.refusal = HANDSHAKE_FAILURES[kind]
+                self.refusal = HANDSHAKE_FAILURES[kind] if self._may_have_keys else HANDSHAKE_FAILURE_WITHOUT_KEYS
             elif kind == zmq.EVENT_DISCONNECTED:
                 self.connected.discard(fd)
                 self.refused += fd not in self._heard
@@ -275,7 +279,7 @@ def listen(
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt_string(zmq.ZAP_DOMAIN, role)
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # admit nobody if there is no authentication
-        monitor = Monitor(socket)
+        monitor = Monitor(socket, address)
         try:
             _bind(socket, address)
             yield Listener(socket, monitor, UnreadBytes() if address.startswith("tcp://") else None)
@@ -293,7 +297,7 @@ def connect(
     with _socket(context, zmq.DEALER, address) as socket:
         socket.setsockopt(zmq.IDENTITY, identity)
         _use_connection_keys(socket, address, keys)
-        monitor = Monitor(socket)
+        monitor = Monitor(socket, address)
         try:
             socket.connect(address)
             yield socket, monitor

@@ -142,6 +142,10 @@ class Engine:
             logger.error("a request is ended: %s", detail, extra=of_request(request_ids[id]))
         return rows
 
+    def end_epoch(self) -> None:
+        """Let the worker go, which has answered every plan: running sequences wait for the next one."""
+        self._core.end_epoch()
+
     def drain(self) -> None:
         """Accept no new requests from now on."""
         self._core.drain()

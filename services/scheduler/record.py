@@ -104,7 +104,13 @@ class Ended(Struct, frozen=True, array_like=True, tag=8):
     digest: bytes  # of the state
 
 
-Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained
+class Left(Struct, frozen=True, array_like=True, tag=9):
+    """`end_epoch`."""
+
+    now: float
+
+
+Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained | Left
 Entry = Input | Ended
 
 _encoder = msgspec.msgpack.Encoder()

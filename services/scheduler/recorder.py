@@ -37,6 +37,7 @@ from services.scheduler.record import (
     Entry,
     Head,
     Input,
+    Left,
     Lost,
     Planned,
     Submitted,
@@ -208,6 +209,10 @@ class RecordedScheduler(Scheduler):
         self._record(Lost(now, out_of_memory))
         self._recorded_now = now
         return super().lose_worker(now, out_of_memory=out_of_memory)
+
+    def end_epoch(self) -> None:
+        self._record(Left(self._recorder.clock()))
+        super().end_epoch()
 
     def submit(self, request: Submit, now: float) -> Refused | None:
         self._record(Submitted(now, request))

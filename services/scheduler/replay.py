@@ -12,6 +12,7 @@ from services.scheduler.record import (
     Drained,
     Ended,
     Input,
+    Left,
     Lost,
     Planned,
     Record,
@@ -82,6 +83,8 @@ def _apply(core: Scheduler, entry: Input) -> Outcome:
                 return []
         case Lost(now, out_of_memory):
             return core.lose_worker(now, out_of_memory=out_of_memory)
+        case Left():
+            core.end_epoch()
         case Drained():
             core.drain()
     return None

@@ -42,6 +42,10 @@ last unfinished request, so that the metrics include a request whose client has 
 MAX_TURN_MESSAGES = 32
 """Maximum number of gateways' messages that are read in one turn, which takes about a millisecond."""
 
+SPARE_WAIT = 1.0
+"""Seconds for which a worker that was told to end goes on if no other waits in line. Services that are told to end
+together hear of it one after the other, and an engine that drains needs its worker."""
+
 FLOOD_CHECK_INTERVAL = 0.05
 """Minimum seconds between two checks for peers that send faster than the loop reads."""
 
@@ -111,6 +115,7 @@ class Service:
         for request in self._gateways.receive(MAX_TURN_MESSAGES, now):
             self._handle_request(request, now)
         self._cut_floods(now)
+        self._release_worker(now)
         self._configure_worker(now)
         if self.engine is not None:
             self._send_plans(self.engine, now)
@@ -164,6 +169,8 @@ class Service:
         self._tick(now)
 
     def _send_plans(self, engine: Engine, now: float) -> None:
+        if self._may_release(engine, now):
+            return
         while self._workers.ready and (plan := engine.plan(now)) is not None:
             self._workers.send(plan, engine.encode(plan), now)
 
@@ -179,6 +186,26 @@ class Service:
             self._gateways.refuse(refused)
         else:
             self._gateways.accept(request.id)
+
+    def _may_release(self, engine: Engine, now: float) -> bool:
+        """Return whether the active worker was told to end, and may do so before the requests have ended.
+
+        They go on with the worker that waits in line, or with one that comes later. None may come any more if this
+        engine drains, so they are finished first.
+        """
+        since = self._workers.leaving_since
+        if since is None:
+            return False
+        if self._workers.has_spare or not engine.unfinished:
+            return True
+        return not self._drain_requested and now - since >= SPARE_WAIT
+
+    def _release_worker(self, now: float) -> None:
+        """End the epoch in good order if the active worker may end, and has answered every plan."""
+        if self.engine is not None and self._workers.settled and self._may_release(self.engine, now):
+            self.engine.end_epoch()
+            self._workers.release()
+            self._tick(now)
 
     def _configure_worker(self, now: float) -> None:
         """Begin an epoch if there is no active worker and one waits."""

@@ -6,6 +6,9 @@ connection: after a loss it registers again, so that no result can be taken for 
 The active worker is lost when its connection ends (which is seen within milliseconds), when it sends a `Fault`, when
 `shared.liveness` finds it dead, or when it sends something that is not a message. In the last two cases its process may
 still run: it is killed if it is on this host, and told to stop otherwise.
+
+A worker that is told to end says so by `Leave`. The active one computes what it is sent until `release`, which the
+service calls between two steps, so that nothing is lost.
 """
 
 import logging
@@ -23,6 +26,7 @@ from shared.protocol import (
     Epoch,
     Fault,
     Heartbeat,
+    Leave,
     Register,
     StepPlan,
     StepResult,
@@ -72,6 +76,7 @@ class ActiveWorker(Struct):
     worker: Registration
     epoch: Epoch
     deadlines: Deadlines
+    leaving_since: float | None = None  # when it said that it was told to end
 
     def overdue(self, now: float, short_of_cpu: bool) -> str:
         """Return why the worker is dead; empty while it is not. Must be called often.
@@ -115,9 +120,25 @@ class Workers:
     @property
     def candidate(self) -> Register | None:
         """The worker to configure next, if one is needed and has registered."""
-        if self._active is not None or not self._registered:
+        loss_untold = bool(self._events)  # after `give_up`: the former epoch must end before the next one begins
+        if self._active is not None or loss_untold or not self._registered:
             return None
         return next(iter(self._registered.values())).register
+
+    @property
+    def leaving_since(self) -> float | None:
+        """The time when the active worker said that it was told to end; None if it has not."""
+        return None if self._active is None else self._active.leaving_since
+
+    @property
+    def has_spare(self) -> bool:
+        """True if another worker waits in line."""
+        return len(self._registered) > (self._active is not None)
+
+    @property
+    def settled(self) -> bool:
+        """True if no result of the active worker is awaited."""
+        return self._active is None or self._active.deadlines.awaited_step is None
 
     def receive(self, now: float) -> list[WorkerEvent]:
         """Read messages, and return the active worker's events since the last call, in order."""
@@ -155,6 +176,12 @@ class Workers:
         if self._active is not None:
             self._terminate(self._active.worker, reason)
 
+    def release(self) -> None:
+        """Tell the active worker to stop, and forget it. It owes no result, so it is not lost."""
+        if self._active is not None:
+            self._let_go(self._active.worker)
+            self._active = None
+
     def dismiss(self, reason: str) -> None:
         """Tell the candidate to stop, and forget it."""
         worker = next(iter(self._registered.values()))
@@ -191,6 +218,8 @@ class Workers:
                 sender.liveness.note_heartbeat(content.process, now)
             else:
                 self._drop(DropReason.UNKNOWN_SENDER)
+        elif isinstance(content, Leave):
+            self._note_leaving(worker, now)
         elif self._active is None or worker is not self._active.worker:
             self._drop(DropReason.UNKNOWN_SENDER if worker is None else DropReason.UNEXPECTED)
             logger.debug("a message of %s came too late", printable_identity(message.peer))
@@ -199,6 +228,22 @@ class Workers:
             self._remove(worker, "it failed", out_of_memory=content.out_of_memory)  # its process ends by itself
         else:
             self._handle_answer(self._active, content, body, now)
+
+    def _note_leaving(self, worker: Registration | None, now: float) -> None:
+        if worker is None:
+            self._drop(DropReason.UNKNOWN_SENDER)
+        elif self._active is None or worker is not self._active.worker:
+            self._let_go(worker)  # it waits in line and computes nothing
+        elif self._active.leaving_since is None:
+            logger.info("worker %r was told to end", worker)
+            self._active.leaving_since = now
+
+    def _let_go(self, worker: Registration) -> None:
+        """Tell a worker that wants to end to stop, and forget it."""
+        logger.info("worker %r leaves", worker)
+        del self._registered[worker.identity]
+        worker.close()
+        self._send(worker.identity, Stop())
 
     def _handle_answer(self, active: ActiveWorker, answer: Configured | StepResult, encoded: bytes, now: float) -> None:
         active.worker.liveness.note_message(now)

@@ -12,7 +12,8 @@ resets the runner's state. A step that raises ends the process, since the state 
 return also ends it: `faulthandler` is a watchdog, which exits if the loop has not turned, or the device has finished
 none of its steps, for `--scheduler-timeout` seconds.
 
-After SIGTERM, the loop ends when it is idle next, after the current step. A second signal ends the process at once.
+After SIGTERM, the worker tells its scheduler that it leaves, and computes what it is sent until the scheduler says
+`Stop`, which comes between two steps: nothing is lost. A second signal ends the process at once.
 """
 
 import faulthandler
@@ -43,6 +44,7 @@ from shared.protocol import (
     Configured,
     Epoch,
     Fault,
+    Leave,
     Register,
     StepPlan,
     StepResult,
@@ -59,6 +61,9 @@ POLL_INTERVAL = 0.25
 
 RECONNECT_DELAY = 0.1
 """Seconds before the next connection, so that connections that fail at once do not keep a CPU busy."""
+
+LEAVE_TIMEOUT = 5.0
+"""Seconds of a scheduler's silence after which a worker that leaves it no longer waits for `Stop`."""
 
 LINGER_MS = 1_000
 """Milliseconds in which a `Fault` must be sent before the process ends."""
@@ -96,7 +101,7 @@ class Service:
         self.deadline = 0.0  # by which a scheduler must be there
 
     def stop(self) -> None:
-        """End at the next idle moment. Meant for a signal handler."""
+        """End as soon as the scheduler agrees. Meant for a signal handler."""
         self._stops += 1
 
     def run(self) -> int:
@@ -151,6 +156,8 @@ class _Connection:
         self._context = context
         self._epoch: Epoch | None = None
         self._requests = RunningRequests()
+        self._leaving = False  # whether the scheduler was told
+        self._last_event = 0.0  # time of the last message, or of `Leave`
 
     def run(self) -> CloseReason:
         name = new_identity("worker")
@@ -171,6 +178,8 @@ class _Connection:
         while True:
             if not waiter.num_pending:
                 self._service.feed_watchdog()
+            if self._service.stopping and not self._leaving:
+                self._leave(socket)
             self._service.loop.begin_wait()
             events = dict(poller.poll(int(POLL_INTERVAL * 1000)))
             self._service.loop.begin_turn()
@@ -185,6 +194,14 @@ class _Connection:
                 reason = None if waiter.num_pending else self._check_idle(bool(monitor.connected))
             if reason is not None:
                 return reason
+            if events:
+                self._last_event = time.monotonic()
+
+    def _leave(self, socket: "zmq.Socket[bytes]") -> None:
+        logger.info("told to end: leaving the scheduler")
+        socket.send(encode(Leave()))
+        self._leaving = True
+        self._last_event = time.monotonic()
 
     def _lose_scheduler(self, refusal: str) -> CloseReason:
         if not refusal:
@@ -197,7 +214,8 @@ class _Connection:
 
     def _check_idle(self, connected: bool) -> CloseReason | None:
         if self._service.stopping:
-            return CloseReason.STOPPED
+            waits = connected and time.monotonic() - self._last_event < LEAVE_TIMEOUT
+            return None if waits else CloseReason.STOPPED
         if not connected and time.monotonic() > self._service.deadline:
             logger.error("no scheduler for %.0f s", self._config.scheduler_timeout)
             return CloseReason.FAILED

@@ -278,6 +278,37 @@ def test_a_worker_lost_and_another_one() -> None:
     assert _commit(core, again, 5) == [ProgressRow(1, 0, 1, [5], scheduling=AT_ONCE)], "it is no suspect any more"
 
 
+def test_a_worker_that_leaves_and_another_one() -> None:
+    core = _core()
+    _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5))
+    first, second = _plan(core), _plan(core)
+    _commit(core, first, 4)
+    with pytest.raises(AssertionError, match="owes results"):
+        core.end_epoch()
+    _commit(core, second, 5)
+    core.end_epoch()
+    state = core.snapshot()
+    assert (state.worker_losses, state.running, state.waiting, state.waiting_deferred) == (0, 0, 1, 1)
+    assert core.plan(2.0) is None
+    assert core.lose_worker(2.0) == [], "it is gone already"
+    core.begin_epoch(Epoch("boot", 2), 16)
+    again = _plan(core)
+    assert (again.epoch, again.step, again.rows) == (Epoch("boot", 2), 0, [Row(0, 0, 5, 1)])
+    assert _commit(core, again, 6) == [ProgressRow(1, 0, 2, [6])], "it never was a suspect"
+
+
+def test_suspects_still_run_alone_after_a_worker_has_left() -> None:
+    core = _core()
+    for id in (1, 2):
+        _submit(core, id, [1, 2, 3], Sampling(max_tokens=9, seed=5))
+    _plan(core)
+    core.lose_worker(2.0)
+    core.begin_epoch(Epoch("boot", 2), 16)
+    core.end_epoch()
+    core.begin_epoch(Epoch("boot", 3), 16)
+    assert len(_plan(core).rows) == 1
+
+
 def test_a_request_brings_its_suspicion() -> None:
     core = _core()
     _submit(core, 1, [1, 2], Sampling(max_tokens=9, seed=5))

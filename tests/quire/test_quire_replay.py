@@ -160,6 +160,27 @@ def test_who_ran_when_a_worker_was_lost_is_shown_as_a_suspect(
     assert " ".join(line.split()) == "2.000000 .0 suspected until 9 positions are computed; deaths alone: 1"
 
 
+def test_who_ran_when_a_worker_left_goes_on_with_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    core = RecordedScheduler(LIMITS, Recorder(str(tmp_path), "east", "model", lambda: 103.0))
+    core.begin_epoch(Epoch("boot", 1), LIMITS.num_blocks)
+    core.submit(Submit(7, pack_tokens([1] * 9), 9, Sampling(max_tokens=5, seed=0), request_id="cmpl-a"), 103.0)
+    plan = core.plan(103.0)
+    assert plan is not None
+    core.commit(StepResult(plan.epoch, plan.step, [SampledRow(0, [7])]))
+    core.end_epoch()
+    core.begin_epoch(Epoch("boot", 2), LIMITS.num_blocks)
+    core.plan(103.0)
+    core.end_record()
+    (path,) = tmp_path.iterdir()
+    assert [" ".join(line.split()) for line in lines(capsys, path, "--request=a")][-6:-1] == [
+        "0.000000 .0 tokens 1",
+        "0.000000 worker left it was told to end, with 1 samples",
+        "0.000000 .0 lost slot 0, with the worker",
+        "0.000000 epoch a worker with 4 blocks begins epoch 2",
+        "0.000000 .0 resumed slot 0, 0 positions are in its blocks already",
+    ]
+
+
 def test_a_trace_shows_when_samples_waited_and_where_they_ran(
     record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

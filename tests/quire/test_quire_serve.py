@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -91,6 +92,35 @@ def test_it_serves_restarts_what_dies_and_leaves_nothing(folder: Path, tmp_path:
         assert server.stop(signal.SIGTERM) == 0
         assert list(server.place.iterdir()) == []
     assert "Traceback" not in server.err.read_text()
+
+
+def test_a_worker_that_is_told_to_end_under_steady_load_is_replaced(folder: Path, tmp_path: Path) -> None:
+    """Requests wait for the next one, and none is a suspect."""
+    with serving(folder, tmp_path) as server, ThreadPoolExecutor(4) as clients:
+        url = server.url
+        before, replaced = continuation(url), threading.Event()
+
+        def ask_until_replaced() -> set[str]:
+            texts = set()
+            while not replaced.is_set():
+                texts.add(continuation(url))
+            return texts
+
+        answers = [clients.submit(ask_until_replaced) for _ in range(4)]
+        try:
+            worker = server.children()["worker"]
+            worker.terminate()
+            wait_for(lambda: server.children().get("worker") not in (worker, None), server)
+        finally:
+            replaced.set()
+        assert all(answer.result() == {before} for answer in answers)
+        said = server.err.read_text()
+        assert "worker    | ended (exit status 0); starts again" in said
+        assert not any(word in said for word in ("suspect", "given up", "Traceback"))
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            losses = re.findall(r"^quire:worker_losses_total{.*} (.*)$", response.read().decode(), re.MULTILINE)
+        assert losses == ["0.0"]
+        assert server.stop(signal.SIGTERM) == 0
 
 
 @pytest.mark.parametrize("name", ["scheduler", "gateway", "worker"])

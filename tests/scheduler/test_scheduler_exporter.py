@@ -7,7 +7,7 @@ from urllib.error import HTTPError
 from prometheus_client import CollectorRegistry, Gauge
 
 from services.scheduler.exporter import STALLED_AFTER, WorkerMetrics, export
-from shared.protocol import Abort, Sampling, Submit, pack_tokens
+from shared.protocol import Abort, Leave, Sampling, Submit, pack_tokens
 from tests.ports import free_ports
 from tests.scheduler.scheduler_harness import GOOD, SPARE, WORKER, SchedulerHarness
 
@@ -114,6 +114,19 @@ def test_the_loop_measures_a_worker_that_ends_under_a_request() -> None:
     result = scheduler.figures
     assert result[f"{RECOVERY}_count"] == 1
     assert began - lost < result[f"{RECOVERY}_sum"] <= scheduler.now - lost
+
+
+def test_a_worker_that_leaves_is_no_loss() -> None:
+    scheduler = RunningScheduler()
+    spare = scheduler.start(SPARE)
+    scheduler.workers.hear(WORKER, Leave(), scheduler.worker)
+    scheduler.compute(WORKER, scheduler.worker)
+    scheduler.configured(SPARE, spare)
+    scheduler.turn()
+    scheduler.compute(SPARE, spare)
+    result = scheduler.figures
+    assert (result[EPOCHS], result[f"{DETECTION}_count"], result[f"{RECOVERY}_count"]) == (2, 0, 0)
+    assert scheduler.service.snapshot.worker_losses == 0
 
 
 def test_the_loop_forgets_a_loss_when_its_requests_are_aborted() -> None:

@@ -307,6 +307,8 @@ def test_an_engine_records_if_it_is_told_to(tmp_path: Path) -> None:
     while (plan := engine.plan(2.0)) is not None:
         engine.commit(answer(plan))
     engine.lose_worker(3.0)
+    assert isinstance(engine.configure(REGISTER), Configure)
+    engine.end_epoch()
     engine.abort(1)
     engine.drain()
     engine.end_record()
@@ -314,7 +316,7 @@ def test_an_engine_records_if_it_is_told_to(tmp_path: Path) -> None:
     assert (record.head.engine, record.head.model, record.head.limits) == ("east", "m", engine.limits)
     kinds = [type(entry).__name__ for entry in record.entries]
     steps = ["Planned", "Committed"] * 2
-    assert kinds == ["Began", "Submitted", *steps, "Lost", "Aborted", "Drained", "Ended"]
+    assert kinds == ["Began", "Submitted", *steps, "Lost", "Began", "Left", "Aborted", "Drained", "Ended"]
     core = load_core(record)
     assert len(list(replay(record, core))) == len(record.entries) - 1
     assert core.snapshot() == engine.snapshot

@@ -22,6 +22,7 @@ from shared.protocol import (
     Epoch,
     Fault,
     Heartbeat,
+    Leave,
     ProcessStats,
     Row,
     StepPlan,
@@ -396,3 +397,44 @@ def test_what_is_dropped_is_counted_by_its_reason(harness: WorkersHarness) -> No
     harness.net.hear(b"nobody", b"garbage", 3)
     harness.receive()
     assert harness.net.dropped == {DropReason.UNEXPECTED: 2, DropReason.UNKNOWN_SENDER: 2, DropReason.MALFORMED: 1}
+
+
+def test_a_worker_that_leaves_is_told_to_stop_when_it_is_released(harness: WorkersHarness) -> None:
+    harness.activate()
+    workers = harness.workers
+    workers.send(plan(0), encode(plan(0)), 0.0)
+    assert harness.sent(A) == [plan(0)]
+    assert workers.leaving_since is None
+    assert harness.hear(Leave(), 1.0) == harness.hear(Leave(), 2.0) == []
+    assert (workers.leaving_since, workers.settled, workers.ready) == (1.0, False, True)
+    assert harness.hear(StepResult(EPOCH, 0, [])) == [StepResult(EPOCH, 0, [])]
+    assert workers.settled
+    workers.release()
+    assert harness.sent(A) == [Stop()]
+    assert (workers.leaving_since, workers.ready, workers.candidate) == (None, False, None)
+    harness.net.leave(1)
+    assert harness.receive() == [], "it is not lost"
+
+
+def test_a_worker_that_dies_before_it_is_released_is_lost(harness: WorkersHarness) -> None:
+    harness.activate()
+    harness.workers.send(plan(0), encode(plan(0)), 0.0)
+    assert harness.hear(Leave()) == []
+    harness.net.leave(1)
+    assert harness.receive() == [WorkerLost()]
+    assert harness.workers.leaving_since is None
+
+
+def test_a_worker_in_line_leaves_at_once(harness: WorkersHarness) -> None:
+    harness.activate()
+    harness.net.hear(B, replace(REGISTER, identity=B.decode()), 2)
+    assert harness.receive() == []
+    assert harness.workers.has_spare
+    harness.net.hear(B, Leave(), 2)
+    assert harness.receive() == []
+    assert harness.sent(B) == [Stop()]
+    assert not harness.workers.has_spare
+    assert (harness.workers.leaving_since, harness.workers.ready) == (None, True)
+    harness.net.hear(B, Leave(), 2)
+    assert harness.receive() == [], "it is not known any more"
+    assert harness.net.dropped[DropReason.UNKNOWN_SENDER] == 1

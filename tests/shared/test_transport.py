@@ -287,6 +287,19 @@ def test_no_connection_is_too_quick_to_be_seen(context: Any, address: str) -> No
                     assert monitor.drain() == []
 
 
+def test_a_listener_over_ipc_that_hangs_up_is_said_to_and_keys_are_not_blamed(context: Any, address: str) -> None:
+    """As when a scheduler is killed that stood still, or another program listens there."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address.removeprefix("ipc://"))
+        listener.listen()
+        with connect(context, address, b"a") as (_, monitor):
+            accepted, _ = listener.accept()
+            accepted.close()
+            wait_until(lambda: bool(monitor.drain()))
+            assert "it has died meanwhile" in monitor.refusal
+            assert "keys" not in monitor.refusal
+
+
 def test_an_ipc_path_is_guarded_private_and_left_clean(context: Any, address: str) -> None:
     path = Path(address.removeprefix("ipc://"))
     with listen(context, address):

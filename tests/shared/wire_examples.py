@@ -13,6 +13,7 @@ from shared.protocol import (
     Fork,
     Heartbeat,
     Hello,
+    Leave,
     ModelInfo,
     NewSequence,
     ProcessStats,
@@ -98,4 +99,5 @@ FROM_WORKER: list[Struct] = [
     Fault(EPOCH, 7, "Traceback", True),
     Heartbeat("worker-1-a", PROCESS),
     Configured(EPOCH),
+    Leave(),
 ]

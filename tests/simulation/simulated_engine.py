@@ -195,6 +195,7 @@ class SimulatedEngine:
         self.suspicions = SuspicionCheck()
         self._checked = checked
         self._on_rows = on_rows
+        self.losses = 0
         self.events: Counter[str] = Counter()  # how often each event happened, to show that workloads reach it
         self._ids = 0
         self._epochs = 0
@@ -224,12 +225,24 @@ class SimulatedEngine:
         self.stale += self.results
         self.results.clear()
         self.worker = None
+        self.losses += 1
         self.suspicions.lose_worker(self.core)
         rows = self.core.lose_worker(self.now)
         self._receive(rows)
         failed = {(row.id, row.sample) for row in rows if row.finish_reason is not None}
         assert bool(failed) == bool(self.suspicions.condemned & failed), "nobody else is condemned"
         assert all(self.clients[key].finish_reason is not None for key in self.suspicions.condemned)
+        assert self.core.plan(self.now) is None, "no plan without a worker"
+        self.check()
+
+    def end_epoch(self) -> None:
+        """Let the worker end between two steps, once all its results are delivered."""
+        while self.results:
+            self.deliver()
+        self.worker = None
+        self.core.end_epoch()
+        self.events["epochs that ended in order"] += 1
+        assert self.core.snapshot().running == 0, "all wait for the next one"
         assert self.core.plan(self.now) is None, "no plan without a worker"
         self.check()
 
@@ -358,6 +371,7 @@ class SimulatedEngine:
         assert all(client.finish_reason is not None for client in self.clients.values()), "every sample ends"
         assert (state.running, state.waiting, state.waiting_tokens, state.in_flight) == (0, 0, 0, 0)
         assert (state.blocks_free, state.tokens_held) == (state.blocks, 0), "all blocks are free at the end"
+        assert state.worker_losses == self.losses, "an epoch that ends in order is no loss"
         for finish_reason in FinishReason:
             ends = sum(client.finish_reason is finish_reason for client in self.clients.values())
             assert getattr(state, f"finished_{finish_reason.value}") == ends

@@ -130,6 +130,34 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a worker's death leaves the index": [
         ("block_manager:BlockManager.reset", "self.index = ", "self.index = vars(self).get('index') or "),
     ],
+    "an orderly end makes suspects": [
+        (
+            "scheduler:Scheduler.end_epoch",
+            "self._forget_worker(",
+            "self._quarantine.lose_worker(list(self._queues.running.items)); self._forget_worker(",
+        ),
+    ],
+    "an orderly end is a loss": [
+        (
+            "scheduler:Scheduler.end_epoch",
+            "self._forget_worker(",
+            "self._counters.count_worker_loss(); self._forget_worker(",
+        ),
+    ],
+    "an orderly end keeps the slots": [
+        (
+            "scheduler:Scheduler.end_epoch",
+            "self._forget_worker(self._block_manager.pool.num_blocks)",
+            "self._epoch = None",
+        ),
+    ],
+    "an orderly end ends the quarantine": [
+        (
+            "scheduler:Scheduler.end_epoch",
+            "self._forget_worker(",
+            "self._quarantine._uncleared.clear(); self._quarantine._groups.clear(); self._forget_worker(",
+        ),
+    ],
     "one death makes a culprit": [("quarantine:_is_proven", ">= MAX_DEATHS_ALONE", ">= 1")],
     "two deaths anywhere make a culprit": [("quarantine:_is_proven", ">= MAX_DEATHS_ALONE", ">= 2")],
     "two deaths at one place make no culprit": [("quarantine:_is_proven", "same_place or ", "")],

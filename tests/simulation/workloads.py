@@ -70,6 +70,8 @@ class _Script:
         elif roll < 0.39 and self.deaths and engine.worker is not None and not self.poisonous:
             self.losses += 1
             engine.lose_worker()
+        elif roll < 0.41 and self.deaths and engine.worker is not None:
+            engine.end_epoch()
         elif roll < 0.45:
             engine.deliver_stale(rng)
         elif engine.worker is None:

@@ -131,13 +131,24 @@ async def replace_workers(site: Site) -> None:
         await standby.start()
         try:
             await until(lambda one=one: one.scheduler.log.count("registered") == 2)
-            one.worker.signal(signal.SIGKILL)  # as if it had been busy for all of its grace period
+            one.worker.signal(signal.SIGTERM)
             await site.restarted(one.worker)
+            assert one.worker.status == 0
             await until(lambda one=one: one.scheduler.log.count("registered") == 3)
         finally:
             await standby.stop()
         await site.recovered()
         assert "Traceback" not in one.scheduler.log + one.worker.log
+
+
+async def restart_workers(site: Site) -> None:
+    """No other waits in line: requests wait until the worker is back."""
+    for one in site.engines:
+        one.worker.signal(signal.SIGTERM)
+        await site.restarted(one.worker)
+        assert one.worker.status == 0
+        assert one.scheduler.lives == 1
+        assert "suspect" not in one.scheduler.log
 
 
 async def test_gateways_of_one_port_are_restarted_and_no_request_fails() -> None:
@@ -154,7 +165,9 @@ async def test_gateways_of_one_port_are_restarted_and_no_request_fails() -> None
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-@pytest.mark.parametrize("restart", [restart_gateways, restart_schedulers, drain_and_restart_engines, replace_workers])
+@pytest.mark.parametrize(
+    "restart", [restart_gateways, restart_schedulers, drain_and_restart_engines, replace_workers, restart_workers]
+)
 async def test_every_part_is_restarted_and_no_request_fails(
     restart: Callable[[Site], Awaitable[None]], num_engines: int
 ) -> None:

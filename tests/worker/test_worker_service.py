@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from services.worker import service as module
 from services.worker.config import WorkerConfig
 from services.worker.interface import OutOfMemory
 from services.worker.service import POLL_INTERVAL, Service
@@ -19,6 +20,7 @@ from shared.protocol import (
     Fault,
     Fork,
     Heartbeat,
+    Leave,
     NewSequence,
     Register,
     Row,
@@ -132,7 +134,8 @@ class ServedRunner:
     def close(self) -> None:
         for step in self.runner.steps:
             step.finish.set()
-        self.send(Stop())
+        if not self.socket.closed:
+            self.send(Stop())
         self.thread.join(10)
         self.context.destroy(linger=0)
 
@@ -210,3 +213,41 @@ def test_the_watchdog_is_fed_when_a_step_is_finished_and_not_while_it_is_compute
     served.runner.steps[0].finish.set()
     assert served.receive() == StepResult(EPOCH, 0, [])
     assert feeds
+
+
+def test_a_worker_that_is_told_to_end_computes_until_the_scheduler_says_stop(served: ServedRunner) -> None:
+    served.launch(0)
+    served.service.stop()
+    assert served.receive() == Leave()
+    served.launch(1)
+    for step in served.runner.steps:
+        step.finish.set()
+    assert [served.receive(), served.receive()] == [StepResult(EPOCH, step, []) for step in (0, 1)]
+    assert served.receive(3 * POLL_INTERVAL) is None, "it says so once"
+    assert served.thread.is_alive(), "the scheduler may have more for it"
+    served.send(Stop())
+    served.thread.join(5)
+    assert not served.thread.is_alive()
+
+
+def test_a_worker_that_is_told_to_end_does_not_wait_for_a_silent_scheduler(
+    served: ServedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_TIMEOUT", 3 * POLL_INTERVAL)
+    served.launch(0)
+    served.service.stop()
+    assert served.receive() == Leave()
+    served.thread.join(8 * POLL_INTERVAL)
+    assert served.thread.is_alive(), "it computes"
+    served.runner.steps[0].finish.set()
+    assert served.receive() == StepResult(EPOCH, 0, [])
+    served.thread.join(5)
+    assert not served.thread.is_alive()
+
+
+def test_a_worker_that_is_told_to_end_does_not_wait_for_a_scheduler_that_is_gone(served: ServedRunner) -> None:
+    served.service.stop()
+    assert served.receive() == Leave()
+    served.socket.close(linger=0)
+    served.thread.join(module.LEAVE_TIMEOUT / 2)
+    assert not served.thread.is_alive()

@@ -15,13 +15,10 @@ from msgspec import Struct
 
 from services.scheduler.core.limits import Limits
 from shared.errors import ProtocolError
-from shared.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_TOKEN_IDS
+from shared.params import MAX_LOGPROBS, MAX_N
 from shared.protocol import Refusal, Refused, Sampling, Submit, unpack_tokens
 
 TOKEN_BYTES = 4
-
-MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
-"""Maximum number of stop tokens: what the API allows, and the end-of-sequence ids that the gateway adds."""
 
 MAX_RESUMED = 65_536
 """Samples that may wait before even requests are refused that were accepted elsewhere, which no honest gateway sees."""
@@ -81,8 +78,6 @@ def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load)
         return f"a request has at most {MAX_N} samples"
     if max(sampling.logprobs, sampling.prompt_logprobs) > MAX_LOGPROBS:
         return f"at most {MAX_LOGPROBS} log-probabilities are reported for a token"
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS or len(sampling.stop_token_ids) > MAX_STOPS:
-        return f"at most {MAX_LOGIT_BIAS} tokens have a bias and {MAX_STOPS} end a sequence"
     if (unknown := _unknown_token(tokens, sampling, limits.vocab_size)) is not None:
         return f"the model has no token {unknown}"
     if load.id_in_use:

@@ -132,6 +132,14 @@ class Scheduler:
         suspects = [one for one in in_flight if one.finish_reason is None and one.stats.scheduling_changed]
         return rows + [_row_without_tokens(suspect) for suspect in suspects]
 
+    def end_epoch(self) -> None:
+        """Let the worker go, which has answered every plan. There is no plan before the next epoch.
+
+        Nothing is lost, and nobody is a suspect: sequences that run go back into the queue.
+        """
+        assert not self._in_flight, "a worker that owes results is lost, and does not end in order"
+        self._forget_worker(self._block_manager.pool.num_blocks)
+
     def submit(self, request: Submit, now: float) -> Refused | None:
         """Accept a request, or return why not. `request.id` must be unique over the life of the core."""
         self._now = now
