@@ -67,7 +67,7 @@ class Watch:
             try:
                 heartbeat = decode_to_supervisor(message.body)
             except ProtocolError as error:
-                self._listener.dropped[DropReason.MALFORMED] += 1
+                self._listener.reject(message)
                 logger.warning("dropped a message of process %s: %s", message.pid, error)
                 continue
             child = None if message.pid is None else running.get(message.pid)  # None: it is from an earlier process

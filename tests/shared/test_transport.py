@@ -22,7 +22,9 @@ from shared.transport import (
     HIGH_WATER,
     KEEPALIVE_PROBES,
     KEEPALIVE_S,
+    MALFORMED_LIMIT,
     USER_TIMEOUT_MS,
+    DropReason,
     Listener,
     Message,
     PeerGone,
@@ -242,6 +244,56 @@ def test_what_a_peer_may_have_unread_over_tcp_is_bounded(
                 listener.disconnect_floods()
             fair.sendall(frame(b"last", more=False))
             assert wait(listener).body == b"last"
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["ipc", "tcp"])
+def test_the_connection_of_a_peer_that_sends_nonsense_is_ended(
+    context: Any, address: str, port: int, over_tcp: bool
+) -> None:
+    """Those of others are not, though one of them sends a little nonsense too."""
+    address = f"tcp://127.0.0.1:{port}" if over_tcp else address
+    with listen(context, address) as listener, connect(context, address, b"fair") as (fair, monitor):
+        for number in range(MALFORMED_LIMIT - 1):
+            fair.send(b"%d" % number)
+            listener.reject(wait(listener))
+        with connect(context, address, b"hostile") as (hostile, other):
+            hostile.send(b"hello")
+            ended = wait(listener).fd
+            for _ in range(MALFORMED_LIMIT):
+                assert listener.monitor.drain() == []
+                hostile.send_multipart([b"too", b"many"])
+                assert listener.socket.poll(PATIENCE)
+                assert listener.receive() is None
+            assert disconnected(listener) == [ended]
+            while not other.drain():
+                assert other.socket.poll(PATIENCE)
+        assert listener.dropped == {DropReason.MALFORMED: 2 * MALFORMED_LIMIT - 1}
+        fair.send(b"still here")
+        assert wait(listener).body == b"still here"
+        assert monitor.drain() == []
+
+
+def test_nonsense_that_a_peer_has_left_behind_ends_no_other_connection(context: Any, address: str) -> None:
+    """It has the descriptor of the next peer, as descriptors are reused."""
+    with listen(context, address) as listener:
+        with connect(context, address, b"hostile") as (hostile, _):
+            for _ in range(2 * MALFORMED_LIMIT):
+                hostile.send(b"nonsense")
+            left = wait(listener)
+            hostile.close(linger=-1)
+        assert disconnected(listener) == [left.fd]
+        with connect(context, address, b"fair") as (fair, monitor):
+            fair.send(b"hello")
+            messages = [left, *(wait(listener) for _ in range(2 * MALFORMED_LIMIT))]
+            assert {message.fd for message in messages} == {left.fd}
+            listener.monitor.drain()
+            for message in messages:
+                if message.peer == b"hostile":
+                    listener.reject(message)
+            fair.send(b"still here")
+            assert wait(listener).body == b"still here"
+            assert monitor.drain() == []
+            assert monitor.connected
 
 
 def test_small_messages_give_no_credit_for_later_ones(context: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
