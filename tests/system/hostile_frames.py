@@ -150,9 +150,10 @@ def flood(
 ) -> Iterator[Flood]:
     """Send `count` messages to a listener, over one connection after the other, and yield what was sent.
 
-    On some connections, and for half of the messages, all of them can be decoded. The others end before they would be
-    ended for nonsense. Half of the connections read what comes. Each begins and ends with the message `answered`, if there is one that gets
-    an answer. Most are closed at once, so that what they sent waits without them; some are open until the block ends.
+    On some connections, the longest, all of them can be decoded. The others end before the listener would end them for
+    nonsense. Half of the connections read what comes. Each begins and ends with the message `answered`, if there is one
+    that gets an answer. Most are closed at once, so that what they sent waits without them; some are open until the
+    block ends.
     """
     result = Flood()
     with zmq.Context() as context, ExitStack() as staying:
