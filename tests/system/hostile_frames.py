@@ -163,8 +163,7 @@ def flood(
                 connection = connect(context, address, frames.identity())
                 peer, _ = (staying if stays else leaving).enter_context(connection)
                 result.add(_send_some(peer, frames, count - result.sent, decode, answered), stays=stays)
-                if not stays:
-                    peer.close(linger=LINGER_MS)  # the context waits for it, so that all of it leaves this process
+                peer.setsockopt(zmq.LINGER, LINGER_MS)  # the context waits for it, so that all leaves this process
         yield result
 
 
