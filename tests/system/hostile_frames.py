@@ -206,7 +206,11 @@ def knock(address: str, rng: Random, count: int) -> None:
 def _raw_connection(address: str) -> socket.socket:
     if address.startswith("ipc://"):
         peer = socket.socket(socket.AF_UNIX)
-        peer.connect(address.removeprefix("ipc://"))
+        try:
+            peer.connect(address.removeprefix("ipc://"))
+        except OSError:
+            peer.close()
+            raise
         return peer
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host, int(port)))
