@@ -59,7 +59,7 @@ ROUNDS = 4
 
 READING = PATIENCE + COUNT / 1_000  # seconds for which a flood may be read
 
-OWN_GROWTH = 24 << 20
+OWN_GROWTH = 32 << 20
 """Bytes that a process may grow apart from unread messages: the streams' requests, hostile ones, and the allocator."""
 
 LATER_GROWTH = 4 << 20
