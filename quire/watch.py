@@ -52,22 +52,28 @@ class Watch:
         self._checked_at: float | None = None
 
     def find_hung(self, children: Sequence[Child], now: float) -> list[tuple[Child, str]]:
-        """Return the children that hang, and why. Call it every `CHECK_INTERVAL`."""
+        """Return the children that hang, and why. Call it every `CHECK_INTERVAL`.
+
+        None hangs while messages are unread, since a flood of them may hold up heartbeats.
+        """
         running = {child.process.pid: child for child in children if child.process is not None and child.to_run}
         self._processes = {pid: watched for pid, watched in self._processes.items() if pid in running}
         self._postpone(now)
-        self._read(running, now)
+        if not self._read(running, now):
+            return []
         reasons = [(running[pid], self._judge(watched, now)) for pid, watched in self._processes.items()]
         return [(child, reason) for child, reason in reasons if reason]
 
-    def _read(self, running: Mapping[int, Child], now: float) -> None:
+    def _read(self, running: Mapping[int, Child], now: float) -> bool:
+        """Read heartbeats, and return whether all that have come are read."""
+        self._listener.monitor.drain()
         for _ in range(MAX_HEARTBEATS):
             if (message := self._listener.receive()) is None:
-                return
+                return True
             try:
                 heartbeat = decode_to_supervisor(message.body)
             except ProtocolError as error:
-                self._listener.dropped[DropReason.MALFORMED] += 1
+                self._listener.reject(message)
                 logger.warning("dropped a message of process %s: %s", message.pid, error)
                 continue
             child = None if message.pid is None else running.get(message.pid)  # None: it is from an earlier process
@@ -75,6 +81,7 @@ class Watch:
                 self._note_heartbeat(heartbeat, message.pid, now)
             else:
                 self._listener.dropped[DropReason.UNKNOWN_SENDER] += 1
+        return False
 
     def _note_heartbeat(self, heartbeat: Heartbeat, pid: int, now: float) -> None:
         watched = self._processes.get(pid)

@@ -28,9 +28,10 @@ import ipaddress
 import logging
 import os
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -80,6 +81,10 @@ USER_TIMEOUT_MS = 30_000
 
 MAX_MALFORMED = 100
 """Maximum number of messages with a wrong number of frames that one call skips."""
+
+MALFORMED_LIMIT = 20
+"""Malformed messages after which a listener ends the connection that they came by. Honest peers send at most one, and
+wait for the answer."""
 
 IPC_PATH_MAX = 107  # bytes, of sockaddr_un
 
@@ -191,6 +196,7 @@ class Listener:
         self.monitor = monitor
         self.dropped: Counter[DropReason] = Counter()  # those who read messages count here; other threads may read it
         self._unread = unread
+        self._malformed: dict[int, tuple[bytes, int]] = {}  # the last peer to send some by a descriptor, and how many
 
     def receive(self) -> Message | None:
         """Return the next message, or None if there is none. Messages of more or fewer than two frames are dropped."""
@@ -204,8 +210,22 @@ class Listener:
                 self._unread.count(frames)
             if len(frames) == 2:
                 return Message(frames[0].bytes, frames[1])
-            self.dropped[DropReason.MALFORMED] += 1
+            self._reject(frames[0].bytes, int(frames[-1].get(zmq.SRCFD)))
         return None
+
+    def reject(self, message: Message) -> None:
+        """Count a malformed message, and end the connection of a peer that sends nothing else."""
+        self._reject(message.peer, message.fd)
+
+    def _reject(self, peer: bytes, fd: int) -> None:
+        self.dropped[DropReason.MALFORMED] += 1
+        sender, number = self._malformed.get(fd, (peer, 0))
+        number = number + 1 if sender == peer else 1
+        self._malformed[fd] = (peer, number)
+        # Whoever has sent this may have left, and the descriptor be another's by now: then it cannot be reached.
+        if number % MALFORMED_LIMIT == 0 and fd in self.monitor.connected and self.reaches(peer):
+            logger.warning("%s sends nonsense: its connection (%d) is ended", printable_identity(peer), fd)
+            _end_connection(fd)
 
     def disconnect_floods(self) -> None:
         """End the connections of peers that have too much unread. Must be called often; it is cheap."""
@@ -234,6 +254,12 @@ class Listener:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise PeerGone(printable_identity(peer)) from None
+
+
+def _end_connection(fd: int) -> None:
+    """Shut down a connection of libzmq, which then closes it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def only_frame(frames: Sequence[bytes]) -> bytes:

@@ -205,10 +205,8 @@ class Gateways:
         try:
             content = decode_from_gateway(message.body)
         except ProtocolError as error:
-            self._drop(DropReason.MALFORMED)
             logger.warning("gateway %s: %s", printable_identity(message.peer), error)
-            if gateway is not None:
-                self._refuse_undecodable(gateway, message.body, error)
+            self._handle_undecodable(gateway, message, error)
             return None
         if isinstance(content, Hello):
             self._handle_hello(message, content, now)
@@ -233,13 +231,15 @@ class Gateways:
         else:
             self._reject_unknown(identity)
 
-    def _refuse_undecodable(self, gateway: Gateway, body: bytes, error: ProtocolError) -> None:
+    def _handle_undecodable(self, gateway: Gateway | None, message: Message, error: ProtocolError) -> None:
         """Refuse a `Submit` with a value out of its range; give up the sender of anything else."""
-        id = decode_submit_id(body)
-        if id is None:
-            self._give_up(gateway, "it sent something that is not a message")
-        else:
+        if gateway is not None and (id := decode_submit_id(message.body)) is not None:
+            self._drop(DropReason.MALFORMED)
             gateway.outbox.append(encode(Refused(id, Refusal.INVALID, str(error))))
+            return
+        self._listener.reject(message)
+        if gateway is not None:
+            self._give_up(gateway, "it sent something that is not a message")
 
     def _handle_hello(self, message: Message, hello: Hello, now: float) -> None:
         self._drop_disconnected()  # first, since the newcomer may have the descriptor of one

@@ -204,7 +204,7 @@ class Workers:
         try:
             content = decode_from_worker(body)
         except ProtocolError as error:
-            self._drop(DropReason.MALFORMED)
+            self._listener.reject(message)
             logger.error("worker %s: %s", printable_identity(message.peer), error)
             if worker is not None:
                 self._terminate(worker, "it sent something that is not a message")

@@ -5,6 +5,7 @@ QUIRE_TEST_FRAMES sets their number, as in tests/system/test_system_fuzz.py.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -26,13 +27,13 @@ def test_heartbeats_of_strangers_stop_no_service(folder: Path, tmp_path: Path) -
     """They claim to be services that hang. The supervisor believes only the processes that it started."""
     hung = [Heartbeat(role, ProcessStats(9e8, 1e9)) for role in ("gateway", "scheduler", "worker")]
     frames = HostileFrames((COUNT, "supervisor"), hung, [*FROM_GATEWAY, *FROM_WORKER, *TO_WORKER])
-    with ThreadPoolExecutor() as threads, serving(folder, tmp_path) as server:
+    with ThreadPoolExecutor() as threads, serving(folder, tmp_path) as server, ExitStack() as peers:
         url = server.url
         undisturbed, services = continuation(url), server.children()
         before = server.process.memory_info().rss
         (path,) = server.place.glob(f"{PREFIX}.{server.process.pid}.*")
         address = f"ipc://{path}/heartbeats.sock"
-        flooding = threads.submit(flood, address, frames, COUNT, decode_to_supervisor)
+        flooding = threads.submit(peers.enter_context, flood(address, frames, COUNT, decode_to_supervisor))
         knocking = threads.submit(knock, address, frames.rng, COUNT // 20)
         served = 0
         while not (flooding.done() and knocking.done()) or served < 20:

@@ -13,7 +13,7 @@ import pytest
 
 from quire.children import Child
 from quire.service_log import ServiceLog
-from quire.watch import SilenceLimit, Watch
+from quire.watch import MAX_HEARTBEATS, SilenceLimit, Watch
 from shared.protocol import Heartbeat, ProcessStats
 from tests.scheduler.fake_listener import FakeListener, as_listener
 
@@ -113,6 +113,18 @@ def test_a_supervisor_that_slept_forgives(harness: WatchHarness) -> None:
     harness.look(0.0)
     assert harness.look(100.0) == []
     assert harness.until_dead(100.0)[0] == 100.0 + SILENCE + 0.25
+
+
+def test_one_whose_heartbeats_wait_behind_those_of_strangers_lives(harness: WatchHarness) -> None:
+    """Its silence counts from when all that has come is read."""
+    harness.beat()
+    assert harness.look(0.0) == []
+    for _ in range(40 * MAX_HEARTBEATS - 1):
+        harness.beat(pid=1)
+    harness.beat()
+    for quarter in range(1, 41):
+        assert harness.look(quarter / 4) == []
+    assert harness.until_dead(10.25) == (10.0 + SILENCE + 0.25, "silent for 4.2 s")
 
 
 def test_one_that_is_stopped_is_found_and_one_that_computes_is_not_soon(harness: WatchHarness) -> None:

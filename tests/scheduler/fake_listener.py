@@ -44,6 +44,9 @@ class FakeListener:
     def receive(self) -> Message | None:
         return cast(Message, self.inbox.popleft()) if self.inbox else None
 
+    def reject(self, message: Message) -> None:
+        self.dropped[DropReason.MALFORMED] += 1
+
     def reaches(self, peer: bytes) -> bool:
         return peer not in self.unreachable
 

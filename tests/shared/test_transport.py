@@ -22,7 +22,9 @@ from shared.transport import (
     HIGH_WATER,
     KEEPALIVE_PROBES,
     KEEPALIVE_S,
+    MALFORMED_LIMIT,
     USER_TIMEOUT_MS,
+    DropReason,
     Listener,
     Message,
     PeerGone,
@@ -242,6 +244,47 @@ def test_what_a_peer_may_have_unread_over_tcp_is_bounded(
                 listener.disconnect_floods()
             fair.sendall(frame(b"last", more=False))
             assert wait(listener).body == b"last"
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["ipc", "tcp"])
+def test_the_connection_of_a_peer_that_sends_nonsense_is_ended(
+    context: Any, address: str, port: int, over_tcp: bool
+) -> None:
+    """Those of others are not, though one of them sends a little nonsense too."""
+    address = f"tcp://127.0.0.1:{port}" if over_tcp else address
+    with listen(context, address) as listener, connect(context, address, b"fair") as (fair, monitor):
+        for number in range(MALFORMED_LIMIT - 1):
+            fair.send(b"%d" % number)
+            listener.reject(wait(listener))
+        with connect(context, address, b"hostile") as (hostile, other):
+            hostile.send(b"hello")
+            ended = wait(listener).fd
+            for _ in range(MALFORMED_LIMIT):
+                assert listener.monitor.drain() == []
+                hostile.send_multipart([b"too", b"many"])
+                assert listener.socket.poll(PATIENCE)
+                assert listener.receive() is None
+            assert disconnected(listener) == [ended]
+            while not other.drain():
+                assert other.socket.poll(PATIENCE)
+        assert listener.dropped == {DropReason.MALFORMED: 2 * MALFORMED_LIMIT - 1}
+        fair.send(b"still here")
+        assert wait(listener).body == b"still here"
+        assert monitor.drain() == []
+
+
+def test_nonsense_of_a_peer_that_has_left_ends_no_other_connection(context: Any, address: str) -> None:
+    """A new peer has its descriptor, as descriptors are reused."""
+    with listen(context, address) as listener, connect(context, address, b"fair") as (fair, monitor):
+        fair.send(b"hello")
+        left_behind = Message(b"hostile", wait(listener).frame)
+        listener.monitor.drain()
+        for _ in range(2 * MALFORMED_LIMIT):
+            listener.reject(left_behind)
+        fair.send(b"still here")
+        assert wait(listener).body == b"still here"
+        assert monitor.drain() == []
+        assert monitor.connected
 
 
 def test_small_messages_give_no_credit_for_later_ones(context: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ says how many of them no decoder takes, so that a test can compare that number w
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from shared.errors import ProtocolError
 from shared.protocol import encode
-from shared.transport import connect
+from shared.transport import MALFORMED_LIMIT, connect
 from tests.shared.invalid_messages import FLOATS, INTEGERS, ODD, changed, leaves
 from tests.shared.test_transport import command, frame
 from tests.waiting import PATIENCE
@@ -29,6 +29,8 @@ CONNECTION_FRAMES = 500
 HOSTILE_VALUES: tuple[Any, ...] = (*FLOATS, *INTEGERS, *ODD, "x" * 5000, "\n\x1b[31m", [0] * 5000)
 SIZES = (*[40] * 60, *[600] * 30, *[20_000] * 8, 1_000_000)  # of random bytes, at most
 LINGER_MS = 60_000
+VALID = 0.1  # part of the connections over which all messages can be decoded; they are the longest
+STAYING = 0.05  # part of the connections that stay open until a flood's block ends
 
 Decoder = Callable[[bytes], object]
 Frames = list[bytes]
@@ -38,7 +40,21 @@ class Flood(Struct):
     """What hostile peers have sent."""
 
     sent: int = 0
+    size: int = 0  # bytes
     malformed: int = 0  # messages with a wrong number of frames, or that no decoder takes
+    staying_malformed: int = 0  # those of them over connections that stay open
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes that the messages take where they wait to be read, with libzmq's own for each."""
+        return self.size + 128 * self.sent
+
+    def add(self, sent: "Flood", *, stays: bool) -> None:
+        """Add what was sent over a connection, which stays open or not."""
+        self.sent += sent.sent
+        self.size += sent.size
+        self.malformed += sent.malformed
+        self.staying_malformed += sent.malformed if stays else 0
 
 
 class HostileFrames:
@@ -128,31 +144,49 @@ def is_malformed(frames: Sequence[bytes], decode: Decoder) -> bool:
     return False
 
 
-def flood(address: str, frames: HostileFrames, count: int, decode: Decoder, answered: Struct | None = None) -> Flood:
-    """Send `count` messages to a listener, over one connection after the other.
+@contextmanager
+def flood(
+    address: str, frames: HostileFrames, count: int, decode: Decoder, answered: Struct | None = None
+) -> Iterator[Flood]:
+    """Send `count` messages to a listener, over one connection after the other, and yield what was sent.
 
-    On half of the connections all of them can be decoded, so that their sender is not given up. Half of the
-    connections read what comes. Each begins and ends with the message `answered`, if there is one that gets an answer.
+    On some connections, the longest, all of them can be decoded. The others end before the listener would end them for
+    nonsense. Half of the connections read what comes. Each begins and ends with the message `answered`, if there is one
+    that gets an answer. Most are closed at once, so that what they sent waits without them; some are open until the
+    block ends.
     """
     result = Flood()
-    with zmq.Context() as context:
+    with zmq.Context() as context, ExitStack() as staying:
         while result.sent < count:
-            with connect(context, address, frames.identity()) as (peer, _):
-                valid, reads = frames.rng.random() < 0.5, frames.rng.random() < 0.5
-                if answered is not None:
-                    peer.send(encode(answered))
-                for _ in range(min(CONNECTION_FRAMES, count - result.sent)):
-                    message = [frames.draw_valid(decode, lambda _: False)] if valid else frames.draw()
-                    result.sent += 1
-                    result.malformed += is_malformed(message, decode)
-                    peer.send_multipart(message)
-                    while reads and peer.poll(0):
-                        peer.recv_multipart()
-                if answered is not None:
-                    peer.send(encode(answered))
-                    peer.poll(1000)
-                peer.close(linger=LINGER_MS)  # the context waits for it, so that all of it arrives
-    return result
+            stays = frames.rng.random() < STAYING
+            with ExitStack() as leaving:
+                connection = connect(context, address, frames.identity())
+                peer, _ = (staying if stays else leaving).enter_context(connection)
+                result.add(_send_some(peer, frames, count - result.sent, decode, answered), stays=stays)
+                peer.setsockopt(zmq.LINGER, LINGER_MS)  # the context waits for it, so that all leaves this process
+        yield result
+
+
+def _send_some(
+    peer: "zmq.Socket[bytes]", frames: HostileFrames, count: int, decode: Decoder, answered: Struct | None
+) -> Flood:
+    """Send at most `count` messages over a connection."""
+    sent = Flood()
+    valid, reads = frames.rng.random() < VALID, frames.rng.random() < 0.5
+    if answered is not None:
+        peer.send(encode(answered))
+    while sent.sent < min(CONNECTION_FRAMES, count) and sent.malformed < MALFORMED_LIMIT - 1:
+        message = [frames.draw_valid(decode, lambda _: False)] if valid else frames.draw()
+        sent.sent += 1
+        sent.size += sum(map(len, message))
+        sent.malformed += is_malformed(message, decode)
+        peer.send_multipart(message)
+        while reads and peer.poll(0):
+            peer.recv_multipart()
+    if answered is not None:
+        peer.send(encode(answered))
+        peer.poll(1000)
+    return sent
 
 
 def knock(address: str, rng: Random, count: int) -> None:
@@ -172,7 +206,11 @@ def knock(address: str, rng: Random, count: int) -> None:
 def _raw_connection(address: str) -> socket.socket:
     if address.startswith("ipc://"):
         peer = socket.socket(socket.AF_UNIX)
-        peer.connect(address.removeprefix("ipc://"))
+        try:
+            peer.connect(address.removeprefix("ipc://"))
+        except OSError:
+            peer.close()
+            raise
         return peer
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host, int(port)))

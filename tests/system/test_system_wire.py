@@ -12,7 +12,7 @@ import pytest
 import zmq.asyncio
 
 from services.gateway.backend import Backend
-from shared.errors import Unavailable
+from shared.errors import ProtocolError, Unavailable
 from shared.protocol import (
     VERSION,
     Abort,
@@ -20,19 +20,22 @@ from shared.protocol import (
     Heartbeat,
     Hello,
     ProcessStats,
+    Refused,
     Register,
     Sampling,
     StepResult,
     Submit,
+    decode_from_gateway,
+    decode_to_gateway,
     encode,
     pack_tokens,
 )
-from shared.transport import connect
+from shared.transport import MALFORMED_LIMIT, connect
 from shared.unread import MAX_UNREAD
 from tests.scripted_worker import CHAIN, Script, ScriptedRunner, expected_chain
 from tests.shared.test_transport import frame, raw_peer
 from tests.system.processes import Child, Engine, complete, engine, rest, serving
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 
 @asynccontextmanager
@@ -86,6 +89,32 @@ async def test_garbage_at_both_sockets_harms_nobody() -> None:
                 await until(lambda lines=lines: system.scheduler.log.count(MALFORMED) == lines)
         assert (system.scheduler.lives, system.worker.lives) == (1, 1)
         await rest(backend)
+
+
+async def test_a_peer_that_sends_nothing_but_nonsense_is_disconnected() -> None:
+    async with serving() as (system, backend):
+        for number, address in enumerate((system.address, workers(system)), start=1):
+            async with stranger(address) as sender:
+                for _ in range(MALFORMED_LIMIT):
+                    await sender.send(b"\xff" * 100)
+                await until(lambda number=number: system.scheduler.log.count("stranger sends nonsense") == number)
+        assert (await complete(backend, [CHAIN], 9)).tokens == expected_chain([CHAIN], 9)
+        await rest(backend)
+
+
+async def test_a_gateway_whose_requests_have_values_out_of_range_stays_connected() -> None:
+    invalid = encode(Submit(5, pack_tokens([5]), 1, Sampling(max_tokens=-1, seed=0)))
+    with pytest.raises(ProtocolError):
+        decode_from_gateway(invalid)
+    async with engine() as system, stranger(system.address) as gateway:
+        await gateway.send(encode(Hello(VERSION, "stranger")))
+        for _ in range(2 * MALFORMED_LIMIT):
+            await gateway.send(invalid)
+        refused = 0
+        while refused < 2 * MALFORMED_LIMIT:
+            body = await asyncio.wait_for(gateway.recv(), PATIENCE)
+            refused += bool(body) and isinstance(decode_to_gateway(body), Refused)
+        assert "sends nonsense" not in system.scheduler.log
 
 
 @pytest.mark.parametrize("kind", ["endless message", "long submits"])
