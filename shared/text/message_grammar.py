@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from shared.errors import InvalidRequest
 from shared.text import reasoning_parsers, tool_parsers
 from shared.text.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, HarmonyParser
 from shared.text.message_parser import HARMONY_REASONING, MessageFormat
@@ -21,17 +22,30 @@ def message_grammar(format: MessageFormat, answer: str = "", *, must_call: bool 
 
     `answer` is the grammar of an answer without calls; "" if that is free. If `must_call`, there is at least one call
     instead. If `strict`, calls that the model may make have arguments by the tools' schemas, in formats that tell calls
-    and text apart by a marker. Raise `InvalidRequest` for a schema that is none.
+    and text apart by a marker. Raise `InvalidRequest` for a schema that is none, and for a demand that the format of
+    calls does not allow.
     """
     if format.choice.reasoning == HARMONY_REASONING:
         return _harmony(format, answer, must_call, strict)
     if must_call:
         return _behind_reasoning(format, {"calls": _calls(format)})
+    if answer and not format.tools:
+        return _behind_reasoning(format, {"answer": answer})
     if answer:
-        return _behind_reasoning(format, ({"calls": _calls(format)} if format.tools else {}) | {"answer": answer})
-    if strict and format.tools and tool_parsers.FAMILIES[str(format.choice.tools)].opens_by_marker:
+        if not _calls_open_by_marker(format):
+            raise InvalidRequest(
+                f"this model's calls (parser {format.choice.tools}) have no marker by which they could be told from an "
+                "answer of a demanded form: set tool_choice to 'none' or 'required', or leave the form out",
+                "tools",
+            )
+        return _behind_reasoning(format, {"calls": _calls(format), "answer": answer})
+    if strict and format.tools and _calls_open_by_marker(format):
         return _behind_reasoning(format, {"calls": _calls(format, in_text=True)})
     return ""
+
+
+def _calls_open_by_marker(format: MessageFormat) -> bool:
+    return tool_parsers.FAMILIES[str(format.choice.tools)].opens_by_marker
 
 
 def _calls(format: MessageFormat, *, in_text: bool = False) -> str:

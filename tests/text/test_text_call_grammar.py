@@ -23,6 +23,7 @@ PARAMETERS: dict[str, Any] = {
         "city": {"type": "string"},
         "days": {"type": "integer"},
         "unit": {"type": "string", "enum": ["C", "F"]},
+        "day": {"const": "today"},
         "place": {"$ref": "#/$defs/place"},
     },
     "required": ["city", "days"],
@@ -32,12 +33,13 @@ PARAMETERS: dict[str, Any] = {
 TOOLS: dict[str, Any] = {"get_weather": PARAMETERS, "get_time": {}, "any": {"properties": {"a": {}, "b": {}}}}
 
 WEATHER = Call("get_weather", {"city": 'Sã "o" \\ <x>\nP', "days": 3})
-MORE = Call("get_weather", {"city": "", "days": -3, "unit": "F", "place": {"x": 1.5}})
+MORE = Call("get_weather", {"city": "", "days": -3, "unit": "F", "day": "today", "place": {"x": 1.5}})
 TIME = Call("get_time", {})
 
 WRONG = [
     Call("get_weather", {"city": "x", "days": "three"}),
     Call("get_weather", {"city": "x", "days": 3, "unit": "K"}),
+    Call("get_weather", {"city": "x", "days": 3, "day": "never"}),
     Call("get_weather", {"days": 3}),
     Call("get_weather", {"city": "x", "days": 3, "place": {"x": "far"}}),
     Call("get_wether", {"city": "x", "days": 3}),
