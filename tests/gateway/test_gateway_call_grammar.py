@@ -97,7 +97,7 @@ async def test_a_form_begins_behind_the_reasoning() -> None:
     ("choice", "reason"), [("auto", "tool_calls"), ("required", "tool_calls"), (NAMED, "stop")], ids=str
 )
 async def test_the_finish_reason_after_calls(choice: Any, reason: str) -> None:
-    """A call that was named ends in `stop`, as OpenAI's do."""
+    """TOL-09: a call that was named ends in `stop`, as with OpenAI."""
     fields = {"tools": TOOLS, "tool_choice": choice}
     async with serve(scripted(WRITERS["hermes"]([WEATHER])), template=HERMES) as client:
         (whole,) = (await client.chat(**fields))["choices"]
