@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from shared.structured_outputs import StructuredOutputsParams
 from shared.text.grammars import grammar_text
 from shared.text.message_grammar import message_grammar
 from shared.text.message_parser import MessageFormat, ParserChoice
 from tests.gateway.fakes import FakeBackend, ends, serve
 from tests.gateway.test_gateway_reasoning import OPENS, THINKING
-from tests.gateway.test_gateway_structured_outputs import FORMAT, SCHEMA, StructuredOutputsParams
+from tests.gateway.test_gateway_structured_outputs import FORMAT, SCHEMA
 from tests.gateway.test_gateway_tools import (
     HERMES,
     MESSAGES,
