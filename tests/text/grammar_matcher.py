@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
+from shared.text.grammars import GrammarCompiler
+from shared.text.tokenizer import Tokenizer
 from tests.text.vocabulary import make_backend
 
 NO_TOKENS = ("[", "{", "<function=", "functools[")
@@ -22,8 +23,8 @@ class Matcher:
         if tokens:
             self._backend.add_tokens([AddedToken(name, normalized=False) for name in names])
         grammar = make_grammar({name: id for name in names if (id := self._backend.token_to_id(name)) is not None})
-        tokenizer = LLTokenizer(self._backend.to_str())
-        self._matcher = LLMatcher(tokenizer, grammar)
+        eos = [self._backend.token_to_id("</s>")]
+        self._matcher = GrammarCompiler(Tokenizer(self._backend, eos_token_ids=eos)).matcher(grammar)
         assert not self._matcher.is_error(), self._matcher.get_error()
 
     def matches(self, text: str) -> bool:
