@@ -17,9 +17,9 @@ from services.gateway.prompt import PreparedPrompt, chat_prompt
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import chat_params, priority_of
 from services.gateway.stream import collect, stream
-from services.gateway.structured_outputs import compile_grammar
+from services.gateway.structured_outputs import compile_chat_grammar
 from services.gateway.threads import run_in_thread_if
-from services.gateway.tools import for_template, schemas
+from services.gateway.tools import for_template, must_call, named_tool, schemas
 from shared.errors import InvalidRequest
 from shared.text.message_parser import AUTO, NONE, MessageFormat, ParserChoice
 from shared.text.messages import text_of
@@ -49,7 +49,6 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
     model.check(request.model)
     params = chat_params(request, model.defaults)
     tools = _tools_to_parse(request, gateway)
-    grammar = await compile_grammar(request, model)
     welcome = await gateway.backend.first_welcome()
     prompt = await chat_prompt(
         request,
@@ -58,6 +57,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         variables=_template_variables(request, gateway.config),
         max_model_len=welcome.max_model_len,
     )
+    format = _format(request, model.parsers, tools, prompt.text or "")
     return gateway.prepare(
         prompt,
         welcome,
@@ -66,8 +66,8 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         priority=priority_of(request),
         arrived=arrived,
         request_id=id,
-        grammar=grammar,
-        format=_format(request, model.parsers, tools, prompt.text or ""),
+        grammar=await compile_chat_grammar(request, model, format),
+        format=format,
     )
 
 
@@ -103,7 +103,11 @@ def _tools_to_parse(request: ChatRequest, gateway: Gateway) -> Tools | None:
             "none to get calls as text",
             "tools",
         )
-    return schemas(request.tools) if model.parsers.tools else None
+    if model.parsers.tools is not None:
+        return schemas(request.tools, request.tool_choice)
+    if must_call(request.tool_choice):
+        raise InvalidRequest("tool_choice demands a call, which needs --tool-call-parser NAME", "tool_choice")
+    return None
 
 
 def _format(request: ChatRequest, parsers: ParserChoice, tools: Tools | None, prompt: str) -> MessageFormat | None:
@@ -113,8 +117,13 @@ def _format(request: ChatRequest, parsers: ParserChoice, tools: Tools | None, pr
     continued = None
     if request.continue_final_message:
         continued = text_of(request.messages[-1].get("content"))
-    is_open = parsers.reasoning_is_open(prompt, continued)
-    return MessageFormat(parsers, tools, request.parallel_tool_calls is not False, is_open)
+    return MessageFormat(
+        parsers,
+        tools,
+        parallel=request.parallel_tool_calls is not False and named_tool(request.tool_choice) is None,
+        reasoning_is_open=parsers.reasoning_is_open(prompt, continued),
+        reasoning_is_over=parsers.reasoning_is_over(prompt, continued),
+    )
 
 
 def _has_much_to_parse(generations: Sequence[Generation]) -> bool:
@@ -142,7 +151,7 @@ def _choice(index: int, request: ChatRequest, generation: Generation) -> dict[st
         "index": index,
         "message": message,
         "logprobs": chat_logprobs(logprobs) if request.logprobs else None,
-        "finish_reason": finish_reason(generation, index),
+        "finish_reason": finish_reason(request, generation, index),
         "stop_reason": sample.stop_reason,
     }
 
@@ -177,7 +186,7 @@ class _ChunkEncoder:
         logprobs = to_json(chat_logprobs(entries)) if self._request.logprobs else b"null"
         if sample.finish_reason is None:
             return _MIDDLE % (index, delta, logprobs)
-        reason = finish_reason(generation, update.sample)
+        reason = finish_reason(self._request, generation, update.sample)
         return _LAST % (index, delta, logprobs, to_json(reason), to_json(sample.stop_reason))
 
 

@@ -8,18 +8,22 @@ from typing import Any
 
 from services.gateway.api_requests import ChatRequest
 from services.gateway.generation import Generation
+from services.gateway.tools import named_tool
 from shared.protocol import FinishReason
 from shared.text.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 from shared.text.logprobs import LogprobEntry
 from shared.text.messages import REASONING
 
 
-def finish_reason(generation: Generation, sample: int) -> str | None:
-    """Return the finish reason that a client sees: `tool_calls` if the model stopped after complete calls."""
+def finish_reason(request: ChatRequest, generation: Generation, sample: int) -> str | None:
+    """Return the finish reason that a client sees: `tool_calls` if the model stopped after complete calls.
+
+    As with OpenAI, it stays `stop` after a call that the client has named.
+    """
     reason = generation.text.samples[sample].finish_reason
-    if reason == FinishReason.STOP.value and generation.parsers and generation.parsers[sample].has_calls:
-        return "tool_calls"
-    return reason
+    if reason != FinishReason.STOP.value or named_tool(request.tool_choice) is not None:
+        return reason
+    return "tool_calls" if generation.parsers and generation.parsers[sample].has_calls else reason
 
 
 class MessageReader:

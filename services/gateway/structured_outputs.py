@@ -1,24 +1,60 @@
 """What a request demands of its output's form: OpenAI's `response_format`, vLLM's `structured_outputs` and the older
-`guided_...` fields, of which a request may use one.
+`guided_...` fields, of which a request may use one. In a chat, `tool_choice` and `strict` of tools demand calls.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.api_requests import GenerationRequest
+from services.gateway.api_requests import ChatRequest, GenerationRequest
 from services.gateway.served_model import ServedModel
 from services.gateway.threads import run_in_thread
+from services.gateway.tools import are_strict, must_call
 from shared.errors import InvalidRequest, brief
 from shared.structured_outputs import StructuredOutputsParams
+from shared.text.message_grammar import message_grammar
+from shared.text.message_parser import MessageFormat
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older fields, each of one kind."""
 
 
+class Demand(NamedTuple):
+    """A demand, and the field that makes it."""
+
+    params: StructuredOutputsParams
+    field: str
+
+
 async def compile_grammar(request: GenerationRequest, model: ServedModel) -> str:
     """Return the grammar that a request's output has to follow, or "" if there is none. Raise `InvalidRequest`."""
+    demand = _demand(request)
+    return "" if demand is None else await run_in_thread(model.grammars.compile, *demand)
+
+
+async def compile_chat_grammar(request: ChatRequest, model: ServedModel, format: MessageFormat | None) -> str:
+    """Return the same for a chat whose outputs are taken apart by `format`, whose tools are those it may call."""
+    if format is None:
+        return await compile_grammar(request, model)
+    demand, calls = _demand(request), format.tools is not None
+    if demand is None and not (calls and (must_call(request.tool_choice) or are_strict(request.tools or ()))):
+        return ""
+    return await run_in_thread(_compile_chat, request, model, format, demand)
+
+
+def _compile_chat(request: ChatRequest, model: ServedModel, format: MessageFormat, demand: Demand | None) -> str:
+    answer = "" if demand is None else model.grammars.compile(*demand)
+    calls, strict = must_call(request.tool_choice), are_strict(request.tools or ())
+    grammar = message_grammar(format, answer, must_call=calls, strict=strict)
+    if grammar:
+        field = demand.field if demand is not None and not format.tools else "tools"
+        model.grammars.check(grammar, field)
+    return grammar
+
+
+def _demand(request: GenerationRequest) -> Demand | None:
+    """Return the demand on the form of the answer. Raise `InvalidRequest` if there are several, or it is none."""
     demands = {
         name: value
         for name in ("response_format", "structured_outputs", *GUIDED)
@@ -28,12 +64,11 @@ async def compile_grammar(request: GenerationRequest, model: ServedModel) -> str
         name = "guided_whitespace_pattern"
         raise InvalidRequest(f"{name} needs guided_json", name)
     if not demands:
-        return ""
+        return None
     if len(demands) > 1:
         raise InvalidRequest(f"only one of {' and '.join(demands)} can be used", list(demands)[1])
     ((name, value),) = demands.items()
-    params = _params(name, value, request.guided_whitespace_pattern)
-    return await run_in_thread(model.grammars.compile, params, name)
+    return Demand(_params(name, value, request.guided_whitespace_pattern), name)
 
 
 def _is_text(name: str, value: Any) -> bool:

@@ -49,30 +49,36 @@ def _check_function(function: Any, path: str) -> str:
 def _check_choice(choice: Any, names: set[str]) -> None:
     if choice is None or choice in ("none", "auto"):
         return
-    named = _named(choice)
-    if choice != "required" and named is None:
+    name = named_tool(choice)
+    if choice != "required" and name is None:
         raise InvalidRequest(
             f"tool_choice must be {', '.join(map(repr, CHOICES))} or the name of a function "
             f'({{"type": "function", "function": {{"name": ...}}}}), got {brief(choice)}',
             "tool_choice",
         )
     if not names:
-        raise InvalidRequest(f"tool_choice {brief(named or choice)} needs tools", "tool_choice")
-    if named is not None and named not in names:
-        raise InvalidRequest(f"tool_choice names {brief(named)}, which is not among the tools", "tool_choice")
-    raise InvalidRequest(
-        f"tool_choice {brief(named or choice)} is not supported: a call cannot be enforced; only 'auto' and 'none' are",
-        "tool_choice",
-    )
+        raise InvalidRequest(f"tool_choice {brief(name or choice)} needs tools", "tool_choice")
+    if name is not None and name not in names:
+        raise InvalidRequest(f"tool_choice names {brief(name)}, which is not among the tools", "tool_choice")
 
 
-def _named(choice: Any) -> str | None:
+def named_tool(choice: Any) -> str | None:
     """Return the name of the function that a choice names; None if it names none."""
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return None
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+def must_call(choice: Any) -> bool:
+    """Return whether a choice demands a call."""
+    return choice == "required" or named_tool(choice) is not None
+
+
+def are_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the arguments of a tool must fit its schema."""
+    return any(tool["function"].get("strict") for tool in tools)
 
 
 def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -84,7 +90,11 @@ def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
-    """Return the JSON schema of each tool's parameters, by name; {} for a tool without one."""
-    functions = [tool["function"] for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
+def schemas(tools: Sequence[Mapping[str, Any]], choice: Any) -> Tools:
+    """Return the JSON schema of each tool's parameters, by name; {} for a tool without one.
+
+    If the choice names a tool, it is the only one.
+    """
+    functions, name = [tool["function"] for tool in tools], named_tool(choice)
+    chosen = [function for function in functions if name in (None, function["name"])]
+    return {function["name"]: function.get("parameters") or {} for function in chosen}

@@ -48,12 +48,12 @@ class HarmonyParser(StreamParser):
     def grammar(cls, tools: Tools, token_ids: Mapping[str, int], *, parallel: bool = True) -> str:
         """Return a grammar of a call of one of `tools`, for llguidance. The model writes one call an output.
 
-        `token_ids` are the ids of the markers.
+        `token_ids` are the ids of the markers. The last one, <|call|>, is not in the grammar, since it ends an output.
         """
         grammar = CallGrammar(token_ids)
-        channel, constrain, message, end = map(grammar.marker, (CHANNEL, CONSTRAIN, MESSAGE, "<|call|>"))
+        channel, constrain, message = map(grammar.marker, (CHANNEL, CONSTRAIN, MESSAGE))
         calls = [
-            f"{grammar.text(f'{name} ')} {constrain} {grammar.text('json')} {message} {grammar.object(schema)} {end}"
+            f"{grammar.text(f'{name} ')} {constrain} {grammar.text('json')} {message} {grammar.object(schema)}"
             for name, schema in tools.items()
         ]
         begin = f"{channel} {grammar.text(f'commentary to={FUNCTIONS}')}"

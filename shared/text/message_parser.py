@@ -135,6 +135,7 @@ class MessageFormat(Struct, frozen=True):
     tools: Tools | None = None
     parallel: bool = True
     reasoning_is_open: bool = False  # the prompt ends inside reasoning
+    reasoning_is_over: bool = False  # the prompt has ended it, or left it out
 
     def parser(self) -> MessageParser:
         """Return a parser for one sample."""
@@ -167,6 +168,7 @@ class ParserChoice(Struct, frozen=True):
     reasoning: str | None = None
     tools: str | None = None
     special: Mapping[str, int] = {}  # ids of the markers that are special tokens
+    token_ids: Mapping[str, int] = {}  # of all markers that are tokens
 
     @classmethod
     def make(cls, template: str, tokenizer: Tokenizer, *, tool_parser: str, reasoning_parser: str) -> "ParserChoice":
@@ -180,8 +182,10 @@ class ParserChoice(Struct, frozen=True):
         if reasoning == HARMONY_REASONING or tools == HARMONY_TOOLS:  # one parser takes everything apart
             tools, reasoning = HARMONY_TOOLS, HARMONY_REASONING
         choice = cls(reasoning, tools)
-        ids = {marker: tokenizer.token_id(marker) for marker in choice.markers(with_tools=True)}
-        return cls(reasoning, tools, {marker: id for marker, id in ids.items() if id in tokenizer.special_ids})
+        markers = choice.markers(with_tools=True)
+        ids = {marker: id for marker in markers if (id := tokenizer.token_id(marker)) is not None}
+        special = {marker: id for marker, id in ids.items() if id in tokenizer.special_ids}
+        return cls(reasoning, tools, special, ids)
 
     def markers(self, with_tools: bool) -> Collection[str]:
         """Return the markers that the parsers look for, with those of calls or without."""
@@ -203,6 +207,16 @@ class ParserChoice(Struct, frozen=True):
         if family is None:
             return False
         return family.is_open(prompt) if continued is None else family.is_open_in(continued)
+
+    def reasoning_is_over(self, prompt: str, continued: str | None = None) -> bool:
+        """Return whether the output has no reasoning, as it continues an answer, or the prompt has closed it.
+
+        The arguments are those of `reasoning_is_open`.
+        """
+        if continued is not None:
+            return not self.reasoning_is_open(prompt, continued)
+        family = reasoning_parsers.FAMILIES.get(self.reasoning or "")
+        return family is not None and prompt.rstrip().endswith(family.ends)
 
 
 def check_names(tool_parser: str, reasoning_parser: str) -> None:

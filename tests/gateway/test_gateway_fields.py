@@ -60,7 +60,7 @@ PROOFS = {
     "include_reasoning": (REASONING, "test_reasoning_may_be_left_out"),
     "parallel_tool_calls": (TOOLS, "test_only_the_first_call_is_kept"),
     "reasoning_effort": (REASONING, "test_the_effort_reaches_the_template"),
-    "tool_choice": (TOOLS, "test_choices_without_a_call"),
+    "tool_choice": ("test_gateway_call_grammar", "test_a_demand_for_calls_reaches_the_engine"),
     "tools": (TOOLS, "test_a_call_as_a_whole_and_as_a_stream"),
 }
 

@@ -1,7 +1,7 @@
-"""A real model calls a tool: the embedded one, which is shown two calls before, through `quire serve`."""
+"""A real model calls tools: the embedded one, through `quire serve`. It is shown two calls before, or has to call."""
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -40,15 +40,48 @@ def turn(city: str, weather: str, number: int) -> list[dict[str, Any]]:
 QUESTION: Any = [*turn("Rome", "sunny", 1), *turn("Oslo", "cold", 2), {"role": "user", "content": "Weather in Paris?"}]
 
 
-def ask(client: openai.OpenAI, server: Server, *, kill: bool = False) -> tuple[str | None, str, str, str]:
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "days", "unit"],
+    "additionalProperties": False,
+}
+SWITCH = {
+    "type": "object",
+    "properties": {"lights": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}},
+    "required": ["lights"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (("forecast", FORECAST), ("switch", SWITCH))
+]
+NAMED: Any = {"type": "function", "function": {"name": "forecast"}}
+
+
+def fits(name: str, arguments: Any) -> bool:
+    """Return whether arguments fit the schema of a tool of `TOOLS`."""
+    if name == "switch":
+        lights = arguments.pop("lights")
+        return arguments == {} and 1 <= len(lights) <= 3 and all(isinstance(light, bool) for light in lights)
+    city, days, unit = (arguments.pop(key) for key in ("city", "days", "unit"))
+    return arguments == {} and len(city) <= 12 and type(days) is int and 1 <= days <= 9 and unit in ("C", "F")
+
+
+def ask(
+    client: openai.OpenAI, server: Server, *, kill: bool = False, **fields: Any
+) -> tuple[str | None, str, str, str]:
     """Return the finish reason, and the joined content, name and arguments of a stream.
 
     If `kill`, the worker dies in the midst of the call.
     """
     finish, content, name, arguments = None, "", "", ""
-    for chunk in client.chat.completions.create(
-        model=NAME, messages=QUESTION, tools=[TOOL], temperature=0, max_tokens=80, stream=True
-    ):
+    body: Any = {"messages": QUESTION, "tools": [TOOL], "temperature": 0, "max_tokens": 200} | fields
+    for chunk in client.chat.completions.create(model=NAME, stream=True, **body):
         (choice,) = chunk.choices
         finish = choice.finish_reason
         content += choice.delta.content or ""
@@ -62,21 +95,85 @@ def ask(client: openai.OpenAI, server: Server, *, kill: bool = False) -> tuple[s
     return finish, content, name, arguments
 
 
-def test_a_call_of_a_real_model_survives_its_worker(tmp_path: Path) -> None:
-    """TOL-01, and a kill in the midst of a call is a pause."""
-    template = tmp_path / "hermes.jinja"
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("tools")
+    template = folder / "hermes.jinja"
     template.write_text(TEMPLATES["hermes"])
     flags = ("--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with (
-        serving(locate(""), tmp_path, *flags, name=NAME) as server,
-        openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=120) as client,
-    ):
-        answer = client.chat.completions.create(
-            model=NAME, messages=QUESTION, tools=[TOOL], temperature=0, max_tokens=80
-        ).choices[0]
-        assert answer.finish_reason == "tool_calls"
-        (call,) = answer.message.tool_calls or ()
-        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
-        undisturbed = ask(client, server)
-        assert undisturbed == ("tool_calls", "", "get_weather", call.function.arguments)
-        assert ask(client, server, kill=True) == undisturbed
+    with serving(locate(""), folder, *flags, name=NAME) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", timeout=120) as client:
+        yield client
+
+
+def test_a_call_of_a_real_model_survives_its_worker(server: Server, client: openai.OpenAI) -> None:
+    """TOL-01, and a kill in the midst of a call is a pause."""
+    answer = client.chat.completions.create(
+        model=NAME, messages=QUESTION, tools=[TOOL], temperature=0, max_tokens=80
+    ).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    undisturbed = ask(client, server)
+    assert undisturbed == ("tool_calls", "", "get_weather", call.function.arguments)
+    assert ask(client, server, kill=True) == undisturbed
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_calls_that_are_demanded_fit_their_schemas(client: openai.OpenAI, choice: Any) -> None:
+    """TOL-08: at temperature 1, by a model that would write anything else."""
+    answer = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": "Tell me a story about a cat."}],
+        tools=TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        temperature=1,
+        seed=1,
+        n=16,
+        max_tokens=200,
+    )
+    assert len(answer.choices) == 16
+    for sample in answer.choices:
+        assert sample.finish_reason == ("tool_calls" if choice == "required" else "stop")
+        assert sample.message.content is None
+        (call,) = sample.message.tool_calls or ()
+        assert choice == "required" or call.function.name == "forecast"
+        assert fits(call.function.name, json.loads(call.function.arguments)), call.function
+
+
+def test_a_demanded_call_survives_its_worker(server: Server, client: openai.OpenAI) -> None:
+    """The next worker's matcher follows what the first one has written."""
+    messages = [{"role": "user", "content": "Tell me a story about a cat."}]
+    fields = {"messages": messages, "tools": TOOLS, "tool_choice": NAMED, "temperature": 1, "seed": 7}
+    undisturbed = ask(client, server, **fields)
+    assert undisturbed[:3] == ("stop", "", "forecast")
+    assert fits("forecast", json.loads(undisturbed[3]))
+    assert ask(client, server, kill=True, **fields) == undisturbed
+
+
+def test_an_answer_of_a_form_or_a_strict_call(client: openai.OpenAI) -> None:
+    """Whichever the model prefers, and at temperature 1, it is one of the two."""
+    strict: Any = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "forecast", "schema": FORECAST}}
+    answer = client.chat.completions.create(
+        model=NAME,
+        messages=QUESTION,
+        tools=strict,
+        parallel_tool_calls=False,
+        response_format=form,
+        temperature=1,
+        seed=1,
+        n=8,
+        max_tokens=300,
+    )
+    for sample in answer.choices:
+        calls = sample.message.tool_calls or ()
+        assert sample.finish_reason == ("tool_calls" if calls else "stop")
+        assert all(fits(call.function.name, json.loads(call.function.arguments)) for call in calls)
+        assert calls or fits("forecast", json.loads(sample.message.content or ""))

@@ -2,15 +2,18 @@
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
+from shared.errors import InvalidRequest
 from shared.text.harmony import SPECIAL_TOKENS, HarmonyParser
 from shared.text.message_parser import MessageFormat, MessageParser, ParserChoice
 from shared.text.tool_parsers import FAMILIES
+from tests.text.grammar_matcher import Matcher
 from tests.text.tool_outputs import WRITERS, Call, read
 from tests.text.vocabulary import make_backend
 
@@ -20,6 +23,7 @@ PARAMETERS: dict[str, Any] = {
         "city": {"type": "string"},
         "days": {"type": "integer"},
         "unit": {"type": "string", "enum": ["C", "F"]},
+        "day": {"const": "today"},
         "place": {"$ref": "#/$defs/place"},
     },
     "required": ["city", "days"],
@@ -29,12 +33,13 @@ PARAMETERS: dict[str, Any] = {
 TOOLS: dict[str, Any] = {"get_weather": PARAMETERS, "get_time": {}, "any": {"properties": {"a": {}, "b": {}}}}
 
 WEATHER = Call("get_weather", {"city": 'Sã "o" \\ <x>\nP', "days": 3})
-MORE = Call("get_weather", {"city": "", "days": -3, "unit": "F", "place": {"x": 1.5}})
+MORE = Call("get_weather", {"city": "", "days": -3, "unit": "F", "day": "today", "place": {"x": 1.5}})
 TIME = Call("get_time", {})
 
 WRONG = [
     Call("get_weather", {"city": "x", "days": "three"}),
     Call("get_weather", {"city": "x", "days": 3, "unit": "K"}),
+    Call("get_weather", {"city": "x", "days": 3, "day": "never"}),
     Call("get_weather", {"days": 3}),
     Call("get_weather", {"city": "x", "days": 3, "place": {"x": "far"}}),
     Call("get_wether", {"city": "x", "days": 3}),
@@ -46,9 +51,10 @@ def markers_of(family: str) -> tuple[str, ...]:
     return SPECIAL_TOKENS if family == "openai" else FAMILIES[family].markers()
 
 
-def grammar_of(family: str, token_ids: dict[str, int], *, parallel: bool = True) -> str:
-    make = HarmonyParser.grammar if family == "openai" else FAMILIES[family].grammar
-    return make(TOOLS, token_ids, parallel=parallel)
+def grammar_of(family: str, token_ids: Mapping[str, int], *, parallel: bool = True, in_text: bool = False) -> str:
+    if family == "openai":
+        return HarmonyParser.grammar(TOOLS, token_ids)
+    return FAMILIES[family].grammar(TOOLS, token_ids, parallel=parallel, in_text=in_text)
 
 
 def parser_for(family: str) -> MessageParser:
@@ -56,31 +62,18 @@ def parser_for(family: str) -> MessageParser:
     return MessageFormat(ParserChoice(reasoning, family), TOOLS).parser()
 
 
-class Matcher:
-    """Matches texts with a family's grammar, with its markers as tokens or as text."""
-
-    def __init__(self, family: str, *, tokens: bool, parallel: bool = True) -> None:
-        self._backend: Tokenizer = make_backend()
-        markers = [marker for marker in markers_of(family) if marker not in ("[", "{", "<function=", "functools[")]
-        if tokens:
-            self._backend.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
-        token_ids = {marker: id for marker in markers if (id := self._backend.token_to_id(marker)) is not None}
-        self._grammar = grammar_of(family, token_ids, parallel=parallel)
-        self._tokenizer = LLTokenizer(self._backend.to_str())
-        assert not (error := LLMatcher.validate_grammar(self._grammar, self._tokenizer)), error
-
-    def matches(self, text: str) -> bool:
-        ids = self._backend.encode(text, add_special_tokens=False).ids
-        matcher = LLMatcher(self._tokenizer, self._grammar)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+def matcher_of(family: str, *, tokens: bool, parallel: bool = True, in_text: bool = False) -> Matcher:
+    return Matcher(
+        markers_of(family), lambda ids: grammar_of(family, ids, parallel=parallel, in_text=in_text), tokens=tokens
+    )
 
 
 def write(family: str, tokens: bool, calls: list[Call]) -> str:
     """Return calls as the grammar has them: Python's values are JSON, and Mistral's form depends on its tokens."""
     if family == "mistral" and not tokens:
         return "[TOOL_CALLS]" + WRITERS["granite"](calls).removeprefix("<|tool_call|>")
-    text = WRITERS[family](calls).removeprefix("\n")
-    if family in ("phi4_mini_json",):
+    text = WRITERS[family](calls).removeprefix("\n").removesuffix("<|call|>")  # which ends an output, and is no text
+    if family == "phi4_mini_json":
         return text.replace("functools", "<|tool_call|>") + "<|/tool_call|>"
     return text
 
@@ -88,7 +81,7 @@ def write(family: str, tokens: bool, calls: list[Call]) -> str:
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("family", sorted(set(WRITERS) - {"pythonic", "llama4_pythonic", "lfm2"}))
 def test_what_a_family_writes_matches_its_grammar(family: str, tokens: bool) -> None:
-    matcher = Matcher(family, tokens=tokens)
+    matcher = matcher_of(family, tokens=tokens)
     conversations = [[WEATHER], [MORE], [TIME]] + ([[WEATHER, TIME, MORE]] if family != "openai" else [])
     for calls in conversations:
         text = write(family, tokens, calls)
@@ -103,7 +96,7 @@ def test_what_a_family_writes_matches_its_grammar(family: str, tokens: bool) -> 
 def test_calls_like_pythons(family: str) -> None:
     begin = FAMILIES[family].begins[0] + ("[" if FAMILIES[family].ends else "")
     end = "]" + "".join(FAMILIES[family].ends)
-    matcher = Matcher(family, tokens=False)
+    matcher = matcher_of(family, tokens=False)
     right = {
         'get_weather(city="x \\"y\\"", days=3)': {"city": 'x "y"', "days": 3},
         'get_weather(city="x", days=3, place={"x": 1.5})': {"city": "x", "days": 3, "place": {"x": 1.5}},
@@ -122,9 +115,46 @@ def test_calls_like_pythons(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(WRITERS) - {"pythonic", "llama4_pythonic", "lfm2"}))
 def test_one_call_only_if_calls_are_not_to_be_parallel(family: str) -> None:
-    matcher = Matcher(family, tokens=True, parallel=False)
+    matcher = matcher_of(family, tokens=True, parallel=False)
     assert matcher.matches(write(family, True, [WEATHER]))
     assert not matcher.matches(write(family, True, [WEATHER, TIME]))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if FAMILIES[name].opens_by_marker])
+def test_calls_in_text_are_right_too(family: str, tokens: bool) -> None:
+    matcher = matcher_of(family, tokens=tokens, in_text=True)
+    written = [write_in_text(family, tokens, calls) for calls in ([WEATHER], [MORE], [TIME])]
+    for text in ("", "Well <b> [x] {", *written, f"One\n{written[0]}\n\nTwo {{", f"{written[0]} and {written[1]}"):
+        assert matcher.matches(text), text
+    for call in WRONG:
+        text = "Well. " + write_in_text(family, tokens, [call])
+        assert not matcher.matches(text), text
+    assert not matcher.matches("Well. " + written[0][:-1])
+    assert matcher_of(family, tokens=tokens, in_text=True, parallel=False).matches(f"One {written[0]} two")
+
+
+def write_in_text(family: str, tokens: bool, calls: list[Call]) -> str:
+    """Return calls as the grammar has them. LFM2's and Llama 4's are like Python's, with values in JSON."""
+    if family not in ("lfm2", "llama4_pythonic"):
+        return write(family, tokens, calls)
+    values = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in calls[0].arguments.items()]
+    begin, end = FAMILIES[family].begins[0], FAMILIES[family].ends[0]
+    return f"{begin}[{calls[0].name}({', '.join(values)})]{end}"
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45", "lfm2"])
+def test_a_schema_that_is_none_is_refused(family: str) -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"properties": {"a": deep}}
+    wrong: list[Any] = [deep]
+    if family != "hermes":  # whose whole schema is llguidance's to check
+        wrong += [{"properties": [1]}, {"properties": {"a": 1}}, {"required": "abc"}]
+    for schema in wrong:
+        with pytest.raises(InvalidRequest, match="schema"):
+            FAMILIES[family].grammar({"f": schema}, {})
+    assert FAMILIES[family].grammar({"f": {"properties": {"a": True, "b": False}}}, {})
 
 
 @pytest.mark.parametrize("family", sorted(WRITERS))

@@ -1,25 +1,34 @@
 """`CallGrammar`: builds a grammar of a family's calls, with arguments by the tools' schemas.
 
-It is in llguidance's dialect of Lark, for an engine that makes a model call a tool, or keep to the format once a call
-has begun. A grammar describes one way of writing that the family's parser reads, the one that its template prints.
+It is in llguidance's dialect of Lark. A grammar describes one way of writing that the family's parser reads, the one
+that its template prints.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shared.errors import InvalidRequest, brief
+
 OPTIONS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON as templates print it. With any white space, a model could write that without end."""
+
+ANY_TEXT = r"/(.|\n)*/"
+"""An expression for any text without tokens of their own."""
 
 Schema = Mapping[str, Any]
 
 
 class CallGrammar:
-    """Collects the rules of a grammar. `token_ids` are those of markers that are tokens of their own."""
+    """Collects the rules of a grammar. `token_ids` are those of markers that are tokens of their own.
 
-    def __init__(self, token_ids: Mapping[str, int]) -> None:
+    If `in_text`, calls may be left out, and there may be any text before, between and behind them.
+    """
+
+    def __init__(self, token_ids: Mapping[str, int], *, in_text: bool = False) -> None:
         self._token_ids = token_ids
-        self._rules: list[str] = []
+        self._in_text = in_text
+        self._rules: dict[str, str] = {}  # name and attributes, by the body
 
     def has_token(self, marker: str) -> bool:
         """Return whether a marker is a token of its own."""
@@ -30,6 +39,10 @@ class CallGrammar:
         id = self._token_ids.get(text)
         return self.text(text) if id is None else f"<[{id}]>"
 
+    def opening(self, marker: str) -> str:
+        """Return an expression for the marker that opens calls, with the text before it if there may be some."""
+        return self.until(marker) if self._in_text else self.marker(marker)
+
     def text(self, text: str) -> str:
         """Return an expression for a text, which is empty for no text."""
         return json.dumps(text, ensure_ascii=False) if text else ""
@@ -39,29 +52,52 @@ class CallGrammar:
         return self.json({"type": "object"} | (dict(schema) or {"additionalProperties": False}))
 
     def json(self, schema: Schema) -> str:
-        """Return an expression for JSON by a schema."""
-        return self._rule("%json " + json.dumps(dict(schema) | OPTIONS, ensure_ascii=False))
+        """Return an expression for JSON by a schema. Raise `InvalidRequest` if that is nested too deeply."""
+        try:
+            text = json.dumps(dict(schema) | OPTIONS, ensure_ascii=False)
+        except RecursionError as error:
+            raise InvalidRequest("tools: a schema is nested too deeply", "tools") from error
+        return self._rule(f"%json {text}")
 
     def until(self, end: str) -> str:
-        """Return an expression for any text up to the marker `end`, and that."""
-        if self.has_token(end):
-            return rf"/(.|\n)*/ {self.marker(end)}"
-        return self._rule(r"/(.|\n)*/", f"[suffix={self.text(end)}]")
+        """Return an expression for any text up to the first marker `end`, and that, as its token or spelled."""
+        spelled = self._rule(f"{ANY_TEXT} {self.text(end)}", "[lazy]")
+        return f"({ANY_TEXT} {self.marker(end)} | {spelled})" if self.has_token(end) else spelled
 
     def finish(self, begin: str, calls: Sequence[str], separator: str, end: str, *, parallel: bool) -> str:
         """Return the grammar of one of `calls`, or of several if `parallel`, between two expressions."""
         start = f"{begin} call ({separator} call)* {end}" if parallel else f"{begin} call {end}"
-        return "\n".join([f"start: {start}", "call: " + " | ".join(calls), *self._rules]) + "\n"
+        if self._in_text:
+            start = f"({start}){'*' if parallel else '?'} {ANY_TEXT}"
+        return self.of(start, f"call: {' | '.join(calls)}")
+
+    def of(self, start: str, *rules: str) -> str:
+        """Return the grammar that begins with the expression `start`, with these rules and those of this grammar."""
+        own = [f"{name}: {body}" for body, name in self._rules.items()]
+        return "\n".join([f"start: {start}", *rules, *own]) + "\n"
 
     def _rule(self, body: str, attributes: str = "") -> str:
-        name = f"rule{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
-        return name
+        """Return the name of a rule with this body."""
+        name = self._rules.setdefault(body, f"rule{len(self._rules)}{attributes}")
+        return name.removesuffix(attributes)
 
 
 def properties(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Return the properties of an object's schema: name, schema, and whether it must be there."""
-    required = schema.get("required") or ()
+    """Return the properties of an object's schema: name, schema, and whether it must be there.
+
+    Raise `InvalidRequest` if it is none.
+    """
+    required, listed = schema.get("required") or (), schema.get("properties") or {}
+    if not isinstance(listed, Mapping) or not isinstance(required, (list, tuple)):
+        raise InvalidRequest(f"tools: properties or required of a schema are wrong: {brief(schema)}", "tools")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    listed = schema.get("properties") or {}
-    return [(name, dict(value) | shared, name in required) for name, value in listed.items()]
+    return [(name, _as_object(value) | shared, name in required) for name, value in listed.items()]
+
+
+def _as_object(schema: Any) -> dict[str, Any]:
+    """Return a schema as an object, since `true` and `false` are schemas too."""
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"tools: a schema must be an object, got {brief(schema)}", "tools")
+    return dict(schema)

@@ -32,7 +32,7 @@ class DeepSeekV31Parser(JsonCallParser):
 
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:
-        return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
+        return Frame(grammar.opening(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         name = yield from self._read_name()

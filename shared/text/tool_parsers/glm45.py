@@ -29,7 +29,7 @@ class Glm45Parser(TextArgumentsParser):
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
         key_begin, key_end, value_begin = map(grammar.marker, (KEY, KEY_END, VALUE))
         newline = grammar.text(cls.newline)
-        parts = [grammar.marker(cls.begins[0]), grammar.text(name), newline]
+        parts = [grammar.opening(cls.begins[0]), grammar.text(name), newline]
         for key, value, is_required in properties(schema):
             text = cls._argument(grammar, value, VALUE_END)
             pair = f"{key_begin} {grammar.text(key)} {key_end} {newline} {value_begin} {text} {newline}"

@@ -19,7 +19,7 @@ class HermesParser(JsonCallParser):
 
     @classmethod
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
-        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        begin, end = grammar.opening(cls.begins[0]), grammar.marker(cls.ends[0])
         newline = grammar.text("\n")
         return f"{begin} {newline} {cls._object(grammar, name, schema)} {newline} {end}"
 

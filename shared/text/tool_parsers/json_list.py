@@ -16,7 +16,7 @@ class GraniteParser(JsonCallParser):
 
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:
-        return Frame(f"{grammar.marker(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
+        return Frame(f"{grammar.opening(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         return (yield from self._read_json_calls())
@@ -30,7 +30,7 @@ class Phi4MiniParser(JsonCallParser):
 
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:
-        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        begin, end = grammar.opening(cls.begins[0]), grammar.marker(cls.ends[0])
         return Frame(f"{begin} {grammar.text('[')}", grammar.text(", "), f"{grammar.text(']')} {end}")
 
     def _read_calls(self, marker: str) -> Steps[bool]:

@@ -29,7 +29,7 @@ class KimiK2Parser(JsonCallParser):
 
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:
-        return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
+        return Frame(grammar.opening(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         yield from self._reader.skip_space()

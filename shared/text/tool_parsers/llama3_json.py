@@ -16,6 +16,7 @@ class Llama3JsonParser(JsonCallParser):
     """
 
     begins = ("<|python_tag|>", "{")
+    opens_by_marker = False
 
     @classmethod
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:

@@ -30,7 +30,7 @@ class MistralParser(JsonCallParser):
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
         if not grammar.has_token("[ARGS]"):
             return cls._object(grammar, name, schema)
-        begin, arguments = grammar.marker(cls.begins[0]), grammar.marker("[ARGS]")
+        begin, arguments = grammar.opening(cls.begins[0]), grammar.marker("[ARGS]")
         return f"{begin} {grammar.text(name)} {arguments} {grammar.object(schema)}"
 
     @classmethod
@@ -38,7 +38,7 @@ class MistralParser(JsonCallParser):
         """Return what is around a list of calls, which older vocabularies have instead of the marker [ARGS]."""
         if grammar.has_token("[ARGS]"):
             return Frame()
-        return Frame(f"{grammar.marker(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
+        return Frame(f"{grammar.opening(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
     def _read_calls(self, marker: str) -> Steps[bool]:
         reader = self._reader

@@ -24,6 +24,7 @@ class PythonicParser(TextArgumentsParser):
     """A list at the beginning of a line holds calls if it begins with a tool's."""
 
     begins: ClassVar[tuple[str, ...]] = ("[",)
+    opens_by_marker: ClassVar[bool] = False
 
     @classmethod
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
@@ -44,7 +45,7 @@ class PythonicParser(TextArgumentsParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         begin, end = grammar.text("["), grammar.text("]")
         if cls.ends:
-            begin, end = f"{grammar.marker(cls.begins[0])} {begin}", f"{end} {grammar.marker(cls.ends[0])}"
+            begin, end = f"{grammar.opening(cls.begins[0])} {begin}", f"{end} {grammar.marker(cls.ends[0])}"
         return Frame(begin, grammar.text(", "), end)
 
     def _read_calls(self, marker: str) -> Steps[bool]:
@@ -142,6 +143,7 @@ class Llama4PythonicParser(PythonicParser):
 
     begins = ("<|python_start|>", "[")
     ends = ("<|python_end|>",)
+    opens_by_marker = True
 
 
 class Lfm2Parser(PythonicParser):
@@ -149,3 +151,4 @@ class Lfm2Parser(PythonicParser):
 
     begins = ("<|tool_call_start|>",)
     ends = ("<|tool_call_end|>",)
+    opens_by_marker = True

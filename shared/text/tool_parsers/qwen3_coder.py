@@ -29,7 +29,7 @@ class Qwen3CoderParser(TextArgumentsParser):
 
     @classmethod
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
-        begin, end = grammar.marker(cls.begins[0]), grammar.marker(cls.ends[0])
+        begin, end = grammar.opening(cls.begins[0]), grammar.marker(cls.ends[0])
         parts = [begin, grammar.text(f"\n{FUNCTION}{name}>\n")]
         for key, value, is_required in properties(schema):
             head = grammar.text(f"{PARAMETER}{key}>\n")

@@ -23,13 +23,16 @@ class TextArgumentsParser(ToolParser):
 
     @staticmethod
     def _argument(grammar: CallGrammar, schema: Schema, end: str) -> str:
-        """Return the expression for an argument's text and what ends it."""
-        if is_text(types_of(schema)) and not isinstance(schema.get("enum"), list):
+        """Return the expression for an argument's text and what ends it.
+
+        Of a string's schema only a list of values is in it, as expressions for JSON do not fit plain text.
+        """
+        if not is_text(types_of(schema)):
+            return f"{grammar.json(schema)} {grammar.marker(end)}"
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if not isinstance(values, list) or not values:
             return grammar.until(end)
-        if is_text(types_of(schema)):
-            values = " | ".join(grammar.text(value) for value in schema["enum"])
-            return f"({values}) {grammar.marker(end)}"
-        return f"{grammar.json(schema)} {grammar.marker(end)}"
+        return f"({' | '.join(grammar.text(str(value)) for value in values)}) {grammar.marker(end)}"
 
     def _begin_call(self, name: str, id: str | None = None) -> None:
         self._call_name, self._names = name, set()

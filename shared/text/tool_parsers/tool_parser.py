@@ -46,6 +46,9 @@ class ToolParser(StreamParser):
     frames: ClassVar[tuple[str, ...]] = ()
     """Markers around calls, which mean nothing by themselves."""
 
+    opens_by_marker: ClassVar[bool] = True
+    """Whether calls of the grammar begin with a marker, by which they are told apart from text."""
+
     def __init__(self, tools: Tools, special: Collection[str] = ()) -> None:
         super().__init__()
         self.num_calls = 0
@@ -62,12 +65,16 @@ class ToolParser(StreamParser):
         return cls.begins + cls.ends + cls.frames
 
     @classmethod
-    def grammar(cls, tools: Tools, token_ids: Mapping[str, int], *, parallel: bool = True) -> str:
+    def grammar(
+        cls, tools: Tools, token_ids: Mapping[str, int], *, parallel: bool = True, in_text: bool = False
+    ) -> str:
         """Return a grammar of a call of one of `tools`, or of several, for llguidance (`call_grammar.py`).
 
-        `token_ids` are the ids of those markers that are tokens of the vocabulary, special or not.
+        `token_ids` are the ids of those markers that are tokens of the vocabulary, special or not. If `in_text`, which
+        needs calls that open by a marker, it is a grammar of any text that may have calls. Raise `InvalidRequest` for a
+        schema that is none.
         """
-        grammar = CallGrammar(token_ids)
+        grammar = CallGrammar(token_ids, in_text=in_text)
         frame = cls._frame(grammar)
         calls = [cls._call(grammar, name, schema) for name, schema in tools.items()]
         return grammar.finish(frame.begin, calls, frame.separator, frame.end, parallel=parallel)
