@@ -21,7 +21,7 @@ from msgspec import Struct
 from services.gateway.engine_request import EngineRequest
 from services.gateway.metrics import EngineLosses
 from shared.curve import ConnectionKeys
-from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
+from shared.errors import ConfigError, EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.log_format import of_requests
 from shared.protocol import (
@@ -177,7 +177,11 @@ class EngineConnection:
         delay = RECONNECT_DELAY
         try:
             while True:
-                former_refusal, reason = self._refusal, await self._run_connection()
+                former_refusal = self._refusal
+                try:
+                    reason = await self._run_connection()
+                except (ConfigError, zmq.ZMQError) as error:  # of one socket, and not of the whole gateway
+                    reason = self._refusal = str(error)
                 requests = self._take_requests()
                 if not self._refusal:
                     level, ended = (logging.INFO, "left") if self.leaving else (logging.WARNING, "lost")

@@ -36,6 +36,8 @@ def test_the_addresses_of_a_name_are_in_order_and_of_one_family() -> None:
         ("dns://:5557", "must be dns://name:port"),
         ("dns://engines:65536", "must be dns://name:port"),
         ("file://engines.txt", "file://engines.txt: must be file:// and an absolute path"),
+        ("dns://two engines:5557", "must be tcp://host:port"),
+        ("tcp://two engines:5557", "must be tcp://host:port"),
         ("http://engines:5557", "must begin with ipc://, tcp://, dns:// or file://"),
     ],
 )
