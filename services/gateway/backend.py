@@ -29,7 +29,7 @@ from services.gateway.engine_request import EngineRequest
 from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router, RoutingPolicy
 from shared.curve import ConnectionKeys
-from shared.errors import EngineFailure, Overloaded, Unavailable
+from shared.errors import Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.log_format import of_request
 from shared.protocol import Sampling, Status, Welcome
@@ -264,9 +264,10 @@ class Backend:
             if not exact:
                 self.losses.inexact.inc()
             logger.warning(
-                "a request goes on at engine %s%s",
+                "a request goes on at engine %s%s (losses without output between them: %d)",
                 engine.name,
                 "" if exact else ", which may compute other tokens",
+                request.num_losses,
                 extra=of_request(request.request_id),
             )
         engine.place(request)
@@ -314,14 +315,9 @@ class Backend:
             await asyncio.sleep(WAIT_CHECK_INTERVAL)
             now, unusable = time.monotonic(), self.unusable
             for request, since in list(self._waiting.items()):
-                if unusable:
-                    request.fail(Unavailable(unusable))
-                elif now - since <= self._loss_timeout:
+                if not unusable and now - since <= self._loss_timeout:
                     continue
-                elif request.accepted:
-                    request.fail(EngineFailure(f"the engine was lost, and none was ready {self._limit}"))
-                else:
-                    request.fail(Unavailable(f"no engine was ready {self._limit}"))
+                request.refuse(Unavailable(unusable or f"no engine was ready {self._limit}"))
                 del self._waiting[request]
 
     @property

@@ -163,7 +163,7 @@ class EngineConnection:
         for request in list(dict.fromkeys(self._requests.values())):
             if may_move(request):
                 self.release(request)
-                request.lose(self, "it drains")
+                request.leave(self, "it drains")
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Send an `Abort`."""
@@ -317,7 +317,7 @@ class EngineConnection:
             del self._requests[refused.id]
             request.reject(self, refused.id)
         else:
-            request.fail(_to_error(refused))
+            request.refuse(_to_error(refused))
 
     def _find(self, id: int) -> EngineRequest | None:
         """Return a request by its id at the engine; None if there is none, maybe since its client has left."""

@@ -54,9 +54,8 @@ async def test_a_drain_ends_its_delay_and_counts_its_time_from_the_beginning() -
         pass
     assert await lifecycle.wait_drained(10)
     assert lifecycle.drain_state == DrainState(draining=True, drained=True, unfinished=0)
-    with pytest.raises(Unavailable):
-        with lifecycle.running():
-            pass
+    with pytest.raises(Unavailable), lifecycle.running():
+        pass
     before = lifecycle.seconds_left
     lifecycle.drain()
     assert 900 < lifecycle.seconds_left < before
