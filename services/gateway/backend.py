@@ -3,7 +3,8 @@
 A request stays at its engine as long as that lives. If the engine's worker dies, the request continues when the worker
 is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
 engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
-also waits if no engine is there. An engine that drains keeps its requests only if no other is ready for them.
+also waits if no engine is there. An engine that drains keeps its requests only if no other is ready for them, or if
+their output would go on with other tokens there.
 
 A request goes to an engine whose context it fits; among those, a `Router` chooses.
 
@@ -84,6 +85,7 @@ class Backend:
         self._num_unanswered = 0  # requests that wait for the first `Welcome`
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
+        self._will_place = False  # whether `_place_waiting` is to run in the next turn of the event loop
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
         self.losses = EngineLosses()  # metrics of the engines that were lost
         self._dropped = Counter(
@@ -283,7 +285,8 @@ class Backend:
         if request.waiting_since is None:  # otherwise an engine has refused it meanwhile
             request.waiting_since = time.monotonic()
         self._waiting[request] = request.waiting_since
-        if len(self._waiting) == 1:  # once for all that an engine's loss brings
+        if not self._will_place:  # once for all that an engine's loss brings
+            self._will_place = True
             asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _take_status(self, connection: EngineConnection) -> None:
@@ -292,13 +295,20 @@ class Backend:
         if connection.ready:
             self._place_waiting()
         elif connection.status and connection.status.draining:
-            connection.hand_over(lambda request: bool(self._candidates(request, ready=True)))
+            connection.hand_over(self._can_move)
+
+    def _can_move(self, request: EngineRequest) -> bool:
+        """Return whether other engines are ready for a request, and would go on with the same tokens."""
+        models = [engine.welcome.model for engine in self._candidates(request, ready=True) if engine.welcome]
+        same = any(model.fingerprint == self._fingerprints.get(request) for model in models)
+        return same or (bool(models) and not request.has_output)
 
     def _count_drop(self, connection: EngineConnection, reason: DropReason) -> None:
         self._dropped.labels(connection.name, "scheduler", reason.value).inc()
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""
+        self._will_place = False
         if not self.ready():
             return
         for request in sorted(self._waiting, key=lambda request: request.arrival):

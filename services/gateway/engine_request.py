@@ -288,7 +288,7 @@ class EngineRequest:
         self._wake()
 
     def refuse(self, error: QuireError) -> None:
-        """End the request with `error`, since no engine takes it. Where one has accepted it before, that is a failure."""
+        """End the request with `error`, since no engine takes it. If one has accepted it before, that is a failure."""
         self.fail(EngineFailure(f"the engine was lost, and {error}") if self.accepted else error)
 
     def fail(self, error: QuireError) -> None:

@@ -447,9 +447,9 @@ async def test_a_refusal_after_an_acceptance_is_a_failure() -> None:
     accepted.request.accept()
     for harness in (refused, accepted):
         harness.request.refuse(Overloaded("the queue is full", 1.0))
-    with pytest.raises(Overloaded, match="^the queue is full$"):
+    with pytest.raises(Overloaded, match=r"^the queue is full$"):
         await refused.request.rows()
-    with pytest.raises(EngineFailure, match="^the engine was lost, and the queue is full$"):
+    with pytest.raises(EngineFailure, match=r"^the engine was lost, and the queue is full$"):
         await accepted.request.rows()
 
 
