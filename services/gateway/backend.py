@@ -275,7 +275,9 @@ class Backend:
         engine.place(request)
 
     def _note_computed(self, request: EngineRequest) -> None:
-        """Tell the router what the engines of a request have computed for it."""
+        """Tell the router what the engines of a request have computed for it, if there is a choice of engines."""
+        if len(self._connections) == 1:
+            return
         for connection in self._connections:
             if request.attempts_at(connection):
                 self._router.note(connection, request.prompt, request.outputs)

@@ -14,6 +14,7 @@ import zmq
 
 from services.gateway import engine_connection
 from services.gateway.backend import Backend, EngineRequest
+from services.gateway.routing import Router
 from shared.protocol import VERSION, ModelInfo, ProgressRow, Sampling, Snapshot, Status, Welcome
 from tests.waiting import until
 
@@ -129,3 +130,14 @@ async def test_a_request_that_no_engine_can_take_delays_no_other() -> None:
                 await asyncio.sleep(0)
                 assert short.requests == [request]
                 assert stuck.unplaced
+
+
+async def test_with_one_engine_nothing_is_noted_for_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+    monkeypatch.setattr(Router, "note", lambda self, engine, prompt, outputs: noted.append(engine))
+    first, second = FakeEngine("0"), FakeEngine("1")
+    for engines in ([first], [first, second]):
+        with backend_of(*engines) as backend:
+            async with backend.submit(PROMPT, SAMPLING) as request:
+                request.add(ProgressRow(0, 0, 0, [7]))
+    assert noted == [first, first], "at the first token and at the end"
