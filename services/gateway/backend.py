@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import zmq.asyncio
-from prometheus_client import Counter
 from prometheus_client.registry import Collector
 
 from services.gateway.engine_connection import EngineConnection
@@ -34,7 +33,6 @@ from shared.errors import Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.log_format import of_request
 from shared.protocol import Sampling, Status, Welcome
-from shared.transport import DropReason
 
 __all__ = ["Backend", "EngineRequest"]
 
@@ -88,12 +86,6 @@ class Backend:
         self._will_place = False  # whether `_place_waiting` is to run in the next turn of the event loop
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
         self.losses = EngineLosses()  # metrics of the engines that were lost
-        self._dropped = Counter(
-            "quire:dropped_messages",
-            "Messages of engines that were dropped, or rows of them. A few of the reason unexpected are normal.",
-            ("engine", "role", "reason"),
-            registry=None,
-        )
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -122,7 +114,7 @@ class Backend:
     @property
     def metrics(self) -> tuple[Collector, ...]:
         """Return the metrics of lost engines, and of what engines sent in vain."""
-        return (*self.losses.all, self._dropped)
+        return self.losses.all
 
     @property
     def welcome(self) -> Welcome | None:
@@ -236,12 +228,11 @@ class Backend:
             engine = EngineConnection(
                 self._context,
                 address,
-                self._text_digest,
-                self._short_of_cpu,
-                self._take_status,
-                self._keys,
-                self.losses,
-                self._count_drop,
+                text_digest=self._text_digest,
+                short_of_cpu=self._short_of_cpu,
+                on_status=self._take_status,
+                keys=self._keys,
+                losses=self.losses,
             )
             self._connections.append(engine)
             self._start(self._run(engine))
@@ -304,9 +295,6 @@ class Backend:
         models = [engine.welcome.model for engine in self._candidates(request, ready=True) if engine.welcome]
         same = any(model.fingerprint == self._fingerprints.get(request) for model in models)
         return same or (bool(models) and not request.has_output)
-
-    def _count_drop(self, connection: EngineConnection, reason: DropReason) -> None:
-        self._dropped.labels(connection.name, "scheduler", reason.value).inc()
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""

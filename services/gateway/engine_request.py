@@ -65,7 +65,7 @@ class _Sample:
         self.scheduling: SchedulingInfo | None = None  # by all engines
         self.suspicion = Suspicion()  # as the last engine that reported one left it
         self.preemptions_before = 0  # at earlier engines
-        self._given: SchedulingInfo | None = None  # what the reader knows of `scheduling`
+        self._reported: SchedulingInfo | None = None  # what the reader knows of `scheduling`
         self.waited = 0.0  # seconds from the request's beginning to the present attempt
 
     def begin_attempt(self, waited: float) -> None:
@@ -76,7 +76,7 @@ class _Sample:
     @property
     def has_news(self) -> bool:
         """True if there is something for `take_scheduling` to return."""
-        return self.scheduling is not self._given
+        return self.scheduling is not self._reported
 
     def note_scheduling(self, scheduling: SchedulingInfo) -> None:
         """Note how the last engine treats the sample. Its suspicion is for the next engine, and not for the reader."""
@@ -89,7 +89,7 @@ class _Sample:
     def take_scheduling(self) -> SchedulingInfo | None:
         """Return the treatment by all engines for the reader, or None if that has not changed."""
         news = self.scheduling if self.has_news else None
-        self._given = self.scheduling
+        self._reported = self.scheduling
         return news
 
 

@@ -11,11 +11,15 @@ from typing import Any, cast
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from services.gateway import engine_connection
 from services.gateway.backend import Backend, EngineRequest
+from services.gateway.engine_connection import EngineConnection
+from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router
 from shared.protocol import VERSION, ModelInfo, ProgressRow, Sampling, Snapshot, Status, Welcome
+from shared.transport import DropReason
 from tests.waiting import until
 
 PROMPT = array("i", [1, 2, 3])
@@ -141,3 +145,43 @@ async def test_with_one_engine_nothing_is_noted_for_routing(monkeypatch: pytest.
             async with backend.submit(PROMPT, SAMPLING) as request:
                 request.add(ProgressRow(0, 0, 0, [7]))
     assert noted == [first, first], "at the first token and at the end"
+
+
+async def test_an_engine_shows_zeros_once_it_is_known() -> None:
+    losses = EngineLosses()
+    with zmq.asyncio.Context() as context:
+        engine = connection(context, losses)
+        assert not list(losses.dropped.collect()[0].samples)
+        engine._handle(FakeEngine("0").welcome)
+    found = [sample for sample in losses.dropped.collect()[0].samples if sample.name == "quire:dropped_messages_total"]
+    assert {sample.labels["reason"] for sample in found} == {reason.value for reason in DropReason}
+    assert {(sample.labels["engine"], sample.value) for sample in found} == {("0", 0.0)}
+
+
+@pytest.mark.parametrize("was_there", [True, False])
+async def test_only_an_engine_that_was_there_can_be_lost(was_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What never said who it is has no name, and its address is none."""
+    losses = EngineLosses()
+
+    async def receive(self: EngineConnection, *_: Any) -> str:
+        if was_there:
+            self._handle(FakeEngine("0").welcome)
+        return "its connection ended"
+
+    monkeypatch.setattr(EngineConnection, "_receive", receive)
+    with zmq.asyncio.Context() as context:
+        await connection(context, losses)._run_connection()
+    counts = [one for one in losses.detection.collect()[0].samples if one.name.endswith("_count")]
+    assert [(one.labels, one.value) for one in counts] == ([({"engine": "0"}, 1.0)] if was_there else [])
+
+
+def connection(context: zmq.asyncio.Context, losses: EngineLosses) -> EngineConnection:
+    return EngineConnection(
+        context,
+        NOWHERE,
+        text_digest="",
+        short_of_cpu=lambda now: False,
+        on_status=lambda connection: None,
+        keys=None,
+        losses=losses,
+    )

@@ -89,8 +89,8 @@ class NoHeartbeats:
 class SimulatedConnection(EngineConnection):
     """A connection that reads when it is told to. Answers of a lost connection come late, by the next one."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.link: Link | None = None
         self.num_losses = 0
         self._late_answers: list[bytes] = []
