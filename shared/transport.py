@@ -27,6 +27,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import socket
 from collections import Counter
@@ -87,6 +88,8 @@ MALFORMED_LIMIT = 20
 wait for the answer."""
 
 IPC_PATH_MAX = 107  # bytes, of sockaddr_un
+
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # or an IPv4 address, or an interface to listen on
 
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
@@ -297,7 +300,7 @@ def listen(
     With `keys`, only peers of `role` are admitted over tcp, by the `authentication` of the context. At the end, wait at
     most `linger_ms` for the last messages to be sent.
     """
-    check_exposure(address, protected=insecure or keys is not None)
+    check_exposure(address.replace("tcp://*:", "tcp://0.0.0.0:", 1), protected=insecure or keys is not None)
     with _locked(address), _socket(context, zmq.ROUTER, address) as socket:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None and address.startswith("tcp://"):
@@ -318,14 +321,17 @@ def listen(
 def connect(
     context: "zmq.Context[S]", address: str, identity: bytes, keys: ConnectionKeys | None = None
 ) -> "Iterator[tuple[S, Monitor]]":
-    """Yield a DEALER that keeps trying to connect to `address`, and its monitor, for the time of the block."""
+    """Yield a DEALER that keeps trying to connect to `address`, and its monitor, for the time of the block.
+
+    Raise `ConfigError` if ZeroMQ cannot even try.
+    """
     check_address(address)
     with _socket(context, zmq.DEALER, address) as socket:
         socket.setsockopt(zmq.IDENTITY, identity)
         _use_connection_keys(socket, address, keys)
         monitor = Monitor(socket, address)
         try:
-            socket.connect(address)
+            _connect(socket, address)
             yield socket, monitor
         finally:
             monitor.close()
@@ -339,12 +345,15 @@ def connect_for_heartbeats(context: "zmq.Context[S]", address: str, keys: Connec
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, HEARTBEAT_HIGH_WATER)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, HEARTBEAT_RECONNECT_MAX_MS)
-        socket.connect(address)
+        _connect(socket, address)
         yield socket
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError unless `address` is a valid ipc or tcp address."""
+    """Raise ConfigError unless `address` is a valid ipc or tcp address: ZeroMQ can connect to it if somebody is there.
+
+    A host over tcp is a name, an IPv4 address, or an IPv6 address in brackets.
+    """
     if address.startswith("ipc://"):
         path = address.removeprefix("ipc://")
         if not path:
@@ -353,7 +362,8 @@ def check_address(address: str) -> None:
             raise ConfigError(f"{address}: the path is longer than {IPC_PATH_MAX} bytes, the limit of the system")
     elif address.startswith("tcp://"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        valid_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+        if not valid_port or not (HOST_NAME.fullmatch(host) or _is_bracketed_ipv6(host)):
             raise ConfigError(f"{address}: must be tcp://host:port")
     else:
         raise ConfigError(f"{address}: must begin with ipc:// or tcp://")
@@ -421,6 +431,20 @@ def _bind(socket: "zmq.Socket[Any]", address: str) -> None:
         raise ConfigError(f"cannot bind {address}: {error.strerror}") from error
     finally:
         os.umask(mask)
+
+
+def _connect(socket: "zmq.Socket[Any]", address: str) -> None:
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot connect to {address}: {error.strerror}") from error
+
+
+def _is_bracketed_ipv6(host: str) -> bool:
+    try:
+        return host.startswith("[") and host.endswith("]") and bool(ipaddress.IPv6Address(host[1:-1]))
+    except ValueError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from services.gateway import cors, errors, ignored_fields, middlewares
 from services.gateway.body import check_expect
@@ -37,8 +38,8 @@ def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Applicat
 
 def _routes(root: str) -> list[web.RouteDef]:
     return [
-        web.post(f"{root}/v1/chat/completions", chat_completions, expect_handler=check_expect),
-        web.post(f"{root}/v1/completions", completions, expect_handler=check_expect),
+        web.post(f"{root}/v1/chat/completions", _running(chat_completions), expect_handler=check_expect),
+        web.post(f"{root}/v1/completions", _running(completions), expect_handler=check_expect),
         web.get(f"{root}/v1/models", list_models),
         web.get(root + "/v1/models/{model:.*[^/]}", retrieve_model),
         web.get(f"{root}/health", health),
@@ -47,6 +48,17 @@ def _routes(root: str) -> list[web.RouteDef]:
         web.get(f"{root}/version", show_version),
         web.get(f"{root}/metrics", metrics),
     ]
+
+
+def _running(handler: Handler) -> Handler:
+    """Return a handler whose requests are running ones of the gateway, from before their bodies are read."""
+
+    @wraps(handler)
+    async def run(request: web.Request) -> web.StreamResponse:
+        with request.app[GATEWAY].lifecycle.running():
+            return await handler(request)
+
+    return run
 
 
 async def list_models(request: web.Request) -> web.Response:

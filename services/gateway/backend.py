@@ -3,7 +3,8 @@
 A request stays at its engine as long as that lives. If the engine's worker dies, the request continues when the worker
 is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
 engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
-also waits if no engine is there. An engine that drains keeps its requests only if no other is ready for them.
+also waits if no engine is there. An engine that drains keeps its requests only if no other is ready for them, or if
+their output would go on with other tokens there.
 
 A request goes to an engine whose context it fits; among those, a `Router` chooses.
 
@@ -20,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import zmq.asyncio
-from prometheus_client import Counter
 from prometheus_client.registry import Collector
 
 from services.gateway.engine_connection import EngineConnection
@@ -29,11 +29,10 @@ from services.gateway.engine_request import EngineRequest
 from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router, RoutingPolicy
 from shared.curve import ConnectionKeys
-from shared.errors import EngineFailure, Overloaded, Unavailable
+from shared.errors import Overloaded, Unavailable
 from shared.heartbeat import HEARTBEAT_INTERVAL, HeartbeatSender, LoopTimer, Watcher, supervisor_watcher
 from shared.log_format import of_request
 from shared.protocol import Sampling, Status, Welcome
-from shared.transport import DropReason
 
 __all__ = ["Backend", "EngineRequest"]
 
@@ -84,14 +83,9 @@ class Backend:
         self._num_unanswered = 0  # requests that wait for the first `Welcome`
         self._loss_timeout = loss_timeout
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
+        self._will_place = False  # whether `_place_waiting` is to run in the next turn of the event loop
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
         self.losses = EngineLosses()  # metrics of the engines that were lost
-        self._dropped = Counter(
-            "quire:dropped_messages",
-            "Messages of engines that were dropped, or rows of them. A few of the reason unexpected are normal.",
-            ("engine", "role", "reason"),
-            registry=None,
-        )
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -120,7 +114,7 @@ class Backend:
     @property
     def metrics(self) -> tuple[Collector, ...]:
         """Return the metrics of lost engines, and of what engines sent in vain."""
-        return (*self.losses.all, self._dropped)
+        return self.losses.all
 
     @property
     def welcome(self) -> Welcome | None:
@@ -234,12 +228,11 @@ class Backend:
             engine = EngineConnection(
                 self._context,
                 address,
-                self._text_digest,
-                self._short_of_cpu,
-                self._take_status,
-                self._keys,
-                self.losses,
-                self._count_drop,
+                text_digest=self._text_digest,
+                short_of_cpu=self._short_of_cpu,
+                on_status=self._take_status,
+                keys=self._keys,
+                losses=self.losses,
             )
             self._connections.append(engine)
             self._start(self._run(engine))
@@ -264,15 +257,18 @@ class Backend:
             if not exact:
                 self.losses.inexact.inc()
             logger.warning(
-                "a request goes on at engine %s%s",
+                "a request goes on at engine %s%s (losses without output between them: %d)",
                 engine.name,
                 "" if exact else ", which may compute other tokens",
+                request.num_losses,
                 extra=of_request(request.request_id),
             )
         engine.place(request)
 
     def _note_computed(self, request: EngineRequest) -> None:
-        """Tell the router what the engines of a request have computed for it."""
+        """Tell the router what the engines of a request have computed for it, if there is a choice of engines."""
+        if len(self._connections) == 1:
+            return
         for connection in self._connections:
             if request.attempts_at(connection):
                 self._router.note(connection, request.prompt, request.outputs)
@@ -282,7 +278,8 @@ class Backend:
         if request.waiting_since is None:  # otherwise an engine has refused it meanwhile
             request.waiting_since = time.monotonic()
         self._waiting[request] = request.waiting_since
-        if len(self._waiting) == 1:  # once for all that an engine's loss brings
+        if not self._will_place:  # once for all that an engine's loss brings
+            self._will_place = True
             asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _take_status(self, connection: EngineConnection) -> None:
@@ -291,13 +288,17 @@ class Backend:
         if connection.ready:
             self._place_waiting()
         elif connection.status and connection.status.draining:
-            connection.hand_over(lambda request: bool(self._candidates(request, ready=True)))
+            connection.hand_over(self._can_move)
 
-    def _count_drop(self, connection: EngineConnection, reason: DropReason) -> None:
-        self._dropped.labels(connection.name, "scheduler", reason.value).inc()
+    def _can_move(self, request: EngineRequest) -> bool:
+        """Return whether other engines are ready for a request, and would go on with the same tokens."""
+        models = [engine.welcome.model for engine in self._candidates(request, ready=True) if engine.welcome]
+        same = any(model.fingerprint == self._fingerprints.get(request) for model in models)
+        return same or (bool(models) and not request.has_output)
 
     def _place_waiting(self) -> None:
         """Submit the requests that wait, the first to arrive first, as far as an engine is ready."""
+        self._will_place = False
         if not self.ready():
             return
         for request in sorted(self._waiting, key=lambda request: request.arrival):
@@ -314,14 +315,9 @@ class Backend:
             await asyncio.sleep(WAIT_CHECK_INTERVAL)
             now, unusable = time.monotonic(), self.unusable
             for request, since in list(self._waiting.items()):
-                if unusable:
-                    request.fail(Unavailable(unusable))
-                elif now - since <= self._loss_timeout:
+                if not unusable and now - since <= self._loss_timeout:
                     continue
-                elif request.accepted:
-                    request.fail(EngineFailure(f"the engine was lost, and none was ready {self._limit}"))
-                else:
-                    request.fail(Unavailable(f"no engine was ready {self._limit}"))
+                request.refuse(Unavailable(unusable or f"no engine was ready {self._limit}"))
                 del self._waiting[request]
 
     @property

@@ -3,8 +3,8 @@
 One task, `run`, owns the socket. It reads a bounded number of messages in each turn of the event loop, so that clients
 are served in between, and passes their rows to the requests. An engine is lost when its connection ends, when it is
 overdue, when it reads no more messages, when it sends something that is not a message, or when it has dropped this
-gateway. Then its requests are told, so that they
-go on elsewhere, and a new socket is opened under a new identity. The old one is closed with what is queued in it.
+gateway. Then its requests are told, so that they go on elsewhere, and a new socket is opened under a new identity. The
+old one is closed with what is queued in it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from msgspec import Struct
 from services.gateway.engine_request import EngineRequest
 from services.gateway.metrics import EngineLosses
 from shared.curve import ConnectionKeys
-from shared.errors import EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
+from shared.errors import ConfigError, EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.log_format import of_requests
 from shared.protocol import (
@@ -82,17 +82,14 @@ class EngineConnection:
         self,
         context: zmq.asyncio.Context,
         address: str,
+        *,
         text_digest: str,
         short_of_cpu: Callable[[float], bool],
-        on_status: Callable[["EngineConnection"], None] = lambda connection: None,
-        keys: ConnectionKeys | None = None,
-        losses: EngineLosses | None = None,
-        on_drop: Callable[["EngineConnection", DropReason], None] = lambda connection, reason: None,
+        on_status: Callable[["EngineConnection"], None],
+        keys: ConnectionKeys | None,
+        losses: EngineLosses,
     ) -> None:
-        """`on_status` is called for each status that has come, `on_drop` for each message or row that is dropped.
-
-        Losses of the engine are counted in `losses`.
-        """
+        """`on_status` is called for each status that has come. Losses and dropped messages are counted in `losses`."""
         self.address = address
         self.welcome: Welcome | None = None  # of this connection
         self.status: Status | None = None  # the last one of this connection
@@ -103,9 +100,8 @@ class EngineConnection:
         self._short_of_cpu = short_of_cpu
         self._on_status = on_status
         self._keys = keys
-        self._losses = losses or EngineLosses()
+        self._losses = losses
         self._boot_id = ""  # of the engine's last process; empty before the first
-        self._on_drop = on_drop
         self._refusal = ""  # why the last connection was of no use, so that the next one waits longer; empty if it was
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
@@ -163,7 +159,7 @@ class EngineConnection:
         for request in list(dict.fromkeys(self._requests.values())):
             if may_move(request):
                 self.release(request)
-                request.lose(self, "it drains")
+                request.leave(self, "it drains")
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Send an `Abort`."""
@@ -177,7 +173,11 @@ class EngineConnection:
         delay = RECONNECT_DELAY
         try:
             while True:
-                former_refusal, reason = self._refusal, await self._run_connection()
+                former_refusal = self._refusal
+                try:
+                    reason = await self._run_connection()
+                except (ConfigError, zmq.ZMQError) as error:  # of one socket, and not of the whole gateway
+                    reason = self._refusal = str(error)
                 requests = self._take_requests()
                 if not self._refusal:
                     level, ended = (logging.INFO, "left") if self.leaving else (logging.WARNING, "lost")
@@ -211,7 +211,7 @@ class EngineConnection:
             try:
                 self._send(Hello(VERSION, printable_identity(name)))
                 reason = await self._receive(socket, monitor)
-                if not (monitor.refusal or self.leaving):
+                if self.welcome is not None and not self.leaving:  # otherwise no engine was there, or none was lost
                     detection = self._losses.detection.labels(self.name)
                     detection.observe(time.monotonic() - self._liveness.last_heard)
                 return reason
@@ -266,7 +266,7 @@ class EngineConnection:
                     self._handle(decode_to_gateway(body))
             except ProtocolError as error:
                 logger.error("engine at %s: %s", self.address, error)
-                self._on_drop(self, DropReason.MALFORMED)
+                self._losses.count_drop(self.name, DropReason.MALFORMED)
                 self._loss = MALFORMED
                 return False
         return True
@@ -293,12 +293,12 @@ class EngineConnection:
                 self._liveness.note_heartbeat(message.process, now)
                 self._on_status(self)
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):
-                self._on_drop(self, DropReason.NOT_ADMITTED)
+                self._losses.count_drop(self.name, DropReason.NOT_ADMITTED)
                 self.unusable = "the engine has loaded another model than this gateway: its files have changed"
                 logger.error("engine at %s: %s; restart both", self.address, self.unusable)
             case Welcome():
                 self.welcome = message
-                self._losses.know(message.engine)
+                self._losses.init_labels(message.engine)
                 if self._boot_id not in ("", message.boot_id):
                     self._losses.restarts.labels(message.engine).inc()
                 self._boot_id = message.boot_id
@@ -313,13 +313,13 @@ class EngineConnection:
             del self._requests[refused.id]
             request.reject(self, refused.id)
         else:
-            request.fail(_to_error(refused))
+            request.refuse(_to_error(refused))
 
     def _find(self, id: int) -> EngineRequest | None:
         """Return a request by its id at the engine; None if there is none, maybe since its client has left."""
         request = self._requests.get(id)
         if request is None:
-            self._on_drop(self, DropReason.UNEXPECTED)
+            self._losses.count_drop(self.name, DropReason.UNEXPECTED)
         return request
 
     def _send(self, message: Struct) -> None:

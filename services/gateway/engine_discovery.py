@@ -3,7 +3,8 @@
 An entry of `--engines` is one address (`tcp://...`, `ipc://...`), a DNS name that stands for many
 (`dns://NAME:PORT`), or a file with one address a line (`file:///PATH`). `Discovery.find` looks at names and files anew.
 A look that fails (no answer of the DNS, no such file, a line that is no address) changes nothing: an engine that works
-is worth more than a list that says so.
+is worth more than a list that says so. An empty file is such a failure, since a file is empty while it is written anew.
+One that is to name no engine has a comment.
 """
 
 import asyncio
@@ -110,8 +111,10 @@ async def _find(entry: str) -> list[str]:
 def parse_lines(text: str) -> list[str]:
     """Return the addresses in a file: one a line, without empty lines and comments (`#`).
 
-    Raise `ConfigError` for an invalid one.
+    Raise `ConfigError` for an invalid one, and if the file is empty.
     """
+    if not text:
+        raise ConfigError("the file is empty")
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     addresses = [line for line in lines if line]
     for address in addresses:

@@ -4,6 +4,8 @@ It outlives the engine that runs it. It keeps its prompt and the output so far, 
 be submitted again, to another one or to the same when it is back, under a new id. Noise is a function of seed, sample
 and position, so the output goes on with the same tokens.
 
+A request that loses engine after engine without new output fails, so that one which ends engines ends some only.
+
 Each row has the output position of its tokens. A row whose tokens have come before is dropped. If tokens are missing,
 the request fails, since a stream with a gap must not continue. So it does if there are more tokens than it asked for.
 """
@@ -19,6 +21,9 @@ from msgspec.structs import replace
 
 from shared.errors import EngineFailure, QuireError
 from shared.protocol import FinishReason, ProgressRow, Sampling, SchedulingInfo, Submit, Suspicion, pack_tokens
+
+MAX_LOSSES = 5
+"""Times in a row that a request may lose its engine before it has new output. It may be what ends the engines."""
 
 
 class Engine(Protocol):
@@ -60,7 +65,7 @@ class _Sample:
         self.scheduling: SchedulingInfo | None = None  # by all engines
         self.suspicion = Suspicion()  # as the last engine that reported one left it
         self.preemptions_before = 0  # at earlier engines
-        self._given: SchedulingInfo | None = None  # what the reader knows of `scheduling`
+        self._reported: SchedulingInfo | None = None  # what the reader knows of `scheduling`
         self.waited = 0.0  # seconds from the request's beginning to the present attempt
 
     def begin_attempt(self, waited: float) -> None:
@@ -71,7 +76,7 @@ class _Sample:
     @property
     def has_news(self) -> bool:
         """True if there is something for `take_scheduling` to return."""
-        return self.scheduling is not self._given
+        return self.scheduling is not self._reported
 
     def note_scheduling(self, scheduling: SchedulingInfo) -> None:
         """Note how the last engine treats the sample. Its suspicion is for the next engine, and not for the reader."""
@@ -84,7 +89,7 @@ class _Sample:
     def take_scheduling(self) -> SchedulingInfo | None:
         """Return the treatment by all engines for the reader, or None if that has not changed."""
         news = self.scheduling if self.has_news else None
-        self._given = self.scheduling
+        self._reported = self.scheduling
         return news
 
 
@@ -116,6 +121,7 @@ class EngineRequest:
         self.engine = ""  # the name of the last engine
         self.interruptions: list[Interruption] = []
         self.recoveries: list[Interruption] = []  # those that have ended; the reader takes them out
+        self.num_losses = 0  # times that an engine was lost which had it, since its last output
         self._clock = clock
         self._began = clock()
         self.outputs = [array("i") for _ in range(n)]  # so far, of each sample
@@ -221,7 +227,14 @@ class EngineRequest:
         return [attempt for attempt in self._attempts if attempt.engine is engine]
 
     def lose(self, engine: Engine, reason: str = "it was lost") -> None:
-        """Note that nothing more comes from `engine`."""
+        """Note that nothing more comes from `engine`, which was lost. Fail if that is one loss too many."""
+        self.num_losses += 1
+        if self.num_losses == MAX_LOSSES:
+            self.fail(EngineFailure(f"{MAX_LOSSES} engines in a row were lost with it, the last one because {reason}"))
+        self.leave(engine, reason)
+
+    def leave(self, engine: Engine, reason: str) -> None:
+        """Take the request from `engine`, which hands it over."""
         self._attempts = [attempt for attempt in self._attempts if attempt.engine is not engine]
         self._interrupt(reason)
         self._report_unplaced()
@@ -270,9 +283,13 @@ class EngineRequest:
         if row.finish_reason is not None:
             del self._samples[row.sample]
             self._take_from_attempt(row.sample)
-        self.accepted, self.waiting_since = True, None
+        self.accepted, self.waiting_since, self.num_losses = True, None, 0
         self._rows.append(row)
         self._wake()
+
+    def refuse(self, error: QuireError) -> None:
+        """End the request with `error`, since no engine takes it. If one has accepted it before, that is a failure."""
+        self.fail(EngineFailure(f"the engine was lost, and {error}") if self.accepted else error)
 
     def fail(self, error: QuireError) -> None:
         """End the request with `error`, which the reader gets after the rows that have come. Idempotent."""

@@ -122,7 +122,10 @@ class Generation:
                 self.logprobs[update.sample] += update.logprobs
 
     def close(self, reason: str) -> None:
-        """Record the unfinished samples, with `reason`. A refused prompt is in no metric of requests."""
+        """Record the unfinished samples, with `reason`.
+
+        A refused prompt is in no metric of requests, nor is one that has ended before an engine got it.
+        """
         self._close_reason = "refused" if self._refused else reason
         if self._trace is not None:
             for interruption in self._request.interruptions:
@@ -133,6 +136,8 @@ class Generation:
         for index, sample in enumerate(self.text.samples):
             if sample.finish_reason is None:
                 self._record_end(index, reason, now)
+        if not self._request.engine:
+            return
         num_outputs = [len(sample.token_ids) for sample in self.text.samples]
         has_output = any(times.first_token for times in self._times)
         num_computed = len(self.prompt.tokens) - self.text.num_cached_tokens if has_output else None
@@ -179,7 +184,8 @@ class Generation:
 
     def _record_end(self, index: int, reason: str, now: float) -> None:
         times, num_output = self._times[index], len(self.text.samples[index].token_ids)
-        self._engine_metrics.record_sample(times, reason, len(self.prompt.tokens), num_output, now)
+        if self._request.engine:
+            self._engine_metrics.record_sample(times, reason, len(self.prompt.tokens), num_output, now)
         if self._trace is not None:
             choice, engine = self.prompt.samples_before + index, self._request.engine
             self._trace.end_sample(choice, times, reason, engine=engine, num_output=num_output, now=now)

@@ -7,8 +7,8 @@ too: `Unavailable` is raised in each request's task, which then sends its client
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shared.admin import DrainState
 from shared.errors import Unavailable
@@ -54,24 +54,33 @@ class Lifecycle:
         """Return how far the drain is. Other threads may ask."""
         return DrainState(self.draining, self._drained.is_set(), self.num_running)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Count a request as running for the time of the block. Raise `Unavailable` if none is accepted any more."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count a request as running for the time of the block, which is all that its task does for it.
+
+        Raise `Unavailable` if none is accepted any more, or if `abort` ends it.
+        """
         if self._closed:
             raise Unavailable(SHUTTING_DOWN)
-        task = asyncio.current_task()
-        assert task is not None  # every coroutine runs in a task
+        task = _current_task()
         self._tasks.add(task)
+        try:
+            with self.abortable():
+                yield
+        finally:
+            self._tasks.discard(task)
+            self._note_drained()
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        """Raise `Unavailable` in a part of a running request that `abort` ends, and that has to tell its client so."""
         try:
             yield
         except asyncio.CancelledError:
             if not self._aborted:
                 raise
-            task.uncancel()
+            _current_task().uncancel()
             raise Unavailable(SHUTTING_DOWN) from None
-        finally:
-            self._tasks.discard(task)
-            self._note_drained()
 
     def drain(self) -> None:
         """Fail health checks from now on, and refuse new requests after the delay. Idempotent."""
@@ -114,3 +123,9 @@ class Lifecycle:
     def _note_drained(self) -> None:
         if self._closed and not self._tasks:
             self._drained.set()
+
+
+def _current_task() -> "asyncio.Task[object]":
+    task = asyncio.current_task()
+    assert task is not None  # every coroutine runs in a task
+    return task

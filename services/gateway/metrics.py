@@ -1,9 +1,9 @@
 """Prometheus metrics of requests as clients see them. Those of engines come from `shared.metrics`.
 
 Names and buckets are vLLM's if vLLM has the metric. A sample is counted once, when it ends, under one reason. So the
-counts of a set of requests agree with each other, however the requests ended. Refused requests are counted in
-quire:http_responses only. Metrics that start at a sample's admission
-lack the samples that ended before the engine reported it.
+counts of a set of requests agree with each other, however the requests ended. Refused requests, and those whose clients
+have left before an engine got them, are counted in quire:http_responses only. Metrics that start at a sample's
+admission lack the samples that ended before the engine reported it.
 
 A scrape of a port that several gateways share reaches any of them. So they keep their figures in files of one folder
 (`SHARED_METRICS_VARIABLE`), and each shows the sum of all, those that have ended included.
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from services.gateway.config import SHARED_METRICS_VARIABLE
 from shared.metrics import DETECTION_BUCKETS, RECOVERY_BUCKETS, EngineCollector, exposition, registry
 from shared.protocol import SchedulingInfo, Snapshot
+from shared.transport import DropReason
 
 LABELS = ("model_name", "engine")
 TTFT_BUCKETS = (
@@ -123,7 +124,7 @@ class EngineMetrics:
 
 
 class EngineLosses:
-    """Metrics of the engines that a gateway has lost. Each gateway counts what it sees."""
+    """Metrics of the engines that a gateway has lost, and of what they sent in vain. Each counts what it sees."""
 
     def __init__(self) -> None:
         self.resumed = Counter(
@@ -145,15 +146,31 @@ class EngineLosses:
             registry=None,
         )
 
-    def know(self, engine: str) -> None:
-        """Show zeros for an engine, so that the first loss is seen as a growth."""
+        self.dropped = Counter(
+            "quire:dropped_messages",
+            "Messages of engines that were dropped, or rows of them. A few of the reason unexpected are normal.",
+            ("engine", "role", "reason"),
+            registry=None,
+        )
+
+    def init_labels(self, engine: str) -> None:
+        """Show zeros for an engine, so that the first loss or dropped message is seen as a growth."""
         self.restarts.labels(engine)
         self.detection.labels(engine)
+        for reason in DropReason:
+            self._dropped_of(engine, reason)
+
+    def count_drop(self, engine: str, reason: DropReason) -> None:
+        """Count a message of an engine that was dropped, or a row of one."""
+        self._dropped_of(engine, reason).inc()
 
     @property
     def all(self) -> tuple[Counter | Histogram, ...]:
         """Return all metrics."""
-        return (self.resumed, self.inexact, self.restarts, self.detection)
+        return (self.resumed, self.inexact, self.restarts, self.detection, self.dropped)
+
+    def _dropped_of(self, engine: str, reason: DropReason) -> Counter:
+        return self.dropped.labels(engine, "scheduler", reason.value)
 
 
 class Metrics:

@@ -8,8 +8,8 @@ have at most (P + OUTPUT) / (P - C + OUTPUT) times the sequences of an engine th
 cached, or the same everywhere, the load alone decides.
 
 Engines do not say what they have cached. A gateway knows what an engine has computed for it and how many blocks the
-engine has, so it keeps that many for each, those used last. It forgets them with the worker whose memory they were in.
-A wrong guess, as when other gateways' requests have taken the blocks, only costs time.
+engine has, so it keeps that many for each, up to a bound, those used last. It forgets them with the worker whose memory
+they were in. A wrong guess, as when other gateways' requests have taken the blocks, only costs time.
 """
 
 from array import array
@@ -28,6 +28,9 @@ OUTPUT = 100
 
 It bounds the ratio of loads that a prefix is worth. With 50 or 200 there is little difference (benchmarks/results).
 """
+
+MAX_BLOCKS = 100_000
+"""Blocks that are remembered of one engine: 15 MB, and 1.6 million tokens in blocks of 16."""
 
 
 class RoutedEngine(Protocol):
@@ -60,7 +63,7 @@ def hash_blocks(tokens: "array[int]", block_size: int, parent: int = 0) -> list[
 class CachedBlocks:
     """The hashes of the blocks that an engine has probably cached: the `capacity` ones that were used last.
 
-    If a block is among them, so are all that come before it in its prompt, since `use` takes whole sequences.
+    If a block is among them, so are all that come before it in its prompt, since those are used after it.
     """
 
     def __init__(self, capacity: int, block_size: int) -> None:
@@ -80,7 +83,7 @@ class CachedBlocks:
         return low
 
     def use(self, hashes: Sequence[int]) -> None:
-        """Note that a sequence has used these blocks, all that it has."""
+        """Note that a sequence has used these blocks. If it has others before them, those must be noted next."""
         for block in reversed(hashes):  # an engine frees the last one first
             self._hashes[block] = None
             self._hashes.move_to_end(block)
@@ -117,11 +120,13 @@ class Router:
         blocks = self._cached_blocks(engine)
         if self._policy != "cache_aware" or not blocks.block_size:
             return
+        if not (computed := [output for output in outputs if output]):
+            return
         hashes = hash_blocks(prompt, blocks.block_size)
         rest, parent = prompt[len(hashes) * blocks.block_size :], hashes[-1] if hashes else 0
-        for output in outputs:
-            if output:
-                blocks.use(hashes + hash_blocks(rest + output[:-1], blocks.block_size, parent))
+        for output in computed:
+            blocks.use(hash_blocks(rest + output[:-1], blocks.block_size, parent))
+        blocks.use(hashes)  # once for all outputs, since there may be a thousand, and last: an engine frees it last
 
     def _cached_blocks(self, engine: RoutedEngine) -> CachedBlocks:
         """Return what is cached at an engine: nothing yet, if its scheduler or worker is another one than before."""
@@ -132,7 +137,7 @@ class Router:
         incarnation = (welcome.boot_id, snapshot.worker_losses)
         known, blocks = self._caches.get(engine, (None, NO_CACHE))
         if known != incarnation:
-            blocks = CachedBlocks(snapshot.blocks, snapshot.block_size)
+            blocks = CachedBlocks(min(snapshot.blocks, MAX_BLOCKS), snapshot.block_size)
             self._caches[engine] = (incarnation, blocks)
         return blocks
 

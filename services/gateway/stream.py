@@ -54,7 +54,7 @@ class ChunkEncoder(Protocol):
 
 async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
     """Run all prompts to their ends. Raise the exception of the first one that fails."""
-    async with gateway.lifecycle.running(), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         generations = await _submit_all(stack, gateway, prompts)
         async with asyncio.TaskGroup() as tasks:
             for generation in generations:
@@ -81,13 +81,14 @@ async def stream(
     """Run all prompts, and write their output. Raise an error only if the status has not been sent yet."""
     writer = _StreamWriter(request, encoder, options, gateway.config)
     try:
-        async with gateway.lifecycle.running(), AsyncExitStack() as stack:
-            await writer.open(await _submit_all(stack, gateway, prompts))
-            async with asyncio.TaskGroup() as tasks:
-                comments = tasks.create_task(writer.keep_alive())
-                await asyncio.wait([tasks.create_task(writer.write(index)) for index in range(len(prompts))])
-                comments.cancel()
-            await writer.end()
+        with gateway.lifecycle.abortable():
+            async with AsyncExitStack() as stack:
+                await writer.open(await _submit_all(stack, gateway, prompts))
+                async with asyncio.TaskGroup() as tasks:
+                    comments = tasks.create_task(writer.keep_alive())
+                    await asyncio.wait([tasks.create_task(writer.write(index)) for index in range(len(prompts))])
+                    comments.cancel()
+                await writer.end()
     except Exception as error:
         await writer.fail(error)
     return writer.response

@@ -46,7 +46,7 @@ def of_scheduler_alone() -> set[str]:
 
 def of_gateway() -> set[str]:
     losses = EngineLosses()
-    losses.know("0")
+    losses.init_labels("0")
     metrics = Metrics("model", lambda: {"0": Snapshot()}, losses.all)
     metrics.engine("0")
     metrics.count_response("/v1/models", 200)

@@ -36,6 +36,8 @@ def test_the_addresses_of_a_name_are_in_order_and_of_one_family() -> None:
         ("dns://:5557", "must be dns://name:port"),
         ("dns://engines:65536", "must be dns://name:port"),
         ("file://engines.txt", "file://engines.txt: must be file:// and an absolute path"),
+        ("dns://two engines:5557", "must be tcp://host:port"),
+        ("tcp://two engines:5557", "must be tcp://host:port"),
         ("http://engines:5557", "must begin with ipc://, tcp://, dns:// or file://"),
     ],
 )
@@ -84,16 +86,22 @@ async def test_a_look_that_fails_changes_nothing_and_is_said_once(
     assert await discovery.find() == []
     file.write_text("tcp://b:1\n")
     assert await discovery.find() == ["tcp://b:1"]
-    for spoil in (file.unlink, lambda: file.write_bytes(b"\xff"), lambda: file.write_text("tcp://c:1\ntcp://d")):
+    for spoil in (
+        file.unlink,
+        lambda: file.write_bytes(b"\xff"),
+        lambda: file.write_text("tcp://c:1\ntcp://d"),
+        lambda: file.write_text(""),  # it is being written
+    ):
         spoil()
         assert await discovery.find() == ["tcp://b:1"]
         assert await discovery.find() == ["tcp://b:1"]
-    file.write_text("")
+    file.write_text("# none\n")
     assert await discovery.find() == []
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "no-such-name" in line]) == 1
     lines = [line.removeprefix(f"file://{file}") for line in said if "no-such-name" not in line]
-    assert len(lines) == 6
-    assert lines[1] == lines[5] == " can be read again"
+    assert len(lines) == 7
+    assert lines[5] == ": the file is empty; its 1 known engines stay"
+    assert lines[1] == lines[6] == " can be read again"
     assert lines[4] == ": tcp://d: must be tcp://host:port; its 1 known engines stay"
     assert lines[2].endswith("No such file or directory: '" + str(file) + "'; its 1 known engines stay")

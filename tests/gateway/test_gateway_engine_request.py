@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from services.gateway.engine_request import EngineRequest, Interruption
+from services.gateway.engine_request import MAX_LOSSES, EngineRequest, Interruption
 from shared.errors import EngineFailure, Overloaded, QuireError
 from shared.protocol import (
     Abort,
@@ -407,6 +407,50 @@ async def test_what_no_engine_has_accepted_is_not_interrupted() -> None:
     harness.request.accept()
     harness.request.reject(harness.engine, 6)
     assert harness.request.interruptions == []
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+async def test_a_request_that_loses_engine_after_engine_fails(accepted: bool) -> None:
+    """It may be what ends them. Also an engine that accepts it may be ended by it, in its first step."""
+    harness = EngineRequestHarness(2)
+    for _ in range(MAX_LOSSES):
+        assert not harness.request.done
+        if accepted:
+            harness.request.accept()
+        harness.request.lose(harness.engine, "its connection ended")
+        harness.request.place(harness.engine, harness.ids)
+    with pytest.raises(
+        EngineFailure, match="5 engines in a row were lost with it, the last one because its connection"
+    ):
+        await harness.request.rows()
+
+
+async def test_output_and_drains_do_not_count_towards_the_losses_that_fail_a_request() -> None:
+    harness = EngineRequestHarness()
+    for position in range(4):
+        for _ in range(MAX_LOSSES - 1):
+            harness.request.lose(harness.engine)
+            harness.request.place(harness.engine, harness.ids)
+            harness.take(position - 1, *[7] * (position > 0))  # has come before
+            harness.request.accept()
+        harness.take(position, 7)
+    for _ in range(2 * MAX_LOSSES):
+        harness.request.leave(harness.engine, "it drains")
+        harness.request.place(harness.engine, harness.ids)
+    assert not harness.request.done
+    assert await harness.tokens() == [7] * 4
+
+
+async def test_a_refusal_after_an_acceptance_is_a_failure() -> None:
+    """The client may have had output, or a status, so it is too late to refuse."""
+    refused, accepted = EngineRequestHarness(), EngineRequestHarness()
+    accepted.request.accept()
+    for harness in (refused, accepted):
+        harness.request.refuse(Overloaded("the queue is full", 1.0))
+    with pytest.raises(Overloaded, match=r"^the queue is full$"):
+        await refused.request.rows()
+    with pytest.raises(EngineFailure, match=r"^the engine was lost, and the queue is full$"):
+        await accepted.request.rows()
 
 
 async def test_a_refusal_concerns_the_engine_that_refuses() -> None:

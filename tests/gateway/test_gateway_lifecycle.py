@@ -9,7 +9,9 @@ import pytest
 from services.gateway.lifecycle import Lifecycle
 from shared.admin import DrainState
 from shared.errors import Unavailable
+from shared.protocol import Welcome
 from tests.gateway.fakes import FakeBackend, error_of, serve
+from tests.waiting import until
 
 FIELDS: dict[str, Any] = {"prompt": "hi", "stream": True}
 
@@ -48,13 +50,12 @@ async def test_a_drain_that_is_delayed_still_takes_requests_at_first() -> None:
 async def test_a_drain_ends_its_delay_and_counts_its_time_from_the_beginning() -> None:
     lifecycle = Lifecycle(shutdown_delay=0.05, drain_timeout=1000.0)
     lifecycle.drain()
-    async with lifecycle.running():
+    with lifecycle.running():
         pass
     assert await lifecycle.wait_drained(10)
     assert lifecycle.drain_state == DrainState(draining=True, drained=True, unfinished=0)
-    with pytest.raises(Unavailable):
-        async with lifecycle.running():
-            pass
+    with pytest.raises(Unavailable), lifecycle.running():
+        pass
     before = lifecycle.seconds_left
     lifecycle.drain()
     assert 900 < lifecycle.seconds_left < before
@@ -103,11 +104,65 @@ async def test_a_request_that_is_aborted_before_its_answer_has_a_status() -> Non
             await error_of(response)
 
 
+async def test_a_drain_counts_a_request_that_waits_for_the_first_engine() -> None:
+    backend, come = FakeBackend(), asyncio.Event()
+    first_welcome = backend.first_welcome
+
+    async def wait() -> Welcome:
+        await come.wait()
+        return await first_welcome()
+
+    backend.first_welcome = wait  # type: ignore[method-assign]
+    async with serve(backend) as client:
+        lifecycle = client.gateway.lifecycle
+        asking = [asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)]
+        await until(lambda: lifecycle.num_running == 2)
+        lifecycle.drain()
+        assert lifecycle.drain_state == DrainState(draining=True, drained=False, unfinished=2)
+        come.set()
+        for one in asking:
+            async with await one as response:
+                assert response.status == 200
+        assert await lifecycle.wait_drained(10)
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "hi"}, FIELDS])
+async def test_a_request_that_waits_for_the_first_engine_is_aborted_with_a_status(fields: dict[str, Any]) -> None:
+    backend = FakeBackend()
+    backend.first_welcome = asyncio.Event().wait  # type: ignore[assignment]
+    async with serve(backend) as client:
+        lifecycle = client.gateway.lifecycle
+        asking = asyncio.ensure_future(client.post("/v1/completions", json=fields))
+        await until(lambda: lifecycle.num_running == 1)
+        lifecycle.drain()
+        lifecycle.abort()
+        async with await asking as response:
+            assert response.status == 503
+            assert (await error_of(response))["message"] == "the server is shutting down"
+
+
+async def test_a_request_whose_body_is_coming_at_a_drain_is_served() -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        lifecycle = client.gateway.lifecycle
+        reader, writer = await asyncio.open_connection(client.server.host, client.server.port)
+        body = json.dumps({"prompt": "hi"}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body[:3])
+        await until(lambda: lifecycle.num_running == 1)
+        lifecycle.drain()
+        assert not lifecycle.drain_state.drained
+        writer.write(body[3:])
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200 ")
+        assert lifecycle.drain_state.drained
+        writer.close()
+
+
 async def test_a_cancellation_is_not_an_abort() -> None:
     lifecycle = Lifecycle()
 
     async def work() -> None:
-        async with lifecycle.running():
+        with lifecycle.running():
             await asyncio.Event().wait()
 
     task = asyncio.create_task(work())
@@ -125,7 +180,7 @@ async def test_cutting_twice_is_cutting_once() -> None:
 
     async def work() -> None:
         try:
-            async with lifecycle.running():
+            with lifecycle.running():
                 await asyncio.Event().wait()
         except Unavailable as error:
             seen.append(str(error))

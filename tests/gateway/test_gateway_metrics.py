@@ -92,6 +92,23 @@ async def test_refused_requests_are_in_no_figure_of_requests() -> None:
     assert value("quire:http_responses_total", handler="/v1/completions", code="429") == 1
 
 
+async def test_requests_that_no_engine_got_are_in_no_figure_of_requests() -> None:
+    backend = FakeBackend()
+    backend.answers.clear()
+    async with serve(backend) as client:
+        for engine in ("", "0"):
+            backend.submitted.clear()
+            asking = asyncio.ensure_future(client.complete(prompt="hi"))
+            await backend.submitted.wait()
+            backend.requests[-1].engine = engine
+            asking.cancel()
+            await backend.requests[-1].left.wait()
+        value = await figures(client)
+    assert value("vllm:request_success_total", model_name="tiny", engine="", finished_reason="abort") is None
+    assert value("vllm:request_params_n_count", model_name="tiny", engine="") is None
+    assert value("vllm:request_success_total", finished_reason="abort", **LABELS) == 1
+
+
 async def test_times_are_measured_from_arrival() -> None:
     backend = FakeBackend(says("one two three"))
     backend.burst = 4

@@ -376,7 +376,7 @@ def test_an_engine_that_dies_under_a_stream_is_told(server: Server, engine: Engi
     error, done = response.read().decode().strip().split("\n\n")
     message = json.loads(error.removeprefix("data: "))["error"]
     assert message["code"] == 500
-    assert "the engine was lost, and none was ready for 0.5 s" in message["message"]
+    assert "the engine was lost, and no engine was ready for 0.5 s" in message["message"]
     assert done == "data: [DONE]"
 
 

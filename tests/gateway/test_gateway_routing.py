@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from services.gateway import routing
 from services.gateway.routing import OUTPUT, CachedBlocks, Router, RoutingPolicy, hash_blocks
 from shared.protocol import VERSION, ModelInfo, Sampling, Snapshot, Status, Welcome
 
@@ -78,6 +79,30 @@ def test_the_next_turn_of_a_chat_finds_the_output_of_the_last_one() -> None:
     router.note(engines[1], PROMPT, [ANSWER[:1], ANSWER])
     router.note(engines[0], PROMPT, [ANSWER[:1]])
     assert chosen(router, engines, PROMPT + ANSWER) == 1
+
+
+def test_a_prompt_is_noted_once_for_all_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a hundred thousand tokens, and a thousand outputs."""
+    used: list[int] = []
+    use = CachedBlocks.use
+    monkeypatch.setattr(CachedBlocks, "use", lambda self, hashes: (used.append(len(hashes)), use(self, hashes)))
+    router, engine = Router(), FakeEngine()
+    router.note(engine, PROMPT[:10], [ANSWER[:7], ANSWER[:0], ANSWER[1:12]])
+    assert used == [2, 3, 2], "blocks of 2 and 6 tokens, of 2 and 10, and of the prompt"
+
+
+def test_outputs_are_forgotten_before_their_prompt() -> None:
+    router, engine = Router(), FakeEngine(blocks=4)
+    router.note(engine, PROMPT[:8], [ANSWER, ANSWER[1:]])
+    blocks = router._cached_blocks(engine)
+    assert (len(blocks), blocks.match_prefix(hash_blocks(PROMPT[:8] + ANSWER[1:], BLOCK))) == (4, 4)
+
+
+def test_the_blocks_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_BLOCKS", 7)
+    router, engine = Router(), FakeEngine(blocks=1 << 30)
+    router.note(engine, PROMPT, [ANSWER])
+    assert len(router._cached_blocks(engine)) == 7
 
 
 def test_a_prompt_without_output_is_not_cached() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from shared import unread
+from shared import transport, unread
 from shared.errors import ConfigError, ProtocolError
 from shared.protocol import MAX_FRAME
 from shared.transport import (
@@ -426,6 +426,15 @@ def test_loopback_needs_nothing(context: Any, port: int, host: str) -> None:
         ("tcp://:5", "tcp://host:port"),
         ("tcp://localhost:port", "tcp://host:port"),
         ("tcp://localhost:65536", "tcp://host:port"),
+        ("tcp://localhost:٥٥", "tcp://host:port"),
+        ("tcp://engine 2:5557", "tcp://host:port"),
+        ("tcp://engine,2:5557", "tcp://host:port"),
+        ("tcp://-engine:5557", "tcp://host:port"),
+        ("tcp://é:5557", "tcp://host:port"),
+        ("tcp://http://engine:5557", "tcp://host:port"),
+        ("tcp://*:5557", "tcp://host:port"),
+        ("tcp://[::zz]:5557", "tcp://host:port"),
+        ("tcp://::1:5557", "tcp://host:port"),
     ],
 )
 def test_wrong_addresses_are_clear_errors(address: str, message: str) -> None:
@@ -433,9 +442,35 @@ def test_wrong_addresses_are_clear_errors(address: str, message: str) -> None:
         check_address(address)
 
 
-@pytest.mark.parametrize("address", ["ipc:///" + "x" * 106, "ipc://@name", "tcp://[::1]:5", "tcp://example.org:5557"])
-def test_right_addresses_pass(address: str) -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///" + "x" * 106,
+        "ipc://@name",
+        "tcp://[::1]:5",
+        "tcp://[fe80::1%eth0]:5",
+        "tcp://10.0.0.1:5",
+        "tcp://example.org:5557",
+        "tcp://engine_2-a.svc.:5557",
+    ],
+)
+def test_right_addresses_pass_and_can_be_connected_to(context: Any, address: str) -> None:
     check_address(address)
+    with connect(context, address, new_identity("test")):
+        pass
+
+
+def test_a_listener_may_take_all_interfaces(context: Any) -> None:
+    with listen(context, f"tcp://*:{free_ports(1)[0]}", insecure=True):
+        pass
+    with pytest.raises(ConfigError, match="is open to other hosts"), listen(context, "tcp://*:5557"):
+        pass
+
+
+def test_what_zeromq_cannot_connect_to_is_a_clear_error(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "check_address", lambda address: None)
+    with pytest.raises(ConfigError, match="cannot connect to tcp://a b:1: Invalid argument"):
+        connect(context, "tcp://a b:1", b"x").__enter__()
 
 
 def test_a_folder_that_is_missing_is_a_clear_error(context: Any) -> None:

@@ -11,7 +11,7 @@ from simulated_worker import VOCABULARY
 from workloads import random_limits
 
 from services.gateway.backend import Backend
-from services.gateway.engine_request import EngineRequest
+from services.gateway.engine_request import MAX_LOSSES, EngineRequest
 from services.scheduler.core import Limits
 from shared.protocol import FinishReason, ProgressRow, Sampling, Submit
 
@@ -113,6 +113,7 @@ class _Script:
     def check_finished(self) -> None:
         """Check that each sample has ended as it should, and nothing is left of it."""
         backend = self.backend
+        num_losses = sum(connection.num_losses for connection in self.connections)
         for client in self.clients:
             self.seen[client.outcome] += 1
             failed = [one for one in client.samples.values() if one.finish_reason is FinishReason.ERROR]
@@ -125,6 +126,7 @@ class _Script:
                 "too long",
                 *["left"] * self.clients_leave,
                 *["given up"] * self.seen["away for long"],
+                *["lost too often"] * (num_losses >= MAX_LOSSES),
             }
             assert client.outcome in allowed
         for scheduler in self.schedulers:

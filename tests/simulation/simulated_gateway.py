@@ -56,6 +56,10 @@ ANSWERS = (Accepted, Refused, Progress)
 """The messages about requests."""
 
 
+ENDS = {"ready for 60 s": "given up", "engines in a row were lost": "lost too often"}
+"""Outcomes by what the errors say."""
+
+
 class Clock:
     """The time of all processes, in place of the module `time`."""
 
@@ -85,9 +89,10 @@ class NoHeartbeats:
 class SimulatedConnection(EngineConnection):
     """A connection that reads when it is told to. Answers of a lost connection come late, by the next one."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.link: Link | None = None
+        self.num_losses = 0
         self._late_answers: list[bytes] = []
         self.on_submit: Callable[[Submit], None] = lambda submit: None
         self.on_news: Callable[[EngineRequest, ProgressRow], None] = lambda request, row: None
@@ -132,6 +137,7 @@ class SimulatedConnection(EngineConnection):
     def lose(self, reason: str) -> None:
         """Give up the engine, dead or alive, with all that it has sent and that is not read."""
         if not self._lost.done():
+            self.num_losses += 1
             self._lost.set_result(reason)
 
     def send_heartbeat(self) -> None:
@@ -332,7 +338,7 @@ class GatewayClient:
             assert not self.promised, "a request that was accepted fits"
             self.outcome = "too long"
         except (EngineFailure, Unavailable) as error:
-            self.outcome = "given up" if "ready for 60 s" in str(error) else f"failed: {error}"
+            self.outcome = next((end for said, end in ENDS.items() if said in str(error)), f"failed: {error}")
         else:
             self.outcome = "served"
 

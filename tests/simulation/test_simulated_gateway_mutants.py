@@ -107,8 +107,8 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("scheduler.core.admission:accept", "submit.resumed or len(tokens) > submit.prompt_len", "False"),
     ],
     "an engine's end ends a sample": [(f"{REQUEST}.add", "row.finish_reason is FinishReason.ABORT", "False")],
-    "a loss takes attempts at other engines": [(f"{REQUEST}.lose", "attempt.engine is not engine", "False")],
-    "a loss takes none": [(f"{REQUEST}.lose", "attempt.engine is not engine", "True")],
+    "a loss takes attempts at other engines": [(f"{REQUEST}.leave", "attempt.engine is not engine", "False")],
+    "a loss takes none": [(f"{REQUEST}.leave", "attempt.engine is not engine", "True")],
     "a refused request is forgotten": [(f"{CONNECTION}._handle_refusal", "request.reject(self, refused.id)", "pass")],
     "a lost connection keeps its requests": [(f"{CONNECTION}._take_requests", "self._requests = {}", "pass")],
     "a new connection counts its ids again": [

@@ -207,7 +207,7 @@ async def test_a_scheduler_that_does_not_come_back_is_waited_for_so_long() -> No
         await until(lambda: snapshot(backend).running == 1)
         system.scheduler.signal(signal.SIGSTOP)
         try:
-            with pytest.raises(EngineFailure, match=r"none was ready for 1 s \(--engine-loss-timeout\)"):
+            with pytest.raises(EngineFailure, match=r"lost, and no engine was ready for 1 s \(--engine-loss-timeout\)"):
                 await running
             with pytest.raises(Unavailable, match="no engine was ready for 1 s"):
                 await complete(backend, [CHAIN], 9)
