@@ -197,6 +197,20 @@ def test_an_error_of_a_worker_s_row_ends_that_sequence_alone() -> None:
     assert core.snapshot().finished_error == 1
 
 
+def test_an_error_before_the_prompt_is_computed_ends_all_samples() -> None:
+    core = _core(depth=1)
+    _submit(core, 1, list(range(20)), Sampling(max_tokens=9, seed=5), n=3)
+    chunk = _plan(core)
+    assert chunk.rows == [Row(0, 0, 16, 0)]
+    rows = core.commit(StepResult(EPOCH, chunk.step, [SampledRow(0, [], error="it cannot be read")]))
+    assert sorted((row.sample, row.finish_reason, row.detail) for row in rows) == [
+        (sample, FinishReason.ERROR, "it cannot be read") for sample in range(3)
+    ]
+    assert core.idle
+    assert core.plan(1.0) is None
+    assert (core.snapshot().finished_error, core.snapshot().waiting) == (3, 0)
+
+
 def test_a_preempted_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
     core = _core(depth=1, policy="priority", num_blocks=9)
     common, sampling = [1, 2, 3, 4, 5, 6, 7, 8], Sampling(max_tokens=1, seed=5)

@@ -243,11 +243,8 @@ class Scheduler:
         """End the unfinished samples of a request, or one of them."""
         # After an error, nothing of the request may run again: samples that have not started would run the same prompt.
         failed = finish_reason is FinishReason.ERROR
-        dropped = self._queues.drop_unstarted(request, -1 if failed else sample)
+        rows = self._queues.finish_unstarted(request, finish_reason, -1 if failed else sample, detail)
         ended = [sequence for sequence in request.unfinished.values() if sample in (-1, sequence.sample)]
-        rows = [ProgressRow(request.id, index, 0, [], finish_reason=finish_reason, detail=detail) for index in dropped]
-        for _ in dropped:
-            self._counters.count_finish(finish_reason)
         for sequence in ended:
             rows.append(_row_without_tokens(sequence, finish_reason, detail))
             self._queues.finish(sequence, finish_reason)
