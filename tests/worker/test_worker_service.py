@@ -101,8 +101,11 @@ class ServedRunner:
         self.send(Configure(EPOCH, 16, 8, 4, 64, 128))
         assert self.receive() == Configured(EPOCH)
 
+    def send_bytes(self, data: bytes) -> None:
+        self.socket.send_multipart([self.worker, data])
+
     def send(self, message: Configure | StepPlan | Stop) -> None:
-        self.socket.send_multipart([self.worker, encode(message)])
+        self.send_bytes(encode(message))
 
     def receive(self, seconds: float = 5.0) -> WorkerToScheduler | None:
         """Return the next message that is no heartbeat, or None if none comes in time."""
@@ -210,3 +213,18 @@ def test_the_watchdog_is_fed_when_a_step_is_finished_and_not_while_it_is_compute
     served.runner.steps[0].finish.set()
     assert served.receive() == StepResult(EPOCH, 0, [])
     assert feeds
+
+
+def test_a_worker_outlives_messages_that_cannot_be_read(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
+    """However long it has served: the time that it waits for a scheduler begins with each of them."""
+    for count in (2, 3):
+        served.service.deadline = time.monotonic() - 1  # it has served for longer than that
+        served.send_bytes(b"garbage")
+        assert isinstance(served.receive(), Register)
+        epoch = Epoch("test", count)
+        served.send(Configure(epoch, 16, 8, 4, 64, 128))
+        assert served.receive() == Configured(epoch)
+    address = served.service._config.scheduler
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert all(error.startswith(f"the scheduler at {address} sent an invalid message: ") for error in errors)
