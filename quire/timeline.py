@@ -124,7 +124,7 @@ class Timeline:
                 first, last = row.position + 1, row.position + len(row.tokens)
                 detail = f"{first}" if first == last else f"{first} to {last}"
                 self._add(row.id, row.sample, TOKENS, detail, num_tokens=len(row.tokens))
-            elif row.scheduling is not None and row.finish_reason is None:
+            elif row.scheduling is not None and row.scheduling.suspicion.cleared_at and row.finish_reason is None:
                 suspicion = row.scheduling.suspicion
                 detail = f"until {suspicion.cleared_at} positions are computed; deaths alone: {suspicion.deaths_alone}"
                 self._add(row.id, row.sample, SUSPECTED, detail)

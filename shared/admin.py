@@ -22,7 +22,7 @@ from msgspec import Struct
 from shared.errors import ConfigError
 
 HOST = "127.0.0.1"
-POLL_INTERVAL = 0.05  # seconds between two looks at a drain
+POLL_INTERVAL = 0.05  # seconds between two looks at a drain, or at whether the port is to be closed
 READ_TIMEOUT = 10.0  # seconds for a client to send its request
 
 
@@ -55,7 +55,7 @@ def admin_port(port: int, drain: Drain) -> Iterator[None]:
         server = _Server(port, drain)
     except OSError as error:
         raise ConfigError(f"--admin-port {port}: {error.strerror}") from error
-    thread = threading.Thread(target=server.serve_forever, name="admin port")
+    thread = threading.Thread(target=server.serve_forever, args=[POLL_INTERVAL], name="admin port")
     thread.start()
     try:
         yield

@@ -28,6 +28,11 @@ def of_requests(request_ids: Iterable[str]) -> dict[str, object]:
     return of_request(known[0]) if len(known) == 1 else {_SEVERAL: known} if known else {}
 
 
+def names_request(record: logging.LogRecord) -> bool:
+    """Return whether a record concerns a request, or several."""
+    return bool(_ids(record))
+
+
 class TextFormatter(logging.Formatter):
     """Formats a record as one line. A traceback follows on indented lines of its own."""
 

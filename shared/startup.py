@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection
 from types import TracebackType
 
 from shared.errors import QuireError
@@ -22,13 +21,10 @@ EXIT_CANNOT_START = 2
 """Exit status of a service that cannot run with its settings or its model. One line on stderr says why."""
 
 
-def start_logging(unlimited: Collection[str] = ()) -> None:
-    """Log to stderr as text, from level INFO on, until the settings are known.
-
-    All loggers but those named in `unlimited` have the limit of `LogLimit`.
-    """
+def start_logging() -> None:
+    """Log to stderr as text, from level INFO on, until the settings are known. Lines are limited by `LogLimit`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(LogLimit(unlimited))
+    handler.addFilter(LogLimit())
     handler.setFormatter(TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 

@@ -95,7 +95,7 @@ S = TypeVar("S", bound="zmq.Socket[Any]")
 
 
 class DropReason(Enum):
-    """The reasons for which a listener's messages are dropped. The values are labels of metrics."""
+    """The reasons for which a peer's messages are dropped. The values are labels of metrics."""
 
     MALFORMED = "malformed"  # it has more or fewer frames than it must, or is no message of the protocol
     UNKNOWN_SENDER = "unknown_sender"  # its sender did not introduce itself, or was given up

@@ -49,7 +49,7 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds for the last responses to reach their clients
 
 def main(argv: Sequence[str]) -> int:
     """Run a gateway and return the exit status."""
-    start_logging(unlimited=["services.gateway.middlewares"])  # a line for each request is what its log level asks for
+    start_logging()
     try:
         config = load(GatewayConfig, argv, os.environ, prog="python -m services.gateway")
         configure_logging("gateway", config.log_level, config.log_format)

@@ -25,6 +25,7 @@ from services.gateway.body import CONTINUE
 from services.gateway.hangups import HangUpWatcher
 from services.gateway.request_parser import RequestParser
 from shared.log_format import of_request
+from shared.log_limit import LIMITED
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ class _Connection(RequestHandler):
         id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
             reason = _first_line(message or exc.message)
-            logger.info("%s sent an unreadable request: %s", request.remote, reason, extra=of_request(id))
+            extra = {**of_request(id), **LIMITED}
+            logger.info("%s sent an unreadable request: %s", request.remote, reason, extra=extra)
             if isinstance(exc, ContentEncodingError):
                 reason = "its Content-Encoding is not supported"
             error = errors.ApiError(status, f"the request cannot be read: {reason}")

@@ -27,7 +27,7 @@ class Lifecycle:
     def __init__(self, shutdown_delay: float = 0.0, drain_timeout: float = 30.0) -> None:
         self.drain_seconds = shutdown_delay + drain_timeout  # of a whole drain
         self._shutdown_delay = shutdown_delay
-        self._drain_began = 0.0
+        self._drain_began = -float("inf")
         self._draining = asyncio.Event()
         self._closed = False  # to new requests
         self._aborted = False

@@ -128,7 +128,9 @@ class EngineLosses:
 
     def __init__(self) -> None:
         self.resumed = Counter(
-            "quire:resumed_requests", "Times that a request went on after its engine was lost.", registry=None
+            "quire:resumed_requests",
+            "Times that a request went on after its engine was lost or drained.",
+            registry=None,
         )
         self.inexact = Counter(
             "quire:inexact_resumes",

@@ -36,6 +36,7 @@ from services.gateway.metrics import SampleTimes
 from services.gateway.middlewares import CLIENT_CLOSED, NO_ROUTE, UNLOGGED_PATHS, route_of
 from services.gateway.prompt import PreparedPrompt
 from services.gateway.tracing import current_trace
+from shared.log_limit import LogLimit
 
 FLUSH_TIMEOUT = 3.0
 """Seconds that the last spans get when the gateway ends."""
@@ -48,7 +49,7 @@ LIMITED_LOGGERS = (
 """Loggers of the library that may write at any rate."""
 
 LOG_INTERVAL = 60.0
-"""Seconds between two lines of one of them."""
+"""Seconds between two lines of a kind that one of them writes."""
 
 MAX_CHOICES = 64
 """Choices of a response that have spans of their own. A request may have a thousand, which may end at the same time."""
@@ -71,7 +72,7 @@ class Tracing:
         self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire.gateway")
-        self._log_limits = {name: _LogLimit() for name in LIMITED_LOGGERS}
+        self._log_limits = {name: LogLimit(max_lines=1, interval=LOG_INTERVAL) for name in LIMITED_LOGGERS}
 
     @classmethod
     def to_collector(cls, url: str) -> "Tracing":
@@ -290,18 +291,3 @@ class _Headers(Getter[CIMultiDictProxy[str]]):
 
 
 _HEADERS = _Headers()
-
-
-class _LogLimit(logging.Filter):
-    """Lets a line pass at most every `LOG_INTERVAL` seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + LOG_INTERVAL
-        return True

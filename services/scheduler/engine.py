@@ -98,9 +98,9 @@ class Engine:
         extra = of_request(request.request_id)
         if refused is not None:
             logger.debug("a request is refused: %s", refused.detail, extra=extra)
-        elif request.suspicion.cleared_at:
+        elif request.suspicion.deaths_alone:
             deaths = request.suspicion.deaths_alone
-            logger.warning("a request comes as a suspect and runs alone; deaths alone so far: %d", deaths, extra=extra)
+            logger.warning("a request comes as a suspect; deaths alone so far: %d", deaths, extra=extra)
         return refused
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:

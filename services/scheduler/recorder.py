@@ -54,6 +54,10 @@ MAX_FILES = 8
 FILE_BYTES = 8 * 2**20
 """Bytes of inputs after which the next file begins. Its head, which is the core's state, comes on top of them."""
 
+INPUTS_PER_HEAD = 1
+"""Bytes of inputs, for each byte of the head, before the next file begins: the engine stands still while a head is
+made, so large ones have to be rare."""
+
 BUFFER_BYTES = 64 * 1024
 FLUSH_INTERVAL = 0.1  # seconds
 SUFFIX = ".record"
@@ -87,7 +91,13 @@ class Recorder:
         self._prefix = quote(engine, safe="")
         self._file: BinaryIO | None = None
         self.flush_due = 0.0  # by the core's clock
-        self.size = 0  # bytes of inputs in the file
+        self._size = 0  # bytes of inputs in the file
+        self._max_size = FILE_BYTES
+
+    @property
+    def file_is_full(self) -> bool:
+        """True if the next file should begin."""
+        return self._size >= self._max_size
 
     def begin(self, core: Scheduler) -> None:
         """Begin the first file."""
@@ -130,7 +140,7 @@ class Recorder:
     def _write(self, entry: Entry | CommittedEncoded) -> None:
         if self._file is not None:
             data = pack_entry(entry)
-            self.size += len(data)
+            self._size += len(data)
             try:
                 self._file.write(data)
             except OSError as error:
@@ -162,8 +172,9 @@ class Recorder:
         path = self._folder / f"{self._prefix}-{time.time_ns()}{SUFFIX}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = open(descriptor, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115 - `close` closes it
-        self.size = 0
-        self._file.write(MAGIC + pack_entry(head))
+        packed = pack_entry(head)
+        self._size, self._max_size = 0, max(FILE_BYTES, INPUTS_PER_HEAD * len(packed))
+        self._file.write(MAGIC + packed)
         self._file.flush()
 
     def _files(self) -> list[Path]:
@@ -231,7 +242,7 @@ class RecordedScheduler(Scheduler):
             self._held = None if now == self._recorded_now else now
             self._now = now
             return None
-        if recorder.size >= FILE_BYTES:
+        if recorder.file_is_full:
             self._begin_file()
         encoded = None
         try:
@@ -274,7 +285,7 @@ class RecordedScheduler(Scheduler):
 
     def _prepare(self) -> None:
         """Get ready to record an input that the core has not seen yet."""
-        if self._recorder.size >= FILE_BYTES:
+        if self._recorder.file_is_full:
             self._begin_file()
         if self._held is not None:
             self._record_held()

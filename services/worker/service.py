@@ -212,6 +212,14 @@ class _Connection:
         self._service.refusal = refusal
         return self._check_idle(connected=False) or CloseReason.SCHEDULER_LOST
 
+    def _leave_scheduler(self, error: ProtocolError) -> CloseReason:
+        """Connect again after a message that cannot be read. A scheduler is there, so there is time until the next."""
+        if not self._service.refusal:
+            logger.error("the scheduler at %s sent an invalid message: %s", self._config.scheduler, error)
+        self._service.refusal = str(error)
+        self._service.renew_deadline()
+        return self._check_idle(connected=False) or CloseReason.SCHEDULER_LOST
+
     def _check_idle(self, connected: bool) -> CloseReason | None:
         if self._service.stopping:
             waits = connected and time.monotonic() - self._last_event < LEAVE_TIMEOUT
@@ -228,7 +236,7 @@ class _Connection:
                 return None
             message = decode_to_worker(body)
         except ProtocolError as error:  # its plans are lost with it, but this process is as good as before
-            return self._lose_scheduler(f"it sent an invalid message: {error}")
+            return self._leave_scheduler(error)
         match message:
             case Stop():
                 logger.info("the scheduler says to stop")
@@ -244,6 +252,7 @@ class _Connection:
         except Exception as error:
             return self._send_fault(socket, message.epoch, 0, error, [])
         self._epoch = message.epoch
+        self._service.refusal = ""
         logger.info("configured: %d blocks of %d tokens", message.num_blocks, message.block_size)
         socket.send(encode(Configured(message.epoch)))
         return None

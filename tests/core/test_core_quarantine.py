@@ -2,8 +2,10 @@
 
 from array import array
 
+import pytest
+
 from services.scheduler.core.plan_builder import InFlightPlan
-from services.scheduler.core.quarantine import MAX_AHEAD, MAX_DEATHS_ALONE, Quarantine
+from services.scheduler.core.quarantine import MAX_AHEAD, MAX_DEATHS_ALONE, MIN_PAUSE, Quarantine
 from services.scheduler.core.sequence import Request, Sequence
 from shared.protocol import FinishReason, Row, Sampling, Suspicion
 
@@ -22,7 +24,7 @@ def _compute(quarantine: Quarantine, sequence: Sequence, end: int) -> None:
     """Let the result of a plan come back that has computed the positions below `end`."""
     quarantine.note_computed(InFlightPlan(0, [Row(0, 0, end, 0)], [sequence], [], end))
     sequence.progress.num_computed = end
-    quarantine.update()
+    quarantine.update(0.0)
 
 
 def _clear(quarantine: Quarantine, *sequences: Sequence) -> None:
@@ -33,7 +35,7 @@ def _clear(quarantine: Quarantine, *sequences: Sequence) -> None:
 def _die_alone(quarantine: Quarantine, suspect: Sequence, start: int, end: int) -> Sequence | None:
     """Run a sequence alone, and let the worker die while it computes the positions from `start` to `end` - 1."""
     if quarantine.group_due:
-        assert quarantine.start_group() == [suspect]
+        assert quarantine.start_group(0.0) == [suspect]
     suspect.progress.num_computed, suspect.progress.num_scheduled = start, end
     return quarantine.lose_worker([suspect])
 
@@ -41,12 +43,12 @@ def _die_alone(quarantine: Quarantine, suspect: Sequence, start: int, end: int) 
 def test_suspects_run_in_halves_one_after_the_other() -> None:
     quarantine, suspects = Quarantine(), _suspects(5)
     assert quarantine.lose_worker(suspects) is None
-    assert quarantine.start_group() == suspects[:3]
+    assert quarantine.start_group(0.0) == suspects[:3]
     assert not quarantine.group_due
     _clear(quarantine, *suspects[:2])
     assert not quarantine.group_due, "the third is not cleared"
     _clear(quarantine, suspects[2])
-    assert quarantine.start_group() == suspects[3:]
+    assert quarantine.start_group(0.0) == suspects[3:]
     suspects[3].finish_reason = FinishReason.ABORT
     _clear(quarantine, suspects[4])
     assert not quarantine.active
@@ -55,11 +57,11 @@ def test_suspects_run_in_halves_one_after_the_other() -> None:
 def test_a_death_in_quarantine_halves_the_group_and_keeps_the_others_for_later() -> None:
     quarantine, suspects = Quarantine(), _suspects(8)
     quarantine.lose_worker(suspects)
-    assert quarantine.start_group() == suspects[:4]
+    assert quarantine.start_group(0.0) == suspects[:4]
     assert quarantine.lose_worker(suspects[1:4]) is None  # the first one of the group had no row yet
     groups = []
     while quarantine.active:
-        groups.append(quarantine.start_group())
+        groups.append(quarantine.start_group(0.0))
         _clear(quarantine, *groups[-1])
     assert groups == [suspects[1:3], suspects[3:4], suspects[:1], suspects[4:]]
 
@@ -76,7 +78,7 @@ def test_progress_between_two_deaths_alone_forgets_the_first() -> None:
     quarantine, (suspect,) = Quarantine(), _suspects(1)
     for start in range(4, 40, 4):
         assert _die_alone(quarantine, suspect, start, start + 2) is None
-        quarantine.start_group()
+        quarantine.start_group(0.0)
         _compute(quarantine, suspect, start + 1)
         assert quarantine.active, "the position at which the worker died is not computed yet"
         _compute(quarantine, suspect, start + 2)
@@ -107,7 +109,7 @@ def test_missing_memory_makes_no_culprit_but_smaller_groups() -> None:
     quarantine, suspects = Quarantine(), _suspects(2)
     for group in (suspects, suspects[:1], suspects[:1], suspects[:1]):
         assert quarantine.lose_worker(group, is_evidence=False) is None
-        assert quarantine.start_group() == suspects[:1]
+        assert quarantine.start_group(0.0) == suspects[:1]
     assert suspects[0].suspicion.deaths_alone == 0
 
 
@@ -124,19 +126,19 @@ def test_an_idle_worker_that_dies_makes_nobody_a_suspect() -> None:
     assert quarantine.lose_worker([]) is None
     assert not quarantine.active
     quarantine.lose_worker(suspects)
-    quarantine.start_group()
+    quarantine.start_group(0.0)
     assert quarantine.lose_worker([]) is None
-    assert quarantine.start_group() == suspects[:1], "a group that had not run is run again"
+    assert quarantine.start_group(0.0) == suspects[:1], "a group that had not run is run again"
 
 
 def test_a_suspect_must_get_past_where_it_once_stood() -> None:
     quarantine, (suspect, other) = Quarantine(), _suspects(2)
     suspect.progress.num_scheduled = 100
     quarantine.lose_worker([suspect, other])
-    quarantine.start_group()
+    quarantine.start_group(0.0)
     suspect.progress.num_scheduled = 10  # it is computed again, and the worker dies of something else
     quarantine.lose_worker([suspect])
-    quarantine.start_group()
+    quarantine.start_group(0.0)
     _compute(quarantine, suspect, 99)
     assert quarantine.active
     assert quarantine.group == [suspect]
@@ -145,29 +147,63 @@ def test_a_suspect_must_get_past_where_it_once_stood() -> None:
 def test_a_suspect_that_was_preempted_when_it_had_got_far_enough_is_cleared() -> None:
     quarantine, (suspect,) = Quarantine(), _suspects(1)
     quarantine.lose_worker([suspect])
-    quarantine.start_group()
+    quarantine.start_group(0.0)
     quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 4, 0)], [suspect], [], 4))
     suspect.rewind()
-    quarantine.update()
+    quarantine.update(0.0)
     assert not quarantine.active
 
 
-def test_suspects_of_another_scheduler_run_alone_with_their_deaths() -> None:
-    quarantine, (first, second, third) = Quarantine(), _suspects(3)
-    quarantine.lose_worker([third])
-    quarantine.add(first, Suspicion(5, 1, 3, 5))
-    quarantine.add(second, Suspicion(5))
-    for suspect in (third, first, second):
-        assert quarantine.start_group() == [suspect]
-        _clear(quarantine, suspect)
-    quarantine.add(first, Suspicion(5, 1, 3, 5))
+def test_a_suspect_of_another_scheduler_runs_alone_with_its_deaths() -> None:
+    quarantine, (first, second) = Quarantine(), _suspects(2)
+    quarantine.lose_worker([second])
+    quarantine.add_resubmitted(first, Suspicion(5, 1, 3, 5), 0.0)
+    assert quarantine.start_group(0.0) == [second]
+    _clear(quarantine, second)
     assert _die_alone(quarantine, first, 4, 6) is first
+
+
+def test_a_suspect_of_another_scheduler_that_never_ran_alone_is_none_here() -> None:
+    quarantine, (suspect,) = Quarantine(), _suspects(1)
+    quarantine.add_resubmitted(suspect, Suspicion(5), 0.0)
+    assert not quarantine.active
+    assert suspect.suspicion == Suspicion()
+
+
+@pytest.mark.parametrize("seconds", [1.0, 7 * MIN_PAUSE])
+def test_suspects_of_other_schedulers_leave_others_half_of_the_time(seconds: float) -> None:
+    """`seconds` is how long the first one takes."""
+    quarantine, (first, *others) = Quarantine(), _suspects(4)
+    claim, begin = Suspicion(5, 1, 3, 5), 100.0
+    quarantine.add_resubmitted(first, claim, begin)
+    quarantine.add_resubmitted(others[0], claim, begin)
+    assert quarantine.start_group(begin) == [first]
+    assert not quarantine.group_due, "one at a time"
+    end = begin + seconds
+    quarantine.note_computed(InFlightPlan(0, [Row(0, 0, 5, 0)], [first], [], 5))
+    quarantine.update(end)
+    pause = max(seconds, MIN_PAUSE)
+    quarantine.add_resubmitted(others[1], claim, end + 0.99 * pause)
+    assert not quarantine.active
+    quarantine.add_resubmitted(others[2], claim, end + pause)
+    assert quarantine.start_group(end + pause) == [others[2]]
+    assert [other.suspicion.deaths_alone for other in others] == [0, 0, 1]
+
+
+def test_a_culprit_of_another_scheduler_makes_room_for_the_next() -> None:
+    quarantine, (first, second) = Quarantine(), _suspects(2)
+    quarantine.add_resubmitted(first, Suspicion(5, 1, 3, 5), 0.0)
+    assert _die_alone(quarantine, first, 4, 6) is first
+    first.finish_reason = FinishReason.ERROR
+    quarantine.update(0.0)
+    quarantine.add_resubmitted(second, Suspicion(5, 1, 3, 5), MIN_PAUSE)
+    assert quarantine.start_group(MIN_PAUSE) == [second]
 
 
 def test_the_claims_of_a_gateway_are_bounded() -> None:
     quarantine, (suspect,) = Quarantine(), _suspects(1)
-    quarantine.add(suspect, Suspicion(2**31 - 1, 2**31 - 1, 0, 0))
+    quarantine.add_resubmitted(suspect, Suspicion(2**31 - 1, 2**31 - 1, 0, 0), 0.0)
     assert suspect.suspicion == Suspicion(4 + MAX_AHEAD, MAX_DEATHS_ALONE - 1, 0, 0)
-    quarantine.start_group()
+    quarantine.start_group(0.0)
     _compute(quarantine, suspect, 4 + MAX_AHEAD)
     assert not quarantine.active

@@ -197,6 +197,20 @@ def test_an_error_of_a_worker_s_row_ends_that_sequence_alone() -> None:
     assert core.snapshot().finished_error == 1
 
 
+def test_an_error_before_the_prompt_is_computed_ends_all_samples() -> None:
+    core = _core(depth=1)
+    _submit(core, 1, list(range(20)), Sampling(max_tokens=9, seed=5), n=3)
+    chunk = _plan(core)
+    assert chunk.rows == [Row(0, 0, 16, 0)]
+    rows = core.commit(StepResult(EPOCH, chunk.step, [SampledRow(0, [], error="it cannot be read")]))
+    assert sorted((row.sample, row.finish_reason, row.detail) for row in rows) == [
+        (sample, FinishReason.ERROR, "it cannot be read") for sample in range(3)
+    ]
+    assert core.idle
+    assert core.plan(1.0) is None
+    assert (core.snapshot().finished_error, core.snapshot().waiting) == (3, 0)
+
+
 def test_a_preempted_sequence_that_comes_back_in_the_same_plan_gets_one_row() -> None:
     core = _core(depth=1, policy="priority", num_blocks=9)
     common, sampling = [1, 2, 3, 4, 5, 6, 7, 8], Sampling(max_tokens=1, seed=5)
@@ -312,7 +326,8 @@ def test_suspects_still_run_alone_after_a_worker_has_left() -> None:
 def test_a_request_brings_its_suspicion() -> None:
     core = _core()
     _submit(core, 1, [1, 2], Sampling(max_tokens=9, seed=5))
-    _submit(core, 2, [1, 2, 3], Sampling(max_tokens=9, seed=5), prompt_len=2, suspicion=Suspicion(3, 1, 2, 3))
+    brought = {"resumed": True, "suspicion": Suspicion(3, 1, 2, 3)}
+    _submit(core, 2, [1, 2, 3], Sampling(max_tokens=9, seed=5), prompt_len=2, **brought)
     plan = _plan(core)
     assert [new.tokens for new in plan.new_sequences] == [pack_tokens([1, 2, 3])], "it runs alone"
     died_again = SchedulingInfo(0.0, 0, Suspicion(cleared_at=4, deaths_alone=2, start=0, end=4))
@@ -320,6 +335,38 @@ def test_a_request_brings_its_suspicion() -> None:
     (row,) = core.lose_worker(2.0)
     assert (row.id, row.finish_reason, row.scheduling) == (2, FinishReason.ERROR, died_again)
     assert row.detail == "the worker died 2 times while it ran this request alone"
+
+
+@pytest.mark.parametrize(
+    ("resumed", "suspicion"), [(True, Suspicion(3)), (False, Suspicion(3, 1, 2, 3))], ids=["never alone", "new"]
+)
+def test_what_a_gateway_says_keeps_nobody_from_running(resumed: bool, suspicion: Suspicion) -> None:
+    """Unless it names a worker that died while this request ran alone, which is possible only if it has run before."""
+    core = _core()
+    _submit(core, 1, [1, 2], Sampling(max_tokens=9, seed=5))
+    for id in (2, 3):
+        _submit(core, id, [1, 2, 3], Sampling(max_tokens=9, seed=5), prompt_len=2, resumed=resumed, suspicion=suspicion)
+    plan = _plan(core)
+    assert len(plan.new_sequences) == 3
+    rows = _commit(core, plan, 6, 6, 6)
+    assert [row.scheduling for row in rows] == [AT_ONCE] * 3, "and they are no suspects"
+
+
+def test_a_flood_of_claims_does_not_stop_a_stream() -> None:
+    core = _core(max_num_seqs=2)
+    _submit(core, 1, [1, 2], Sampling(max_tokens=12, seed=5))
+    _commit(core, _plan(core), 6)
+    claims = {"resumed": True, "suspicion": Suspicion(3, 1, 2, 3)}
+    for id in range(2, 12):
+        _submit(core, id, [1, 2, 3], Sampling(max_tokens=1, seed=5), **claims)
+    without = 0
+    for _ in range(20):
+        plan = _plan(core)
+        rows = _commit(core, plan, *[6] * len([row for row in plan.rows if row.samples]))
+        if any(row.id == 1 for row in rows):
+            break
+        without += 1
+    assert without == 1, "for the one that runs alone"
 
 
 def test_a_pool_too_small_for_what_was_promised_is_refused() -> None:

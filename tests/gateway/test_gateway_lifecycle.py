@@ -47,6 +47,11 @@ async def test_a_drain_that_is_delayed_still_takes_requests_at_first() -> None:
         assert lifecycle.drain_state == DrainState(draining=True, drained=False, unfinished=0)
 
 
+def test_a_drain_that_has_not_begun_has_no_time_left() -> None:
+    """However long it may take, and however short ago the host, and so its clock, has started."""
+    assert Lifecycle(drain_timeout=1e12).seconds_left == 0
+
+
 async def test_a_drain_ends_its_delay_and_counts_its_time_from_the_beginning() -> None:
     lifecycle = Lifecycle(shutdown_delay=0.05, drain_timeout=1000.0)
     lifecycle.drain()

@@ -12,7 +12,7 @@ from services.scheduler.core import Limits
 from services.scheduler.record import pack_entry, read_record
 from services.scheduler.recorder import RecordedScheduler, Recorder
 from shared.errors import ConfigError, ReplayFailure
-from shared.protocol import Epoch, SampledRow, Sampling, StepResult, Submit, pack_tokens
+from shared.protocol import Epoch, SampledRow, Sampling, StepResult, Submit, TokenLogprobs, pack_tokens
 
 LIMITS = Limits(num_blocks=4, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=64)
 
@@ -179,6 +179,26 @@ def test_who_ran_when_a_worker_left_goes_on_with_the_next(tmp_path: Path, capsys
         "0.000000 epoch a worker with 4 blocks begins epoch 2",
         "0.000000 .0 resumed slot 0, 0 positions are in its blocks already",
     ]
+
+
+def test_who_has_its_first_chunk_computed_is_no_suspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row that brings its prompt's log-probabilities has no tokens, and tells how long it waited."""
+    core = RecordedScheduler(LIMITS, Recorder(str(tmp_path), "east", "model", lambda: 100.0))
+    length = 2 * LIMITS.max_num_batched_tokens
+    scored = Sampling(max_tokens=5, seed=0, prompt_logprobs=0)
+    core.submit(Submit(7, pack_tokens([1] * length), length, scored, request_id="cmpl-a"), 100.0)
+    core.begin_epoch(Epoch("boot", 1), LIMITS.num_blocks)
+    plan = core.plan(101.0)
+    assert plan is not None
+    (chunk,) = plan.rows
+    entries = [TokenLogprobs(-1.0, 1, [], [])] * chunk.count
+    (row,) = core.commit(StepResult(plan.epoch, plan.step, [SampledRow(chunk.slot, [], None, entries)]))
+    assert row.scheduling is not None
+    core.end_record()
+    (path,) = tmp_path.iterdir()
+    life = lines(capsys, path, "--request=a")
+    assert any("positions 0 to" in line for line in life)
+    assert not any("suspected" in line for line in life)
 
 
 def test_a_trace_shows_when_samples_waited_and_where_they_ran(

@@ -52,7 +52,7 @@ def test_a_lost_worker_names_those_that_were_running(engine: Engine, caplog: pyt
 
 def test_a_suspect_that_comes_is_named(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     engine.submit(replace(submit(1), request_id="a", suspicion=Suspicion(3, 1, 2, 3)), 1.0)
-    message = "a request comes as a suspect and runs alone; deaths alone so far: 1"
+    message = "a request comes as a suspect; deaths alone so far: 1"
     assert said(caplog) == [("WARNING", message, ["a"])]
 
 

@@ -72,6 +72,7 @@ def test_the_ring_is_bounded_and_each_of_its_files_can_be_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "FILE_BYTES", 2000)
+    monkeypatch.setattr(recorder, "INPUTS_PER_HEAD", 0)
     core = make_core(tmp_path)
     seen: set[Path] = set()
     for id in range(200):
@@ -93,6 +94,20 @@ def test_the_ring_is_bounded_and_each_of_its_files_can_be_replayed(
         assert isinstance(record.entries[-1], Ended)
         state = dump_state(replayed)
     assert state == dump_state(core)
+
+
+def test_a_large_state_is_written_as_rarely_as_it_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stands still while its state is written, so inputs have to be at least as many bytes."""
+    monkeypatch.setattr(recorder, "FILE_BYTES", 100)
+    core = make_core(tmp_path)
+    for id in range(50):
+        generate(core, id)
+    core.end_record()
+    records = [read_record(path) for path in files(tmp_path)]
+    assert len(records) > 1
+    for record in records[:-1]:
+        inputs = sum(len(pack_entry(entry)) for entry in record.entries[:-1])
+        assert inputs >= len(pack_entry(record.head)) > 100
 
 
 def test_former_processes_count_and_other_engines_do_not(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from shared.admin import Drain, DrainState, admin_port
+from shared.admin import POLL_INTERVAL, Drain, DrainState, admin_port
 from shared.errors import ConfigError
 from tests.ports import free_ports
 from tests.waiting import wait_until
@@ -112,3 +113,19 @@ def test_there_is_no_port_by_default() -> None:
     threads = threading.active_count()
     with admin_port(0, Drain(lambda: None, lambda: Service().state, 1.0)):
         assert threading.active_count() == threads
+
+
+def test_the_end_of_the_port_is_noticed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway's event loop waits for it, and the server looks only twice a second if it is not told otherwise."""
+    intervals: list[float] = []
+    serve_forever = ThreadingHTTPServer.serve_forever
+
+    def note_interval(server: ThreadingHTTPServer, poll_interval: float = 0.5) -> None:
+        intervals.append(poll_interval)
+        serve_forever(server, poll_interval)
+
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", note_interval)
+    with administered(Service()) as port:
+        assert ask(port, "GET", "/drain")[0] == 200
+    assert intervals == [POLL_INTERVAL]
+    assert POLL_INTERVAL < 0.1

@@ -1,10 +1,12 @@
 """Tests that lines which peers cause are limited, by kind, and that what is left out is counted."""
 
 import logging
+from collections import Counter
 
 import pytest
 
-from shared.log_limit import INTERVAL, MAX_KINDS, MAX_LINES, LogLimit
+from shared.log_format import of_request, of_requests
+from shared.log_limit import INTERVAL, LIMITED, MAX_KINDS, MAX_LINES, LogLimit
 from shared.startup import start_logging
 
 
@@ -64,13 +66,30 @@ def test_kinds_are_bounded(logger: logging.Logger) -> None:
     assert len(limit._kinds) <= MAX_KINDS
 
 
-def test_each_service_has_the_limit_and_exempts_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_its_own(logger: logging.Logger, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    logger.filters = [LogLimit(max_lines=1, interval=60.0, clock=clock)]
+    for _ in range(10 * 61):
+        logger.warning("no collector")
+        clock.now += 0.1
+    assert caplog.messages == ["no collector", "no collector (599 such lines before it were left out)"]
+
+
+@pytest.mark.parametrize("extra", [of_request("a"), of_requests(["a", "b"])])
+def test_lines_that_name_a_request_are_all_written_but_those_of_nonsense(
+    logger: logging.Logger, caplog: pytest.LogCaptureFixture, extra: dict[str, object]
+) -> None:
+    for _ in range(100):
+        logger.warning("it ended", extra=extra)
+        logger.warning("it is no request", extra={**extra, **LIMITED})
+        logger.warning("nobody's", extra=of_request(""))
+    counts = Counter(caplog.messages)
+    assert counts == {"it ended": 100, "it is no request": MAX_LINES, "nobody's": MAX_LINES}
+
+
+def test_each_service_has_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
-    start_logging(["requests"])
+    start_logging()
     (handler,) = root.handlers
-    written = {
-        name: sum(bool(handler.filter(logging.makeLogRecord({"name": name, "msg": "x"}))) for _ in range(100))
-        for name in ("requests", "peers")
-    }
-    assert written == {"requests": 100, "peers": MAX_LINES}
+    record = {"name": "peers", "msg": "x"}
+    assert sum(bool(handler.filter(logging.makeLogRecord(record))) for _ in range(100)) == MAX_LINES

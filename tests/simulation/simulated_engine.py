@@ -99,10 +99,18 @@ class SuspicionCheck:
     def __init__(self) -> None:
         self.expected: defaultdict[tuple[int, int], Suspicion] = defaultdict(Suspicion)
         self.condemned: set[tuple[int, int]] = set()
+        self._quarantines_on_arrival = 0
 
-    def submit(self, request: Submit) -> None:
-        """Note a request, whose first sample may bring a suspicion."""
-        self.expected[request.id, request.sample] = request.suspicion
+    def submit(self, request: Submit, core: Scheduler) -> None:
+        """Note a request, whose first sample may bring a suspicion. Must be called when the core has accepted it."""
+        taken = core._queues.requests[request.id].unfinished[request.sample].suspicion
+        self.expected[request.id, request.sample] = taken
+        may_be_taken = request.resumed and request.suspicion.deaths_alone > 0
+        if taken != Suspicion():
+            assert may_be_taken, "only one that has killed a worker alone is held back"
+            assert taken == request.suspicion, "it brings what it is suspected of"
+            self._quarantines_on_arrival += 1
+        assert self._quarantines_on_arrival or not may_be_taken, "nothing keeps the first one from being a suspect"
 
     def lose_worker(self, core: Scheduler) -> None:
         """Note the death of a worker. Must be called before the core hears of it."""
@@ -281,7 +289,7 @@ class SimulatedEngine:
         if refused is not None:
             assert refused.id == request.id
             return refused
-        self.suspicions.submit(request)
+        self.suspicions.submit(request, self.core)
         tokens, prompt_len = unpack_tokens(request.tokens).tolist(), request.prompt_len
         for index in range(request.sample, request.sample + request.n):
             oracle = expected_output(tokens, prompt_len, sampling_of(request.sampling, index), index)

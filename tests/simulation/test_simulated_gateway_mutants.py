@@ -84,16 +84,22 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "an engine forgets the deaths that a suspect brings": [
-        (f"{QUARANTINE}.add", "min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)", "0"),
+        (f"{QUARANTINE}.add_resubmitted", "min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)", "0"),
     ],
     "an engine counts them twice": [
         (
-            f"{QUARANTINE}.add",
+            f"{QUARANTINE}.add_resubmitted",
             "min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)",
             "min(2 * suspicion.deaths_alone, MAX_DEATHS_ALONE - 1)",
         ),
     ],
-    "a suspect from another engine is welcome in company": [(f"{QUARANTINE}.add", "self._groups.append", "list")],
+    "a suspect from another engine is welcome in company": [
+        (f"{QUARANTINE}.add_resubmitted", "self._groups.append", "list")
+    ],
+    "an engine believes no suspicion": [(f"{QUARANTINE}.add_resubmitted", "not suspicion.deaths_alone", "True")],
+    "an engine runs each former suspect alone": [
+        (f"{QUARANTINE}.add_resubmitted", "not suspicion.deaths_alone or ", "not suspicion.cleared_at or "),
+    ],
     "a suspicion wakes readers": [(f"{REQUEST}.add", "or row.finish_reason):", "or row.finish_reason or True):")],
     "the queue's seconds change": [
         (

@@ -62,6 +62,7 @@ def test_a_record_leads_to_the_same_plans_and_the_same_state(
 ) -> None:
     """In small files, it does so from each of many moments."""
     monkeypatch.setattr(recorder, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(recorder, "INPUTS_PER_HEAD", 0)
     monkeypatch.setattr(recorder, "MAX_FILES", 10_000)
     num_files = 0
     for seed in range(WORKLOADS):

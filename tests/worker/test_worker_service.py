@@ -103,8 +103,11 @@ class ServedRunner:
         self.send(Configure(EPOCH, 16, 8, 4, 64, 128))
         assert self.receive() == Configured(EPOCH)
 
+    def send_bytes(self, data: bytes) -> None:
+        self.socket.send_multipart([self.worker, data])
+
     def send(self, message: Configure | StepPlan | Stop) -> None:
-        self.socket.send_multipart([self.worker, encode(message)])
+        self.send_bytes(encode(message))
 
     def receive(self, seconds: float = 5.0) -> WorkerToScheduler | None:
         """Return the next message that is no heartbeat, or None if none comes in time."""
@@ -251,3 +254,18 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_a_scheduler_that_is_gone
     served.socket.close(linger=0)
     served.thread.join(module.LEAVE_TIMEOUT / 2)
     assert not served.thread.is_alive()
+
+
+def test_a_worker_outlives_messages_that_cannot_be_read(served: ServedRunner, caplog: pytest.LogCaptureFixture) -> None:
+    """However long it has served: the time that it waits for a scheduler begins with each of them."""
+    for count in (2, 3):
+        served.service.deadline = time.monotonic() - 1  # it has served for longer than that
+        served.send_bytes(b"garbage")
+        assert isinstance(served.receive(), Register)
+        epoch = Epoch("test", count)
+        served.send(Configure(epoch, 16, 8, 4, 64, 128))
+        assert served.receive() == Configured(epoch)
+    address = served.service._config.scheduler
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert all(error.startswith(f"the scheduler at {address} sent an invalid message: ") for error in errors)

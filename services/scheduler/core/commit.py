@@ -50,8 +50,10 @@ def commit(
                 progress_row = _advance(row, sequence, sampled_row)
                 if progress_row is not None:
                     progress_rows.append(progress_row)
-                    if progress_row.finish_reason is not None:
-                        queues.finish(sequence, progress_row.finish_reason)
+                    if (reason := progress_row.finish_reason) is FinishReason.ERROR:  # the others have the same prompt
+                        progress_rows += queues.finish_unstarted(sequence.request, reason, detail=progress_row.detail)
+                    if reason is not None:
+                        queues.finish(sequence, reason)
         if queues.stopping and sequence in queues.stopping and not progress.in_flight:
             queues.finish_stopping(sequence)
     counters.count_step(plan.num_tokens, sum([len(progress_row.tokens) for progress_row in progress_rows]))

@@ -10,8 +10,10 @@ its content kills again at the same position, so the second of such deaths shows
 computed that were being computed at the first one too. If not, something else may have killed both workers, such as an
 operator while a long prompt is computed again. Only after `MAX_DEATHS_ALONE` of them is the sequence ended anyway.
 
-A sequence that was submitted again after its scheduler was lost brings its suspicion. It runs alone, whatever group it
-was in: that clears it at the price of computing it, which has to be done anyway, and finds the culprit soonest.
+A sequence that was submitted again after its scheduler was lost may bring a suspicion. If a worker has died while it
+ran alone, it runs alone here too, which finds the culprit soonest. It is only what a gateway says, so this may hold up
+the others no more than half of the time: one such sequence is taken in at a time, and after it none for as long as it
+took, and for `MIN_PAUSE`. Those that come meanwhile, and suspects that never ran alone, run like any others.
 
 This class says who may run. The planner enforces it, and the scheduler starts a group only when nothing is in flight.
 """
@@ -32,6 +34,11 @@ MAX_AHEAD = 16
 gateway has all tokens that were committed before a suspicion, so one that tells the truth names fewer."""
 
 
+MIN_PAUSE = 30.0
+"""Seconds at least from when one sequence from another scheduler is cleared until the next one is taken in. A
+quarantine preempts all others, so they must run for much longer than it takes to compute them again."""
+
+
 class Quarantine:
     """The group of suspects that runs now, and those that are still to run."""
 
@@ -39,6 +46,9 @@ class Quarantine:
         self._groups: deque[list[Sequence]] = deque()  # still to run
         self._group: list[Sequence] = []
         self._uncleared: list[Sequence] = []  # members of the group
+        self._resubmitted: Sequence | None = None  # from another scheduler, until it is cleared
+        self._resubmitted_at = 0.0
+        self._pause_ends = 0.0  # when another one may be taken in
 
     @property
     def active(self) -> bool:
@@ -55,8 +65,10 @@ class Quarantine:
         """The only sequences that may run while `active`."""
         return self._group
 
-    def add(self, sequence: Sequence, suspicion: Suspicion) -> None:
-        """Take in a new sequence that another scheduler suspected. It will run alone."""
+    def add_resubmitted(self, sequence: Sequence, suspicion: Suspicion, now: float) -> None:
+        """Take in a new sequence that another scheduler suspected, to run alone, unless others must run first."""
+        if not suspicion.deaths_alone or self._resubmitted is not None or now < self._pause_ends:
+            return
         sequence.suspicion = Suspicion(
             min(suspicion.cleared_at, len(sequence.tokens) + MAX_AHEAD),
             min(suspicion.deaths_alone, MAX_DEATHS_ALONE - 1),
@@ -64,6 +76,7 @@ class Quarantine:
             suspicion.end,
         )
         self._groups.append([sequence])
+        self._resubmitted, self._resubmitted_at = sequence, now
 
     def lose_worker(self, in_flight: list[Sequence], *, is_evidence: bool = True) -> Sequence | None:
         """Suspect the sequences in flight at a worker that died. Return the culprit, or None if it is not certain.
@@ -84,11 +97,11 @@ class Quarantine:
         self._groups.extendleft(group for group in (suspects[half:], suspects[:half]) if group)
         return None
 
-    def start_group(self) -> list[Sequence]:
+    def start_group(self, now: float) -> list[Sequence]:
         """Start the next group and return its members."""
         self._group = self._groups.popleft()
         self._uncleared = list(self._group)
-        self.update()
+        self.update(now)
         return self._group
 
     def note_computed(self, plan: InFlightPlan) -> None:
@@ -97,14 +110,19 @@ class Quarantine:
             if row.start + row.count >= sequence.suspicion.cleared_at:
                 sequence.suspect(Suspicion())
 
-    def update(self) -> None:
+    def update(self, now: float) -> None:
         """Let go of the members of the group that are cleared or have finished. Call it after sequences have ended."""
-        self._uncleared = [
-            sequence for sequence in self._uncleared if sequence.finish_reason is None and sequence.suspicion.cleared_at
-        ]
+        self._uncleared = [sequence for sequence in self._uncleared if _is_suspect(sequence)]
+        if self._resubmitted is not None and not _is_suspect(self._resubmitted):
+            self._resubmitted = None
+            self._pause_ends = now + max(now - self._resubmitted_at, MIN_PAUSE)
 
     def __repr__(self) -> str:
         return f"<Quarantine uncleared={self._uncleared!r} groups={len(self._groups)}>"
+
+
+def _is_suspect(sequence: Sequence) -> bool:
+    return sequence.finish_reason is None and sequence.suspicion.cleared_at > 0
 
 
 def _with_another_death(sequence: Sequence, *, alone: bool) -> Suspicion:

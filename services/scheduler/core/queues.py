@@ -15,7 +15,7 @@ from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.policy import SortedSequences
 from services.scheduler.core.sequence import Request, Sequence, State
-from shared.protocol import FinishReason
+from shared.protocol import FinishReason, ProgressRow
 
 
 class Queues:
@@ -80,6 +80,15 @@ class Queues:
         request.unstarted_samples = [other for other in request.unstarted_samples if other not in dropped]
         self.num_unstarted -= len(dropped)
         return dropped
+
+    def finish_unstarted(
+        self, request: Request, finish_reason: FinishReason, sample: int = -1, detail: str = ""
+    ) -> list[ProgressRow]:
+        """End the unstarted samples of a request, or only `sample`. Return their last rows."""
+        dropped = self.drop_unstarted(request, sample)
+        for _ in dropped:
+            self._counters.count_finish(finish_reason)
+        return [ProgressRow(request.id, index, 0, [], finish_reason=finish_reason, detail=detail) for index in dropped]
 
     def preempt(self, sequence: Sequence) -> None:
         """Stop a running sequence. It goes back to the queue as soon as no plan in flight names it."""

@@ -24,7 +24,8 @@ Why every accepted request comes to its end (none starves, except by strict prio
 4. A plan has more positions than there are slots, and every admitted sequence gets at least one, so some chunk moves
    on in every step, however many streams there are.
 5. A quarantine (quarantine.py) ends. The members of its group advance by points 1 to 4 above, and each death makes
-   a group smaller, or is one of a few that its only member survives.
+   a group smaller, or is one of a few that its only member survives. Sequences that come from other schedulers cannot
+   prolong it for ever: one is taken in at a time, and the others run between two of them.
 
 Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
 (places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), admission.py, policy.py,
@@ -171,8 +172,8 @@ class Scheduler:
         )
         self._next_serial += 1
         first = self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))
-        if request.suspicion.cleared_at:
-            self._quarantine.add(first, request.suspicion)
+        if request.resumed:
+            self._quarantine.add_resubmitted(first, request.suspicion, now)
         return None
 
     def abort(self, id: int, sample: int = -1) -> list[ProgressRow]:
@@ -250,11 +251,8 @@ class Scheduler:
         """End the unfinished samples of a request, or one of them."""
         # After an error, nothing of the request may run again: samples that have not started would run the same prompt.
         failed = finish_reason is FinishReason.ERROR
-        dropped = self._queues.drop_unstarted(request, -1 if failed else sample)
+        rows = self._queues.finish_unstarted(request, finish_reason, -1 if failed else sample, detail)
         ended = [sequence for sequence in request.unfinished.values() if sample in (-1, sequence.sample)]
-        rows = [ProgressRow(request.id, index, 0, [], finish_reason=finish_reason, detail=detail) for index in dropped]
-        for _ in dropped:
-            self._counters.count_finish(finish_reason)
         for sequence in ended:
             rows.append(_row_without_tokens(sequence, finish_reason, detail))
             self._queues.finish(sequence, finish_reason)
@@ -263,13 +261,12 @@ class Scheduler:
 
     def _note_ends(self, progress_rows: list[ProgressRow]) -> None:
         self._recent_ends.extend(self._now for row in progress_rows if row.finish_reason is not None)
-        if self._quarantine.active:
-            self._quarantine.update()
+        self._quarantine.update(self._now)
 
     def _start_group(self) -> None:
         """Let the next group of suspects run, and nothing else."""
         while self._quarantine.group_due:  # all members of a group may have finished meanwhile
-            group = self._quarantine.start_group()
+            group = self._quarantine.start_group(self._now)
         for sequence in list(self._queues.running.items):
             if self._quarantine.active and sequence not in group:
                 self._queues.preempt(sequence)
