@@ -9,7 +9,7 @@
 <｜tool▁calls▁end｜>
 """
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import NAME, Frame
@@ -34,18 +34,17 @@ class DeepSeekV31Parser(JsonCallParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         name = yield from self._read_name()
         if not name:
             return False
         self._begin_call(name)
         yield from self._read_arguments()
         if self.num_complete == self.num_calls:
-            yield from self._reader.skip("` \t\r\n")
-            yield from self._reader.literal(*self.ends)
+            yield from self._read_end("` \t\r\n}]")
         return True
 
-    def _read_name(self) -> Steps[str]:
+    def _read_name(self) -> Parsing[str]:
         """Read up to the arguments. Return the name; '' if it is not followed by what it must be."""
         name = yield from self._reader.matching(NAME)
         return name if (yield from self._reader.literal(SEPARATOR)) else ""
@@ -64,7 +63,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return super()._frame(grammar)._replace(separator=grammar.text("\n"))
 
-    def _read_name(self) -> Steps[str]:
+    def _read_name(self) -> Parsing[str]:
         yield from self._reader.matching(NAME)
         if not (yield from self._reader.literal(SEPARATOR)):
             return ""

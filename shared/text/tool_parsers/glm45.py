@@ -8,7 +8,7 @@
 
 from typing import ClassVar
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
 from shared.text.tool_parsers.tool_parser import NAME, Frame
@@ -40,7 +40,7 @@ class Glm45Parser(TextArgumentsParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(separator=grammar.text(cls.newline))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         yield from reader.skip_space()
         name = yield from reader.matching(NAME)

@@ -9,7 +9,7 @@ import re
 import secrets
 import string
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import NAME, Frame
@@ -40,11 +40,11 @@ class MistralParser(JsonCallParser):
             return Frame()
         return Frame(f"{grammar.marker(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         yield from reader.skip_space()
         if (yield from reader.peek()) in ("[", "{"):
-            return (yield from self._read_json_calls())
+            return (yield from super()._read_calls(marker))
         name, id = (yield from reader.matching(NAME)), ""
         if name and (yield from reader.literal("[CALL_ID]")):
             id = yield from reader.matching(_ID)
@@ -54,6 +54,8 @@ class MistralParser(JsonCallParser):
             return False
         self._begin_call(name, id if len(id) == ID_LENGTH else None)
         yield from self._read_arguments()
+        if self.num_complete == self.num_calls:
+            yield from self._read_end()
         return True
 
     def _new_id(self) -> str:
