@@ -113,14 +113,16 @@ class TextReader:
         """Read the white space that comes next."""
         yield from self.skip(" \t\r\n")
 
-    def matching(self, pattern: "re.Pattern[str]") -> Parsing[str]:
-        """Read the longest text that `pattern`, a repeated character class, matches."""
+    def matching(self, pattern: "re.Pattern[str]", limit: int | None = None) -> Parsing[str]:
+        """Read the longest text that `pattern`, a repeated character class, matches; up to `limit` characters of it."""
         pieces: list[str] = []
-        while True:
-            match = pattern.match(self._text, self._offset)
+        while limit is None or limit > 0:
+            match = pattern.match(self.unread[:limit])
             pieces.append(self.take(len(match[0]) if match else 0))
             if self.unread or not (yield from self.more()):
-                return "".join(pieces)
+                break
+            limit = None if limit is None else limit - len(pieces[-1])
+        return "".join(pieces)
 
     def until(self, markers: Sequence[str], show: Callable[[str], None], *, drop_partial: bool = False) -> Parsing[str]:
         """Read up to the first of `markers`, and return it, or '' at the end of the text. It is read too.

@@ -21,6 +21,7 @@ from tests.text.tool_outputs import (
     Call,
     Message,
     RawMessage,
+    joined,
     parser_of,
     read,
     read_everywhere,
@@ -86,6 +87,8 @@ SAMPLES: list[tuple[str, str, Message]] = [
     ("mistral", "[TOOL_CALLS]get-time.now[CALL_ID]a1B2c3D4e[ARGS]{}", Message(calls=(TIME,))),
     ("mistral", '[TOOL_CALLS][{"name": "get-time.now", "arguments": {}}}]', Message(calls=(TIME,))),
     ("mistral", "[TOOL_CALLS]get-time.now{}}", Message(calls=(TIME,))),
+    ("mistral", "[TOOL_CALLS][TOOL_CALLS]get-time.now{}", Message(calls=(TIME,))),
+    ("mistral", "[TOOL_CALLS] [TOOL_CALLS] a", Message("[TOOL_CALLS] [TOOL_CALLS] a")),
     ("mistral", "[TOOL_CALLS] are what?", Message("[TOOL_CALLS] are what?")),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', Message(calls=(WEATHER,))),
     ("llama3_json", '{"type": "function", "name": "get-time.now", "parameters": {}}', Message(calls=(TIME,))),
@@ -428,6 +431,23 @@ def test_a_piece_is_not_added_to_all_text_before_it(family: str, begin: str, mon
     text = begin + "a" * 4000
     read(parser_of(family), text, range(1, len(text)))
     assert num_copied < 20 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("family", "begin"),
+    [
+        ("qwen3_coder", "<function="),
+        ("mistral", "[TOOL_CALLS]"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>"),
+        ("glm45", "<tool_call>"),
+        ("pythonic", "["),
+    ],
+)
+def test_no_name_is_longer_than_a_tools(family: str, begin: str) -> None:
+    """A longer one is shown as text at once, not held back to its end."""
+    parser = parser_of(family)
+    text = begin + "a" * 65
+    assert joined(parser.feed(text), parser.has_calls) == RawMessage(text, "", (), False)
 
 
 def test_white_space_that_is_held_back() -> None:

@@ -12,7 +12,7 @@
 from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```json"
@@ -35,7 +35,7 @@ class DeepSeekV31Parser(JsonCallParser):
         return Frame(grammar.marker(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
     def _read_calls(self, marker: str) -> Parsing[bool]:
-        name = yield from self._read_name()
+        name = yield from self._read_head()
         if not name:
             return False
         self._begin_call(name)
@@ -44,9 +44,9 @@ class DeepSeekV31Parser(JsonCallParser):
             yield from self._read_end("` \t\r\n}]")
         return True
 
-    def _read_name(self) -> Parsing[str]:
+    def _read_head(self) -> Parsing[str]:
         """Read up to the arguments. Return the name; '' if it is not followed by what it must be."""
-        name = yield from self._reader.matching(NAME)
+        name = yield from self._read_name()
         return name if (yield from self._reader.literal(SEPARATOR)) else ""
 
 
@@ -63,10 +63,10 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return super()._frame(grammar)._replace(separator=grammar.text("\n"))
 
-    def _read_name(self) -> Parsing[str]:
-        yield from self._reader.matching(NAME)
+    def _read_head(self) -> Parsing[str]:
+        yield from self._read_name()
         if not (yield from self._reader.literal(SEPARATOR)):
             return ""
-        name = yield from self._reader.matching(NAME)
+        name = yield from self._read_name()
         yield from self._reader.skip_space()
         return name if (yield from self._reader.literal(FENCE)) else ""

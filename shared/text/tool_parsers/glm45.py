@@ -11,7 +11,7 @@ from typing import ClassVar
 from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
@@ -43,7 +43,7 @@ class Glm45Parser(TextArgumentsParser):
     def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        name = yield from reader.matching(NAME)
+        name = yield from self._read_name()
         yield from reader.skip_space()
         tag = yield from reader.literal(KEY, *self.ends)
         if not name or not tag:

@@ -12,7 +12,7 @@ import string
 from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # as the models' templates demand of the calls in a history
@@ -43,9 +43,11 @@ class MistralParser(JsonCallParser):
     def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         yield from reader.skip_space()
+        while (yield from reader.literal(marker)):  # whose bracket is no list's
+            yield from reader.skip_space()
         if (yield from reader.peek()) in ("[", "{"):
             return (yield from super()._read_calls(marker))
-        name, id = (yield from reader.matching(NAME)), ""
+        name, id = (yield from self._read_name()), ""
         if name and (yield from reader.literal("[CALL_ID]")):
             id = yield from reader.matching(_ID)
         yield from reader.literal("[ARGS]")

@@ -11,7 +11,7 @@ from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.argument_types import UNREADABLE, convert, python_literal
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 _COMMA_OR_SPACE = ", \t\r\n"
 
@@ -69,7 +69,7 @@ class PythonicParser(TextArgumentsParser):
         """Read one call. Return whether there was one, to its end."""
         reader = self._reader
         yield from reader.skip_space()
-        name = yield from reader.matching(NAME)
+        name = yield from self._read_name()
         if not name or (only_known and name not in self._tools) or not (yield from reader.literal("(")):
             return False
         self._begin_call(name)

@@ -12,7 +12,7 @@ Paris
 from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 FUNCTION = "<function="
 FUNCTION_END = "</function>"
@@ -47,7 +47,7 @@ class Qwen3CoderParser(TextArgumentsParser):
             yield from reader.skip_space()
             if not (yield from reader.literal(FUNCTION)):
                 return False
-        name = yield from reader.matching(NAME)
+        name = yield from self._read_name()
         if not name or not (yield from reader.literal(">")):
             return False
         self._begin_call(name)

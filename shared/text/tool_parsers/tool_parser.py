@@ -22,6 +22,9 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 NAME = re.compile(r"[\w.-]*")
 """The characters of a tool's name."""
 
+MAX_NAME = 64
+"""The longest name of a tool, in characters. The gateway takes no longer ones."""
+
 
 class Frame(NamedTuple):
     """The expressions of a grammar around and between calls."""
@@ -86,8 +89,12 @@ class ToolParser(StreamParser):
     def _read_calls(self, marker: str) -> Parsing[bool]:
         """Read what follows `marker`. Return False if it is no call, without having begun one.
 
-        The beginning of another marker must not be read then.
+        What was read of another marker is text then.
         """
+
+    def _read_name(self) -> Parsing[str]:
+        """Read the name of a tool, or as much as could be one. Return '' if none comes next."""
+        return (yield from self._reader.matching(NAME, MAX_NAME))
 
     def _parse(self) -> Parsing[None]:
         markers = self.begins + self.frames + tuple(marker for marker in self.ends if marker in self._special)
