@@ -329,6 +329,13 @@ def test_broken_arguments_are_passed_on(arguments: str) -> None:
     assert message.calls[0][0] == "f"
 
 
+def test_text_behind_broken_arguments_is_content() -> None:
+    """The call has ended with its marker, so that nothing behind that belongs to it."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>\n"Hm": it broke.'
+    message = read_everywhere(lambda: parser_of("hermes"), text)
+    assert message == RawMessage('"Hm": it broke.', "", (("f", '{"a": <b>}}'),), False)
+
+
 def test_only_the_first_call_is_kept_if_calls_are_not_to_be_parallel() -> None:
     text = WRITERS["hermes"]([WEATHER, TIME]) + "\nDone."
     message = read_everywhere(lambda: parser_of("hermes", parallel=False), text)

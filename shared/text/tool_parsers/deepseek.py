@@ -39,8 +39,7 @@ class DeepSeekV31Parser(JsonCallParser):
         if not name:
             return False
         self._begin_call(name)
-        yield from self._read_arguments()
-        if self.num_complete == self.num_calls:
+        if (yield from self._read_arguments()):
             yield from self._read_end("` \t\r\n}]")
         return True
 

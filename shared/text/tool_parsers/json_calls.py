@@ -45,15 +45,15 @@ class JsonCallParser(ToolParser):
     def _read_more_objects(self, *, only_known: bool = False) -> Parsing[None]:
         """Read the calls that follow one. An object that is no call is content, and ends them."""
         reader = self._reader
-        is_call = True
-        while is_call:
+        while self.num_complete == self.num_calls:
             yield from reader.skip(SEPARATORS + "}")
             reader.release()
             if not (yield from reader.literal("{")):
                 return
-            is_call = yield from self._read_object(only_known=only_known)
-        self._add_text(reader.unreleased())
-        reader.release()
+            if not (yield from self._read_object(only_known=only_known)):
+                self._add_text(reader.unreleased())
+                reader.release()
+                return
 
     def _read_end(self, surplus: str = " \t\r\n}]") -> Parsing[None]:
         """Read the end marker of a call, and the brackets that models write too many of before it."""
@@ -87,8 +87,8 @@ class JsonCallParser(ToolParser):
                 arguments = yield from reader.json_text()
             else:
                 self._begin_call(name)
-                yield from self._read_arguments()
-                yield from self._read_object_end()
+                if (yield from self._read_arguments()):
+                    yield from self._read_object_end()
                 return True
         if not name or (only_known and name not in self._tools):
             return False
@@ -119,22 +119,24 @@ class JsonCallParser(ToolParser):
                 return
             yield from self._reader.json_value(_ignore)
 
-    def _read_arguments(self) -> Parsing[None]:
-        """Read the arguments of the call that has begun, to their end, and end the call.
+    def _read_arguments(self) -> Parsing[bool]:
+        """Read the arguments of the call that has begun, and end the call. Return whether they came to their end.
 
         If they are broken, what follows up to the call's end marker counts as a part of them.
         """
         yield from self._reader.skip_space()
         if (yield from self._reader.peek()) in ("{", "["):
-            if (yield from self._reader.json_value(self._add_arguments)):
-                self._end_call()
-            elif self.ends:
-                yield from self._reader.until(self.ends, self._add_arguments)
-            return
-        value = yield from self._reader.json_text()
-        if (yield from self._reader.peek()):  # otherwise the output was cut off
+            if not (yield from self._reader.json_value(self._add_arguments)):
+                if self.ends:
+                    yield from self._reader.until(self.ends, self._add_arguments)
+                return False
+        else:
+            value = yield from self._reader.json_text()
+            if not (yield from self._reader.peek()):  # the output was cut off
+                return False
             self._add_arguments(_as_object(value))
-            self._end_call()
+        self._end_call()
+        return True
 
 
 def _ignore(text: str) -> None:

@@ -40,7 +40,6 @@ class KimiK2Parser(JsonCallParser):
         if not begin or not name:
             return False
         self._begin_call(name, id)
-        yield from self._read_arguments()
-        if self.num_complete == self.num_calls:
+        if (yield from self._read_arguments()):
             yield from self._read_end()
         return True

@@ -55,8 +55,7 @@ class MistralParser(JsonCallParser):
         if not name or (yield from reader.peek()) != "{":
             return False
         self._begin_call(name, id if len(id) == ID_LENGTH else None)
-        yield from self._read_arguments()
-        if self.num_complete == self.num_calls:
+        if (yield from self._read_arguments()):
             yield from self._read_end()
         return True
 
