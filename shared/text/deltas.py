@@ -37,7 +37,11 @@ class CallBegin(Struct, frozen=True, gc=False):
 
 
 class CallArguments(Struct, frozen=True, gc=False):
-    """A piece of a call's arguments. The pieces of a call joined are a JSON object, unless the output was cut off."""
+    """A piece of a call's arguments.
+
+    The pieces of a call joined are what the model wrote: a JSON object if it kept to its format and was not cut off.
+    They are passed on before that shows, so whoever makes the call must check them.
+    """
 
     index: int
     text: str

@@ -17,7 +17,8 @@ from functools import partial
 
 from shared.text.deltas import CallArguments, CallBegin, Content, Reasoning, Span
 from shared.text.stream_parser import StreamParser
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
+from shared.text.tool_parsers.argument_types import UNREADABLE
 from shared.text.tool_parsers.call_grammar import CallGrammar
 from shared.text.tool_parsers.tool_parser import Tools
 
@@ -34,10 +35,14 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class HarmonyParser(StreamParser):
-    """Parses the messages of one output. Several of one kind are joined by a newline."""
+    """Parses the messages of one output. Several of one kind are joined by a newline.
 
-    def __init__(self) -> None:
+    Unless `with_calls`, a message to a function is content.
+    """
+
+    def __init__(self, *, with_calls: bool) -> None:
         super().__init__()
+        self._with_calls = with_calls
         self.spans: list[Span] = []  # of the reasoning
         self.num_calls = 0
         self.num_complete = 0
@@ -59,25 +64,26 @@ class HarmonyParser(StreamParser):
         begin = f"{channel} {grammar.text(f'commentary to={FUNCTIONS}')}"
         return grammar.finish(begin, calls, "", "", parallel=False)
 
-    def _parse(self) -> Steps[None]:
+    def _parse(self) -> Parsing[None]:
         if (yield from self._reader.literal(" to=", "to=")):  # the prompt ends inside the first header
-            self._reader.position = 0
+            self._reader.restart()
             yield from self._read_messages(START)
         while marker := (yield from self._reader.until(MARKERS, partial(self._add, Content))):
             yield from self._read_messages(marker)
 
-    def _read_messages(self, marker: str) -> Steps[None]:
+    def _read_messages(self, marker: str) -> Parsing[None]:
         """Read the messages behind a marker, as long as one follows the other."""
         while marker in (START, CHANNEL):
             header, end = yield from self._reader.text_until(MESSAGE, *ENDS)
             marker = (yield from self._read_message(marker + header)) if end == MESSAGE else end
 
-    def _read_message(self, header: str) -> Steps[str]:
+    def _read_message(self, header: str) -> Parsing[str]:
         """Read a message behind its header. Return the marker that ended it."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient and recipient[1].startswith(FUNCTIONS):
+        is_call = recipient is not None and recipient[1].startswith(FUNCTIONS)
+        if recipient and is_call and self._with_calls:
             return (yield from self._read_call(recipient[1].removeprefix(FUNCTIONS)))
-        if not recipient and not (channel and channel[1] == "analysis"):
+        if is_call or (not recipient and not (channel and channel[1] == "analysis")):
             marker = yield from self._reader.until(MARKERS, partial(self._add, Content))
             self._joints[Content] = "\n"
             return marker
@@ -89,7 +95,7 @@ class HarmonyParser(StreamParser):
         self._joints[Reasoning] = "\n"
         return marker
 
-    def _read_call(self, name: str) -> Steps[str]:
+    def _read_call(self, name: str) -> Parsing[str]:
         self._reader.release()
         self._arguments = []
         self._deltas.append(CallBegin(self.num_calls, f"call_{secrets.token_hex(12)}", name))
@@ -111,6 +117,6 @@ class HarmonyParser(StreamParser):
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except (ValueError, RecursionError):
+    except UNREADABLE:
         return False
     return True

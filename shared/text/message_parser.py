@@ -54,7 +54,7 @@ REASONING_MARKERS: Markers = (
 """The same for reasoning."""
 
 PIECE = 512
-"""Characters that are parsed at a time. A parser copies what it has not read yet."""
+"""Characters that are parsed at a time. A parser copies what it has not read of them."""
 
 
 class Stage(Protocol):
@@ -141,7 +141,7 @@ class MessageFormat(Struct, frozen=True):
         """Return a parser for one sample."""
         names, special = self.choice, self.choice.special
         if names.reasoning == HARMONY_REASONING:
-            harmony = HarmonyParser()
+            harmony = HarmonyParser(with_calls=self.tools is not None)
             return MessageParser(harmony, harmony, self.parallel)
         reasoning = tools = None
         if names.reasoning is not None:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 
 from shared.text.deltas import Content, Reasoning, Span
-from shared.text.stream_parser import StreamParser
-from shared.text.text_reader import Steps
+from shared.text.stream_parser import StreamParser, TrailingSpace
+from shared.text.text_reader import Parsing
 
 
 class ReasoningFamily(Struct, frozen=True):
@@ -59,9 +59,9 @@ class ReasoningParser(StreamParser):
         self._family = family
         self._is_open = is_open
         self._special = special
-        self._space = ""  # at the end of the reasoning so far, which is dropped if that ends
+        self._space = TrailingSpace()  # of the reasoning, which is never shown
 
-    def _parse(self) -> Steps[None]:
+    def _parse(self) -> Parsing[None]:
         reader, family = self._reader, self._family
         yield from reader.skip_space()
         if (yield from reader.literal(*family.begins)) or self._is_open:
@@ -77,16 +77,13 @@ class ReasoningParser(StreamParser):
             yield from reader.skip("\r\n")  # and no spaces behind them, which may indent the answer
             reader.release()
         else:
-            reader.position = 0
+            reader.restart()
         stray = tuple(marker for marker in family.begins + family.ends if marker in self._special)
         while (yield from reader.until(stray, self._add_content)):
             pass
 
     def _add_reasoning(self, text: str) -> None:
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
+        if shown := self._space.push(text):
             self._deltas.append(Reasoning(shown))
 
     def _add_content(self, text: str) -> None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 
 from shared.text.deltas import Delta
-from shared.text.text_reader import Steps, TextReader
+from shared.text.text_reader import Parsing, TextReader
 
 
 class StreamParser(ABC):
@@ -15,7 +15,7 @@ class StreamParser(ABC):
     def __init__(self) -> None:
         self._reader = TextReader()
         self._deltas: list[Delta] = []
-        self._steps = self._parse()
+        self._parsing = self._parse()
 
     def feed(self, text: str) -> list[Delta]:
         """Return what `text` adds to the message."""
@@ -28,10 +28,35 @@ class StreamParser(ABC):
         return self._advance()
 
     @abstractmethod
-    def _parse(self) -> Steps[None]:
+    def _parse(self) -> Parsing[None]:
         """Read the whole text, and append to `_deltas`."""
 
     def _advance(self) -> list[Delta]:
-        next(self._steps, None)
+        next(self._parsing, None)
         deltas, self._deltas = self._deltas, []
         return deltas
+
+
+class TrailingSpace:
+    """Holds back the white space at the end of a text that comes in pieces, since it may have to be dropped there."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Return the text that can be shown now: all that was held back and `text`, but for the space at its end."""
+        shown = text.rstrip()
+        before = self.flush() if shown else ""
+        if len(shown) < len(text):
+            self._held.append(text[len(shown) :])
+        return before + shown
+
+    def drop(self) -> None:
+        """Drop the space that is held back."""
+        self._held.clear()
+
+    def flush(self) -> str:
+        """Return the space that was held back."""
+        held = "".join(self._held)
+        self._held.clear()
+        return held

@@ -4,7 +4,7 @@ Its methods that may have to wait are generators. They yield while what they loo
 the text so far, or its end, decides it. So what they return never depends on how the text was cut into pieces, and a
 parser made of them is one plain function, which is driven piece by piece (`stream_parser.py`).
 
-The cursor can be set back to a former position until `release` drops the text before it.
+`release` drops the text before the cursor. Until then, `unreleased` gives it, and `restart` sets the cursor back.
 """
 
 import re
@@ -14,8 +14,8 @@ from typing import TypeAlias, TypeVar
 from shared.text.stop_strings import prefix_start
 
 ResultT = TypeVar("ResultT")
-Steps: TypeAlias = Generator[None, None, ResultT]
-"""Work that yields whenever it needs more text."""
+Parsing: TypeAlias = Generator[None, None, ResultT]
+"""Parses a part of a text, and yields whenever it needs more of it."""
 
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRING = re.compile(r"[^\s\w+\-.,:]")
@@ -23,27 +23,35 @@ _SCALAR = re.compile(r"[\w+\-.]*")
 
 
 class TextReader:
-    """A text with a cursor. `add` appends a piece, and `end` says that no more come. Positions count characters."""
+    """A text with a cursor. `add` appends a piece, and `end` says that no more come. Positions count characters.
+
+    Only the text behind the cursor is one string, which is short as long as the methods read what they have seen. The
+    text before it is kept in pieces. So the work grows with the text, not with its square, whether it is released or
+    not.
+    """
 
     def __init__(self) -> None:
-        self.position = 0  # of the cursor
         self.ended = False
-        self._text = ""
+        self._kept: list[str] = []  # the text before `_text` that was not released
+        self._text = ""  # the last piece, and what was unread before it
         self._start = 0  # position of `_text`
+        self._offset = 0  # of the cursor in `_text`
+
+    @property
+    def position(self) -> int:
+        """Return where the cursor is."""
+        return self._start + self._offset
 
     @property
     def unread(self) -> str:
         """Return the text behind the cursor that has come so far."""
-        return self._text[self.position - self._start :]
-
-    @property
-    def num_added(self) -> int:
-        """Return the number of characters that have come so far."""
-        return self._start + len(self._text)
+        return self._text[self._offset :]
 
     def add(self, piece: str) -> None:
         """Append a piece of text."""
-        self._text += piece
+        if self._offset:
+            self._kept.append(self._text[: self._offset])
+        self._text, self._start, self._offset = self.unread + piece, self.position, 0
 
     def end(self) -> None:
         """Say that no more text comes."""
@@ -51,32 +59,39 @@ class TextReader:
 
     def release(self) -> None:
         """Drop the text before the cursor, which is not set back behind it any more."""
-        self._text, self._start = self.unread, self.position
+        self._kept.clear()
+        self._text, self._start, self._offset = self.unread, self.position, 0
+
+    def restart(self) -> None:
+        """Set the cursor back to the beginning of the text that was not released."""
+        kept = "".join(self._kept)
+        self._kept.clear()
+        self._text, self._start, self._offset = kept + self._text, self._start - len(kept), 0
 
     def take(self, length: int) -> str:
         """Return up to `length` characters, and put the cursor behind them. They must have come."""
-        text = self.unread[:length]
-        self.position += len(text)
+        text = self._text[self._offset : self._offset + length]
+        self._offset += len(text)
         return text
 
-    def since(self, position: int) -> str:
-        """Return the text from `position` to the cursor, which must not have been released."""
-        return self._text[position - self._start : self.position - self._start]
+    def unreleased(self) -> str:
+        """Return the text up to the cursor that was not released."""
+        return "".join([*self._kept, self._text[: self._offset]])
 
-    def more(self) -> Steps[bool]:
+    def more(self) -> Parsing[bool]:
         """Wait for more text. Return whether there may be any."""
         if self.ended:
             return False
         yield
         return True
 
-    def peek(self, length: int = 1) -> Steps[str]:
+    def peek(self, length: int = 1) -> Parsing[str]:
         """Return the next characters without reading them, fewer than `length` only at the end of the text."""
         while len(self.unread) < length and (yield from self.more()):
             pass
         return self.unread[:length]
 
-    def literal(self, *texts: str) -> Steps[str]:
+    def literal(self, *texts: str) -> Parsing[str]:
         """Read one of `texts` if it comes next: the longest one that does. Return it, or ''."""
         while True:
             unread = self.unread
@@ -86,29 +101,30 @@ class TextReader:
                 break
         return self.take(max((len(text) for text in texts if unread.startswith(text)), default=0))
 
-    def skip(self, characters: str) -> Steps[None]:
+    def skip(self, characters: str) -> Parsing[None]:
         """Read all `characters` that come next."""
         while True:
             unread = self.unread
-            self.position += len(unread) - len(unread.lstrip(characters))
+            self.take(len(unread) - len(unread.lstrip(characters)))
             if self.unread or not (yield from self.more()):
                 return
 
-    def skip_space(self) -> Steps[None]:
+    def skip_space(self) -> Parsing[None]:
         """Read the white space that comes next."""
         yield from self.skip(" \t\r\n")
 
-    def matching(self, pattern: "re.Pattern[str]") -> Steps[str]:
-        """Read the longest text that `pattern`, a repeated character class, matches."""
-        length = 0
-        while True:
-            unread = self.unread
-            match = pattern.match(unread, length)
-            length = match.end() if match else length
-            if length < len(unread) or not (yield from self.more()):
-                return self.take(length)
+    def matching(self, pattern: "re.Pattern[str]", limit: int | None = None) -> Parsing[str]:
+        """Read the longest text that `pattern`, a repeated character class, matches; up to `limit` characters of it."""
+        pieces: list[str] = []
+        while limit is None or limit > 0:
+            match = pattern.match(self.unread[:limit])
+            pieces.append(self.take(len(match[0]) if match else 0))
+            if self.unread or not (yield from self.more()):
+                break
+            limit = None if limit is None else limit - len(pieces[-1])
+        return "".join(pieces)
 
-    def until(self, markers: Sequence[str], show: Callable[[str], None], *, drop_partial: bool = False) -> Steps[str]:
+    def until(self, markers: Sequence[str], show: Callable[[str], None], *, drop_partial: bool = False) -> Parsing[str]:
         """Read up to the first of `markers`, and return it, or '' at the end of the text. It is read too.
 
         `show` gets the text before the marker in pieces, as soon as they cannot be part of one. All read text is
@@ -122,31 +138,27 @@ class TextReader:
                 start = min([prefix_start(unread, other) for other in markers], default=len(unread))
             if start:
                 show(self.take(start))
-            self.position += len(marker)
-            if self.ended and not marker:
-                self.position = self.num_added
+            self.take(len(marker) if marker or not self.ended else len(unread))
             self.release()
             if marker or not (yield from self.more()):
                 return marker
 
-    def text_until(self, *markers: str) -> Steps[tuple[str, str]]:
+    def text_until(self, *markers: str) -> Parsing[tuple[str, str]]:
         """Read the text up to the first of `markers`, and the marker, which is '' at the end of the text.
 
         Nothing is released.
         """
-        begin = self.position
+        pieces: list[str] = []
         while True:
             unread = self.unread
             start, marker = first_marker(unread, markers)
             if not marker and not self.ended:
                 start = min(prefix_start(unread, other) for other in markers)
-            self.position += start
+            pieces.append(self.take(start))
             if marker or not (yield from self.more()):
-                text = self.since(begin)
-                self.position += len(marker)
-                return text, marker
+                return "".join(pieces), self.take(len(marker))
 
-    def json_value(self, show: Callable[[str], None]) -> Steps[bool]:
+    def json_value(self, show: Callable[[str], None]) -> Parsing[bool]:
         """Read one JSON value, which comes next. `show` gets it in pieces, as they come.
 
         Return whether it came to its end. Brackets outside of strings are counted, not told apart, and numbers are not
@@ -165,7 +177,7 @@ class TextReader:
             if not (yield from self.more()):
                 return False
 
-    def json_text(self) -> Steps[str | None]:
+    def json_text(self) -> Parsing[str | None]:
         """Read and return the text of one JSON value; None if it is not one or does not end."""
         pieces: list[str] = []
         ended = yield from self.json_value(pieces.append)
@@ -214,5 +226,5 @@ class _JsonScanner:
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
     """Return the start and the text of the marker that comes first; the end of `text` and '' if there is none."""
-    found = [(start, marker) for marker in markers if (start := text.find(marker)) >= 0]
-    return min(found, default=(len(text), ""))
+    matches = [(start, marker) for marker in markers if (start := text.find(marker)) >= 0]
+    return min(matches, default=(len(text), ""))

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError
-from shared.text.message_parser import ParserChoice
+from shared.text.message_parser import MessageFormat, ParserChoice
 from shared.text.reasoning_parsers import FAMILIES
-from tests.text.tool_outputs import WRITERS, Call, Message, parser_of, read, read_everywhere
+from tests.text.tool_outputs import WRITERS, Call, Message, RawMessage, parser_of, read, read_everywhere
 from tests.text.vocabulary import make_tokenizer
 
 SAMPLES: list[tuple[str, bool, str, Message]] = [
@@ -74,6 +74,17 @@ def test_harmony(text: str, expected: Message) -> None:
     message = read_everywhere(lambda: parser_of("openai"), text)
     assert message.parsed() == expected
     assert message.has_calls == bool(expected.calls)
+
+
+def test_harmony_has_no_calls_for_a_request_without_tools() -> None:
+    """Nor with the tool choice `none`: the arguments are text."""
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    output_format = MessageFormat(ParserChoice("openai_gptoss", "openai"), tools=None)
+    message = read_everywhere(output_format.parser, text)
+    assert message == RawMessage('Let me see.\n{"a": 1}', "Hm.", (), False)
 
 
 @given(st.text("ab </think>\n"), st.text("ab <think>\n"), st.lists(st.integers(0, 60), max_size=4))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shared.text import tool_parsers
 from shared.text.deltas import CallArguments
 from shared.text.message_parser import TOOL_PARSERS
+from shared.text.stream_parser import TrailingSpace
 from shared.text.text_reader import TextReader
 from shared.text.tool_parsers.argument_types import convert, types_of
 from shared.text.tool_parsers.qwen3_coder import Qwen3CoderParser
@@ -19,6 +20,8 @@ from tests.text.tool_outputs import (
     WRITERS,
     Call,
     Message,
+    RawMessage,
+    joined,
     parser_of,
     read,
     read_everywhere,
@@ -47,6 +50,18 @@ SAMPLES: list[tuple[str, str, Message]] = [
     ("hermes", "It is a <tool_call> tag, <tool_call", Message("It is a <tool_call> tag, <tool_call")),
     ("hermes", "See <tool_call>\n[1, 2]</tool_call>", Message("See <tool_call>\n[1, 2]</tool_call>")),
     (
+        "hermes",
+        '<tool_call>\n{"name": "get-time.now", "arguments": {}}}\n</tool_call>\n'
+        '<tool_call>\n[{"name": "get-time.now", "arguments": {}}}, {"name": "get-time.now"}]]\n</tool_call> Done.',
+        Message("Done.", calls=(TIME, TIME, TIME)),
+    ),
+    (
+        "hermes",
+        '<tool_call>\n[{"name": "get-time.now", "arguments": {}}, {"note": 1}]\n</tool_call>',
+        Message('{"note": 1}', calls=(TIME,)),
+    ),
+    ("granite", '<|tool_call|>[{"name": "get-time.now", "arguments": {}}}]', Message(calls=(TIME,))),
+    (
         "granite",
         '<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
         Message(calls=(WEATHER,)),
@@ -70,6 +85,10 @@ SAMPLES: list[tuple[str, str, Message]] = [
         Message("Yes.", calls=(WEATHER, TIME)),
     ),
     ("mistral", "[TOOL_CALLS]get-time.now[CALL_ID]a1B2c3D4e[ARGS]{}", Message(calls=(TIME,))),
+    ("mistral", '[TOOL_CALLS][{"name": "get-time.now", "arguments": {}}}]', Message(calls=(TIME,))),
+    ("mistral", "[TOOL_CALLS]get-time.now{}}", Message(calls=(TIME,))),
+    ("mistral", "[TOOL_CALLS][TOOL_CALLS]get-time.now{}", Message(calls=(TIME,))),
+    ("mistral", "[TOOL_CALLS] [TOOL_CALLS] a", Message("[TOOL_CALLS] [TOOL_CALLS] a")),
     ("mistral", "[TOOL_CALLS] are what?", Message("[TOOL_CALLS] are what?")),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', Message(calls=(WEATHER,))),
     ("llama3_json", '{"type": "function", "name": "get-time.now", "parameters": {}}', Message(calls=(TIME,))),
@@ -77,6 +96,18 @@ SAMPLES: list[tuple[str, str, Message]] = [
     ("llama3_json", 'Now:\n{"name": "get-time.now", "parameters": {}}', Message("Now:", calls=(TIME,))),
     ("llama3_json", '{"name": "Ann", "parameters": {}}', Message('{"name": "Ann", "parameters": {}}')),
     ("llama3_json", '{"temperature": 3}', Message('{"temperature": 3}')),
+    (
+        "llama3_json",
+        '{"name": "get_weather", "age": 3, "parameters": {}} is 3.',
+        Message('{"name": "get_weather", "age": 3, "parameters": {}} is 3.'),
+    ),
+    ("llama3_json", '{"name": "get_weather" is mine}', Message('{"name": "get_weather" is mine}')),
+    ("llama3_json", '{"name": "get-time.now", "parameters": {}}\n[1]', Message("[1]", calls=(TIME,))),
+    (
+        "llama3_json",
+        '{"name": "get-time.now", "parameters": {}}\n{"name": "get_weather", "age": 3}',
+        Message('{"name": "get_weather", "age": 3}', calls=(TIME,)),
+    ),
     ("llama3_json", 'It is {"name": "get-time.now"}', Message('It is {"name": "get-time.now"}')),
     ("pythonic", "[get_weather(city='Paris', days=3), get-time.now()]", Message(calls=(WEATHER, TIME))),
     (
@@ -91,6 +122,16 @@ SAMPLES: list[tuple[str, str, Message]] = [
         "deepseek_v31",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get-time.now<｜tool▁sep｜>{}"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        Message(calls=(TIME,)),
+    ),
+    (
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time.now\n```json\n{}}\n```<｜tool▁call▁end｜>",
+        Message(calls=(TIME,)),
+    ),
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>get-time.now<|tool_call_argument_begin|>{}}<|tool_call_end|>",
         Message(calls=(TIME,)),
     ),
     (
@@ -117,6 +158,21 @@ SAMPLES: list[tuple[str, str, Message]] = [
         "<parameter=exact>\nTrue\n</parameter>\n"
         "<parameter=items>\n[1, 'a']\n</parameter>\n</function>\n</tool_call>",
         Message(calls=(Call("get_weather", {"days": "three", "exact": True, "items": [1, "a"]}),)),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n3\n</function>\n</tool_call>",
+        Message(calls=(WEATHER,)),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n<parameter=city>\nParis\n</function>\n</tool_call>",
+        Message(calls=(WEATHER,)),
+    ),
+    (
+        "qwen3_coder",
+        "<function=get_weather>\n<parameter=city>\nsay <parameter=x> or </function>\n</parameter>\n</function>",
+        Message(calls=(Call("get_weather", {"city": "say <parameter=x> or </function>"}),)),
     ),
     ("openai", " to=functions.get-time.now<|channel|>commentary json<|message|>{}<|call|>", Message(calls=(TIME,))),
 ]
@@ -223,6 +279,14 @@ def test_arguments_as_models_write_them(arguments: str, expected: Any) -> None:
     assert message.parsed() == Message(calls=(Call("f", expected),))
 
 
+@pytest.mark.parametrize("arguments", ["[1, 2]", "5"])
+def test_arguments_that_are_no_object_are_passed_on(arguments: str) -> None:
+    """TOL-10: the client checks them."""
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    message = read_everywhere(lambda: parser_of("hermes"), text)
+    assert message == RawMessage("", "", (("f", arguments),), True)
+
+
 def test_missing_arguments_are_none() -> None:
     """TOL-02."""
     message = read_everywhere(lambda: parser_of("hermes"), '<tool_call>{"name": "f"}</tool_call>')
@@ -263,6 +327,13 @@ def test_broken_arguments_are_passed_on(arguments: str) -> None:
     message = read_everywhere(lambda: parser_of("hermes"), f'<tool_call>{{"name": "f", "arguments": {arguments}')
     assert message.content == ""
     assert message.calls[0][0] == "f"
+
+
+def test_text_behind_broken_arguments_is_content() -> None:
+    """The call has ended with its marker, so that nothing behind that belongs to it."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": <b>}}</tool_call>\n"Hm": it broke.'
+    message = read_everywhere(lambda: parser_of("hermes"), text)
+    assert message == RawMessage('"Hm": it broke.', "", (("f", '{"a": <b>}}'),), False)
 
 
 def test_only_the_first_call_is_kept_if_calls_are_not_to_be_parallel() -> None:
@@ -315,7 +386,7 @@ def test_a_string_argument_is_passed_on_as_it_comes() -> None:
     [
         "<tool_call>", "<function=", "<function=f><parameter=a>", '{"arguments": [\n', "[get_weather(", "[TOOL_CALLS]",
         "<｜tool▁call▁begin｜>", "<|tool_call_begin|>f:0", '<tool_call>{"arguments": "', "<|channel|>", "<think>", "[",
-        "{", "\n",
+        "{", "\n", '[TOOL_CALLS][{"x": [',
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("family", [*WRITERS, None])
@@ -335,6 +406,85 @@ def test_no_output_keeps_a_parser_busy(family: str | None, part: str, monkeypatc
         read(parser_of(family, reasoning="qwen3", is_open=family is None), (part * length)[:length])
         work[length] = looked_at
     assert work[32_768] < 20 * work[4096]
+
+
+@pytest.mark.parametrize(
+    ("family", "begin"),
+    [
+        ("hermes", '<tool_call>{"x": "'),
+        ("hermes", '<tool_call>{"arguments": "'),
+        ("hermes", '<tool_call>{"'),
+        ("llama3_json", '{"name": "get_weather", "id": "'),
+        ("qwen3_coder", "<function="),
+        ("qwen3_coder", "<function=f><parameter=a>"),
+        ("glm45", "<tool_call>f<arg_key>"),
+        ("pythonic", "[get_weather(city="),
+        ("pythonic", "[get_weather(city='"),
+        ("kimi_k2", "<|tool_call_begin|>"),
+        ("openai", "<|channel|>"),
+    ],
+)
+def test_a_piece_is_not_added_to_all_text_before_it(family: str, begin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that has to be kept until it is decided is not copied with each piece."""
+    num_copied = 0
+    add = TextReader.add
+
+    def counting_add(reader: TextReader, piece: str) -> None:
+        nonlocal num_copied
+        add(reader, piece)
+        num_copied += len(reader._text)
+
+    monkeypatch.setattr(TextReader, "add", counting_add)
+    text = begin + "a" * 4000
+    read(parser_of(family), text, range(1, len(text)))
+    assert num_copied < 20 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("family", "begin"),
+    [
+        ("qwen3_coder", "<function="),
+        ("mistral", "[TOOL_CALLS]"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>"),
+        ("glm45", "<tool_call>"),
+        ("pythonic", "["),
+    ],
+)
+def test_no_name_is_longer_than_a_tools(family: str, begin: str) -> None:
+    """A longer one is shown as text at once, not held back to its end."""
+    parser = parser_of(family)
+    text = begin + "a" * 65
+    assert joined(parser.feed(text), parser.has_calls) == RawMessage(text, "", (), False)
+
+
+def test_white_space_that_is_held_back() -> None:
+    """It is shown once, before the text that follows it, and copied once."""
+    space = TrailingSpace()
+    assert [space.push(text) for text in ("a ", " ", "\n", "b\n")] == ["a", "", "", "  \nb"]
+    assert space.flush() == "\n"
+    space.push(" ")
+    space.drop()
+    assert space.push("c") == "c"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>",
+            RawMessage('<tool_call>{"name": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>", "", (), False),
+        ),
+        (
+            "pythonic",
+            "[get_weather(city='x'" + "-" * 5000 + "1)]",
+            RawMessage("", "", (("get_weather", json.dumps({"city": "'x'" + "-" * 5000 + "1"})),), True),
+        ),
+    ],
+)
+def test_deep_nesting_is_text(family: str, text: str, expected: RawMessage) -> None:
+    """A parser that raised would end the request."""
+    assert read(parser_of(family), text) == expected
 
 
 @pytest.mark.parametrize(

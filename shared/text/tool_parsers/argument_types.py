@@ -21,6 +21,9 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 MAX_LITERAL = 20_000  # characters; Python's own parser takes 20 ms for them, and the interpreter with it
 
+UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
+"""What the parsers of JSON and of Python raise for text that they cannot read. The last two come from deep nesting."""
+
 _MAX_DEPTH = 8  # of anyOf in anyOf
 
 
@@ -36,14 +39,14 @@ def types_of(schema: Any) -> frozenset[str]:
     return _types(schema, _MAX_DEPTH)
 
 
-def is_text(types: frozenset[str]) -> bool:
+def is_only_string(types: frozenset[str]) -> bool:
     """Return whether the value is a string, whatever its text."""
     return types == {"string"}
 
 
 def convert(text: str, types: frozenset[str]) -> Any:
     """Return the value in `text`: of one of `types` if it can be read so, or else the text itself."""
-    if is_text(types):
+    if is_only_string(types):
         return text
     value = _parse(text.strip())
     if isinstance(value, str):
@@ -85,14 +88,14 @@ def _parse(text: str) -> Any:
         try:
             value = read(text)
             json.dumps(value, allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        except UNREADABLE:
             continue
         return value
     return text
 
 
 def python_literal(text: str) -> Any:
-    """Return the value of a literal in Python. Raise `ValueError` or `SyntaxError`, or what a deep one raises.
+    """Return the value of a literal in Python. Raise one of `UNREADABLE`.
 
     Unknown escapes in strings are kept, without the warning that Python gives.
     """

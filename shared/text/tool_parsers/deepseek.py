@@ -9,10 +9,10 @@
 <｜tool▁calls▁end｜>
 """
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```json"
@@ -34,20 +34,18 @@ class DeepSeekV31Parser(JsonCallParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(grammar.opening(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
-        name = yield from self._read_name()
+    def _read_calls(self, marker: str) -> Parsing[bool]:
+        name = yield from self._read_head()
         if not name:
             return False
         self._begin_call(name)
-        yield from self._read_arguments()
-        if self.num_complete == self.num_calls:
-            yield from self._reader.skip("` \t\r\n")
-            yield from self._reader.literal(*self.ends)
+        if (yield from self._read_arguments()):
+            yield from self._read_end("` \t\r\n}]")
         return True
 
-    def _read_name(self) -> Steps[str]:
+    def _read_head(self) -> Parsing[str]:
         """Read up to the arguments. Return the name; '' if it is not followed by what it must be."""
-        name = yield from self._reader.matching(NAME)
+        name = yield from self._read_name()
         return name if (yield from self._reader.literal(SEPARATOR)) else ""
 
 
@@ -64,10 +62,10 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return super()._frame(grammar)._replace(separator=grammar.text("\n"))
 
-    def _read_name(self) -> Steps[str]:
-        yield from self._reader.matching(NAME)
+    def _read_head(self) -> Parsing[str]:
+        yield from self._read_name()
         if not (yield from self._reader.literal(SEPARATOR)):
             return ""
-        name = yield from self._reader.matching(NAME)
+        name = yield from self._read_name()
         yield from self._reader.skip_space()
         return name if (yield from self._reader.literal(FENCE)) else ""

@@ -8,10 +8,10 @@
 
 from typing import ClassVar
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
@@ -40,10 +40,10 @@ class Glm45Parser(TextArgumentsParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(separator=grammar.text(cls.newline))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         yield from reader.skip_space()
-        name = yield from reader.matching(NAME)
+        name = yield from self._read_name()
         yield from reader.skip_space()
         tag = yield from reader.literal(KEY, *self.ends)
         if not name or not tag:

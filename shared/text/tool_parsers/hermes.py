@@ -5,7 +5,6 @@
 </tool_call>
 """
 
-from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import Frame
@@ -26,10 +25,3 @@ class HermesParser(JsonCallParser):
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(separator=grammar.text("\n"))
-
-    def _read_calls(self, marker: str) -> Steps[bool]:
-        if not (yield from self._read_json_calls()):
-            return False
-        yield from self._reader.skip_space()
-        yield from self._reader.literal(*self.ends)
-        return True

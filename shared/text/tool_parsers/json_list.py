@@ -3,7 +3,6 @@
 <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
 """
 
-from shared.text.text_reader import Steps
 from shared.text.tool_parsers.call_grammar import CallGrammar
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import Frame
@@ -18,9 +17,6 @@ class GraniteParser(JsonCallParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(f"{grammar.opening(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
-        return (yield from self._read_json_calls())
-
 
 class Phi4MiniParser(JsonCallParser):
     """Phi-4-mini. Its makers' own examples begin a list by the word functools."""
@@ -32,10 +28,3 @@ class Phi4MiniParser(JsonCallParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         begin, end = grammar.opening(cls.begins[0]), grammar.marker(cls.ends[0])
         return Frame(f"{begin} {grammar.text('[')}", grammar.text(", "), f"{grammar.text(']')} {end}")
-
-    def _read_calls(self, marker: str) -> Steps[bool]:
-        if not (yield from self._read_json_calls()):
-            return False
-        yield from self._reader.skip(" \t\r\n]")  # the list's end behind `functools[`
-        yield from self._reader.literal(*self.ends)
-        return True

@@ -6,7 +6,7 @@
 
 import re
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import Frame
@@ -31,7 +31,7 @@ class KimiK2Parser(JsonCallParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(grammar.opening(cls.frames[0]), "", grammar.marker(cls.frames[1]))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         yield from self._reader.skip_space()
         id = yield from self._reader.matching(ID)
         yield from self._reader.skip_space()
@@ -40,8 +40,6 @@ class KimiK2Parser(JsonCallParser):
         if not begin or not name:
             return False
         self._begin_call(name, id)
-        yield from self._read_arguments()
-        if self.num_complete == self.num_calls:
-            yield from self._reader.skip_space()
-            yield from self._reader.literal(*self.ends)
+        if (yield from self._read_arguments()):
+            yield from self._read_end()
         return True

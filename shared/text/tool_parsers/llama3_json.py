@@ -3,7 +3,7 @@
 {"name": "get_weather", "parameters": {"city": "Paris"}}
 """
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import Frame
@@ -26,11 +26,10 @@ class Llama3JsonParser(JsonCallParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(separator=grammar.text("; "))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         if marker != "{":
-            return (yield from self._read_json_calls())
+            return (yield from super()._read_calls(marker))
         if not self._at_line_start or not (yield from self._read_object(only_known=True)):
             return False
-        yield from self._reader.skip(";, \t\r\n")
-        yield from self._read_json_calls(only_known=True)
+        yield from self._read_more_objects(only_known=True)
         return True

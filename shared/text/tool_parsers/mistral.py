@@ -9,10 +9,10 @@ import re
 import secrets
 import string
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # as the models' templates demand of the calls in a history
@@ -40,12 +40,14 @@ class MistralParser(JsonCallParser):
             return Frame()
         return Frame(f"{grammar.opening(cls.begins[0])} {grammar.text('[')}", grammar.text(", "), grammar.text("]"))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         yield from reader.skip_space()
+        while (yield from reader.literal(marker)):  # whose bracket is no list's
+            yield from reader.skip_space()
         if (yield from reader.peek()) in ("[", "{"):
-            return (yield from self._read_json_calls())
-        name, id = (yield from reader.matching(NAME)), ""
+            return (yield from super()._read_calls(marker))
+        name, id = (yield from self._read_name()), ""
         if name and (yield from reader.literal("[CALL_ID]")):
             id = yield from reader.matching(_ID)
         yield from reader.literal("[ARGS]")
@@ -53,7 +55,8 @@ class MistralParser(JsonCallParser):
         if not name or (yield from reader.peek()) != "{":
             return False
         self._begin_call(name, id if len(id) == ID_LENGTH else None)
-        yield from self._read_arguments()
+        if (yield from self._read_arguments()):
+            yield from self._read_end()
         return True
 
     def _new_id(self) -> str:

@@ -7,13 +7,13 @@ import json
 import re
 from typing import Any, ClassVar
 
-from shared.text.text_reader import Steps
-from shared.text.tool_parsers.argument_types import convert, python_literal
+from shared.text.text_reader import Parsing
+from shared.text.tool_parsers.argument_types import UNREADABLE, convert, python_literal
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
-SEPARATORS = ", \t\r\n"
+_COMMA_OR_SPACE = ", \t\r\n"
 
 _KEYWORD = re.compile(r"\w*")
 _OUTSIDE_STRINGS = re.compile(r"[^'\"()\[\]{},]*")
@@ -48,7 +48,7 @@ class PythonicParser(TextArgumentsParser):
             begin, end = f"{grammar.opening(cls.begins[0])} {begin}", f"{end} {grammar.marker(cls.ends[0])}"
         return Frame(begin, grammar.text(", "), end)
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         if marker == "[" and not self._at_line_start:
             return False
         if marker != "[":
@@ -57,7 +57,7 @@ class PythonicParser(TextArgumentsParser):
                 return False
         num_before = self.num_calls
         while (yield from self._read_call(only_known=marker == "[" and self.num_calls == num_before)):
-            yield from self._reader.skip(SEPARATORS)
+            yield from self._reader.skip(_COMMA_OR_SPACE)
         if self.num_calls == num_before:
             return False
         yield from self._reader.literal("]")
@@ -66,16 +66,16 @@ class PythonicParser(TextArgumentsParser):
             yield from self._reader.literal(*self.ends)
         return True
 
-    def _read_call(self, *, only_known: bool) -> Steps[bool]:
+    def _read_call(self, *, only_known: bool) -> Parsing[bool]:
         """Read one call. Return whether there was one, to its end."""
         reader = self._reader
         yield from reader.skip_space()
-        name = yield from reader.matching(NAME)
+        name = yield from self._read_name()
         if not name or (only_known and name not in self._tools) or not (yield from reader.literal("(")):
             return False
         self._begin_call(name)
         while True:
-            yield from reader.skip(SEPARATORS)
+            yield from reader.skip(_COMMA_OR_SPACE)
             if (yield from reader.literal(")")):
                 self._end_call()
                 return True
@@ -94,12 +94,12 @@ class PythonicParser(TextArgumentsParser):
             for read in (json.loads, python_literal):
                 try:
                     return str(read(text))
-                except (ValueError, SyntaxError):
+                except UNREADABLE:
                     continue
             return text
         return convert(text, self._types(key) - {"string"})
 
-    def _read_value(self) -> Steps[str | None]:
+    def _read_value(self) -> Parsing[str | None]:
         """Read an argument's value. Return its text, or None if it does not end."""
         reader = self._reader
         pieces: list[str] = []
@@ -120,7 +120,7 @@ class PythonicParser(TextArgumentsParser):
             else:
                 pieces.append(reader.take(1))
 
-    def _read_string_literal(self) -> Steps[str | None]:
+    def _read_string_literal(self) -> Parsing[str | None]:
         """Read a string in Python, with its quotes. Return None if it does not end."""
         reader = self._reader
         quote = yield from reader.literal("'", '"', "'''", '"""', "''", '""')

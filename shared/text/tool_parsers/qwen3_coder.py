@@ -9,10 +9,10 @@ Paris
 </tool_call>
 """
 
-from shared.text.text_reader import Steps
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema, properties
 from shared.text.tool_parsers.text_arguments import TextArgumentsParser
-from shared.text.tool_parsers.tool_parser import NAME, Frame
+from shared.text.tool_parsers.tool_parser import Frame
 
 FUNCTION = "<function="
 FUNCTION_END = "</function>"
@@ -22,7 +22,7 @@ PARAMETER_LINE_END = f"\n{PARAMETER_END}\n"
 
 
 class Qwen3CoderParser(TextArgumentsParser):
-    """The model leaves out the outer tags at times."""
+    """The model leaves out the outer tags at times, or the end of a parameter on the line before the next tag."""
 
     begins = ("<tool_call>", FUNCTION)
     ends = ("</tool_call>",)
@@ -41,23 +41,24 @@ class Qwen3CoderParser(TextArgumentsParser):
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(separator=grammar.text("\n"))
 
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         reader = self._reader
         if marker != FUNCTION:
             yield from reader.skip_space()
             if not (yield from reader.literal(FUNCTION)):
                 return False
-        name = yield from reader.matching(NAME)
+        name = yield from self._read_name()
         if not name or not (yield from reader.literal(">")):
             return False
         self._begin_call(name)
-        while True:
-            _, tag = yield from reader.text_until(PARAMETER, FUNCTION_END, *self.ends)
-            if tag != PARAMETER:
-                break
+        _, tag = yield from reader.text_until(PARAMETER, FUNCTION_END, *self.ends)
+        while tag == PARAMETER:
             key, end = yield from reader.text_until(">")
-            if not end or not (yield from self._read_argument(key, PARAMETER_END, padding="\n")):
+            if not end:
                 return True
+            tag = yield from self._read_argument(key, PARAMETER_END, padding="\n", also_ends=(PARAMETER, FUNCTION_END))
+            if tag == PARAMETER_END:
+                _, tag = yield from reader.text_until(PARAMETER, FUNCTION_END, *self.ends)
         if tag:
             self._end_call()
         if tag == FUNCTION_END:

@@ -4,11 +4,17 @@ An argument that is a string is passed on as it comes; others when they are comp
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from shared.text.text_reader import Steps
-from shared.text.tool_parsers.argument_types import argument_types, convert, is_text, types_of, without_surrogates
+from shared.text.text_reader import Parsing
+from shared.text.tool_parsers.argument_types import (
+    argument_types,
+    convert,
+    is_only_string,
+    types_of,
+    without_surrogates,
+)
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.tool_parser import ToolParser, Tools
 
@@ -27,7 +33,7 @@ class TextArgumentsParser(ToolParser):
 
         Of a string's schema only a list of values is in it, as expressions for JSON do not fit plain text.
         """
-        if not is_text(types_of(schema)):
+        if not is_only_string(types_of(schema)):
             return f"{grammar.json(schema)} {grammar.marker(end)}"
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if not isinstance(values, list) or not values:
@@ -54,31 +60,34 @@ class TextArgumentsParser(ToolParser):
         """Return the types of the call's argument `name`; empty if the schema does not say."""
         return argument_types(self._tools.get(self._call_name, {}), name)
 
-    def _read_argument(self, name: str, end: str, *, padding: str = "") -> Steps[bool]:
-        """Read the text of an argument up to the marker `end`. Return whether it came to that.
+    def _read_argument(self, name: str, end: str, *, padding: str = "", also_ends: Sequence[str] = ()) -> Parsing[str]:
+        """Read the text of an argument up to `end`. Return the marker that ended it, or '' at the end of the output.
 
-        One `padding` behind the beginning and one before the end are not part of the text. Of several arguments of one
-        name the first counts, since JSON has a name once.
+        One `padding` behind the beginning and one before the end are not part of the text. Behind such, one of
+        `also_ends` ends it too. Of several arguments of one name the first counts, since JSON has a name once.
         """
+        ends = [padding + marker for marker in (end, *also_ends)]
+        if padding:
+            ends.append(end)
         if padding:
             yield from self._reader.literal(padding)
-        if name not in self._names and is_text(self._types(name)):
+        if name not in self._names and is_only_string(self._types(name)):
             self._begin_argument(name)
-            return (yield from self._read_string(end, padding))
-        text, found = yield from self._reader.text_until(end)
-        if found and name not in self._names:
-            self._add_argument(name, convert(text.removesuffix(padding), self._types(name)))
-        return found != ""
+            return (yield from self._read_string(ends)).removeprefix(padding)
+        text, marker = yield from self._reader.text_until(*ends)
+        if marker and name not in self._names:
+            self._add_argument(name, convert(text, self._types(name)))
+        return marker.removeprefix(padding)
 
-    def _read_string(self, end: str, padding: str) -> Steps[bool]:
+    def _read_string(self, ends: Sequence[str]) -> Parsing[str]:
         def show(piece: str) -> None:
             self._add_arguments(_json(piece)[1:-1])
 
         self._add_arguments('"')
-        if not (yield from self._reader.until([padding + end, end], show, drop_partial=True)):
-            return False
-        self._add_arguments('"')
-        return True
+        marker = yield from self._reader.until(ends, show, drop_partial=True)
+        if marker:
+            self._add_arguments('"')
+        return marker
 
 
 def _json(value: Any) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from shared.text.deltas import CallArguments, CallBegin, Content
-from shared.text.stream_parser import StreamParser
-from shared.text.text_reader import Steps
+from shared.text.stream_parser import StreamParser, TrailingSpace
+from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -21,6 +21,9 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 NAME = re.compile(r"[\w.-]*")
 """The characters of a tool's name."""
+
+MAX_NAME = 64
+"""The longest name of a tool, in characters. The gateway takes no longer ones."""
 
 
 class Frame(NamedTuple):
@@ -56,7 +59,7 @@ class ToolParser(StreamParser):
         self._tools = tools
         self._special = special
         self._at_line_start = True  # nothing but white space is in the last line of the content
-        self._space = ""  # at the end of the content, which is dropped if a call follows
+        self._space = TrailingSpace()  # of the content, which is dropped if a call follows
         self._follows_call = False
 
     @classmethod
@@ -90,22 +93,25 @@ class ToolParser(StreamParser):
         """Return the expression of a grammar for a call of one tool."""
 
     @abstractmethod
-    def _read_calls(self, marker: str) -> Steps[bool]:
+    def _read_calls(self, marker: str) -> Parsing[bool]:
         """Read what follows `marker`. Return False if it is no call, without having begun one.
 
-        The beginning of another marker must not be read then.
+        What was read of another marker is text then.
         """
 
-    def _parse(self) -> Steps[None]:
+    def _read_name(self) -> Parsing[str]:
+        """Read the name of a tool, or as much as could be one. Return '' if none comes next."""
+        return (yield from self._reader.matching(NAME, MAX_NAME))
+
+    def _parse(self) -> Parsing[None]:
         markers = self.begins + self.frames + tuple(marker for marker in self.ends if marker in self._special)
         while marker := (yield from self._reader.until(markers, self._add_content)):
             if marker not in self.begins:
                 continue
-            start = self._reader.position
             if not (yield from self._read_calls(marker)):
-                self._add_text(marker + self._reader.since(start))
-        if self._space:
-            self._deltas.append(Content(self._space))
+                self._add_text(marker + self._reader.unreleased())
+        if space := self._space.flush():
+            self._deltas.append(Content(space))
 
     def _add_text(self, text: str) -> None:
         """Add what was taken for a call to the content."""
@@ -121,15 +127,12 @@ class ToolParser(StreamParser):
         self._follows_call = False
         _, newline, line = text.rpartition("\n")
         self._at_line_start = (self._at_line_start or newline != "") and not line.strip()
-        text = self._space + text
-        shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
+        if shown := self._space.push(text):
             self._deltas.append(Content(shown))
 
     def _begin_call(self, name: str, id: str | None = None) -> None:
         self._reader.release()
-        self._space = ""
+        self._space.drop()
         self._at_line_start = self._follows_call = True
         self._deltas.append(CallBegin(self.num_calls, id or self._new_id(), name))
         self.num_calls += 1
