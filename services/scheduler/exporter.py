@@ -5,13 +5,16 @@ turns, with or without a worker, since a restart of the scheduler would not brin
 missing workers.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from shared.errors import ConfigError
@@ -22,6 +25,10 @@ LABELS = ("engine",)
 
 STALLED_AFTER = 5.0
 """Seconds after its last turn at which the loop counts as stuck. An idle loop turns four times a second."""
+
+
+POLL_INTERVAL = 0.05
+"""Seconds between two looks at whether the port is to be closed, for which a scheduler that ends waits."""
 
 
 class PeerCollector(Collector):
@@ -104,20 +111,25 @@ def export(port: int, registry: CollectorRegistry, last_turn: Callable[[], float
 
     Raise `ConfigError` if the port cannot be bound.
     """
-    try:
-        server, _ = start_http_server(port, registry=registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics-port {port}: {error.strerror}") from error
 
     def answer(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         return health(last_turn(), start) if environ["PATH_INFO"] == "/health" else metrics(registry, start)
 
-    server.set_app(answer)
+    try:
+        server = make_server("0.0.0.0", port, answer, ThreadingWSGIServer, _Handler)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port {port}: {error.strerror}") from error
+    threading.Thread(target=server.serve_forever, args=[POLL_INTERVAL], name="metrics port", daemon=True).start()
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: scrapes are no news."""
 
 
 def metrics(registry: CollectorRegistry, start: Any) -> Iterable[bytes]:

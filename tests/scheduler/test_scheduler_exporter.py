@@ -4,9 +4,11 @@ import time
 import urllib.request
 from urllib.error import HTTPError
 
+import pytest
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.exposition import ThreadingWSGIServer
 
-from services.scheduler.exporter import STALLED_AFTER, WorkerMetrics, export
+from services.scheduler.exporter import POLL_INTERVAL, STALLED_AFTER, WorkerMetrics, export
 from shared.protocol import Abort, Leave, Sampling, Submit, pack_tokens
 from tests.ports import free_ports
 from tests.scheduler.scheduler_harness import GOOD, SPARE, WORKER, SchedulerHarness
@@ -44,6 +46,23 @@ def test_it_is_healthy_while_the_loop_turns() -> None:
         assert status == 503
         assert "has stood still for 6 s" in text
         assert ask(f"http://127.0.0.1:{port}/metrics")[0] == 200
+
+
+def test_the_end_of_the_port_is_noticed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that ends waits for it, and the server looks only twice a second if it is not told otherwise."""
+    intervals: list[float] = []
+    serve_forever = ThreadingWSGIServer.serve_forever
+
+    def note_interval(server: ThreadingWSGIServer, poll_interval: float = 0.5) -> None:
+        intervals.append(poll_interval)
+        serve_forever(server, poll_interval)
+
+    monkeypatch.setattr(ThreadingWSGIServer, "serve_forever", note_interval)
+    (port,) = free_ports(1)
+    with export(port, CollectorRegistry(), time.monotonic):
+        assert ask(f"http://127.0.0.1:{port}/health")[0] == 200
+    assert intervals == [POLL_INTERVAL]
+    assert POLL_INTERVAL < 0.1
 
 
 def test_losses_are_measured_from_the_last_sign_of_life_and_to_the_next_result() -> None:
