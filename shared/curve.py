@@ -165,7 +165,7 @@ def _load_public(path: Path) -> bytes:
 
 def _load_admitted(folder: Path) -> frozenset[bytes]:
     """Return the public keys in the `.key` files of a folder, of which there must be one."""
-    paths = sorted(folder.glob("*.key"))
+    paths = sorted(path for path in folder.glob("*.key") if not path.name.startswith("."))  # those are being made
     if not paths:
         raise FileNotFoundError(2, "No such file or directory", str(folder / "*.key"))
     return frozenset(_load_public(path) for path in paths)

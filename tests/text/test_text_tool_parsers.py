@@ -336,6 +336,29 @@ def test_text_behind_broken_arguments_is_content() -> None:
     assert message == RawMessage('"Hm": it broke.', "", (("f", '{"a": <b>}}'),), False)
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {<}</tool_call>\n'
+            '<tool_call>[{"name": "g", "arguments": {}}, {"name": "h", "arguments": {}}]</tool_call>',
+        ),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{<}<|tool_call_end|>"
+            "<|tool_call_begin|>g:1<|tool_call_argument_begin|>{}\n<|tool_call_end|>"
+            "<|tool_call_begin|>h:2<|tool_call_argument_begin|>{}}<|tool_call_end|>",
+        ),
+    ],
+)
+def test_calls_behind_a_broken_one(family: str, text: str) -> None:
+    """They are read as any, to their end markers."""
+    message = read_everywhere(lambda: parser_of(family), text)
+    assert [name for name, _ in message.calls] == ["f", "g", "h"]
+    assert (message.content, message.has_calls) == ("", False)
+
+
 def test_only_the_first_call_is_kept_if_calls_are_not_to_be_parallel() -> None:
     text = WRITERS["hermes"]([WEATHER, TIME]) + "\nDone."
     message = read_everywhere(lambda: parser_of("hermes", parallel=False), text)

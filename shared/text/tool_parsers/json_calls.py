@@ -45,7 +45,7 @@ class JsonCallParser(ToolParser):
     def _read_more_objects(self, *, only_known: bool = False) -> Parsing[None]:
         """Read the calls that follow one. An object that is no call is content, and ends them."""
         reader = self._reader
-        while self.num_complete == self.num_calls:
+        while not self._call_is_open:
             yield from reader.skip(SEPARATORS + "}")
             reader.release()
             if not (yield from reader.literal("{")):

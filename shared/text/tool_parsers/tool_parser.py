@@ -61,6 +61,7 @@ class ToolParser(StreamParser):
         self._at_line_start = True  # nothing but white space is in the last line of the content
         self._space = TrailingSpace()  # of the content, which is dropped if a call follows
         self._follows_call = False
+        self._call_is_open = False  # the last call has not come to its end
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
@@ -133,7 +134,7 @@ class ToolParser(StreamParser):
     def _begin_call(self, name: str, id: str | None = None) -> None:
         self._reader.release()
         self._space.drop()
-        self._at_line_start = self._follows_call = True
+        self._at_line_start = self._follows_call = self._call_is_open = True
         self._deltas.append(CallBegin(self.num_calls, id or self._new_id(), name))
         self.num_calls += 1
 
@@ -147,6 +148,7 @@ class ToolParser(StreamParser):
         """Say that the call that began last has all of its arguments."""
         self._reader.release()
         self.num_complete += 1
+        self._call_is_open = False
 
     def _new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
