@@ -106,6 +106,10 @@ class SimulatedListener:
         frame: Any = Frame(link.to_scheduler.popleft(), link.fd)
         return Message(link.identity, frame)
 
+    def reject(self, message: Message) -> None:
+        """Count a malformed message. No gateway of the simulation sends so many that its connection would be ended."""
+        self.dropped[DropReason.MALFORMED] += 1
+
     def reaches(self, peer: bytes) -> bool:
         return peer in self.links
 
