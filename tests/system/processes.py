@@ -84,8 +84,10 @@ class Child:
         self.restart = False
         if self._keeper is None:
             return
-        with suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
+        while not self._keeper.done():  # the next process may be starting just now
+            with suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
+            await asyncio.wait([self._keeper], timeout=0.1)
         await self._keeper
         print(f"--- {self.name}\n{self.log}")
 
