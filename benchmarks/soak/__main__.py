@@ -51,7 +51,7 @@ REST_WITHIN = 120.0
 
 
 class Http(NamedTuple):
-    """Where the server listens, as `figures` wants to know it."""
+    """Holds the address at which the server listens, as `figures` wants to know it."""
 
     port: int
 

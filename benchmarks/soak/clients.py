@@ -33,7 +33,7 @@ class Full(Exception):
 
 
 class Manner(NamedTuple):
-    """How a client treats a stream: it may stall once, and may leave after some seconds."""
+    """Says how a client treats a stream: it may stall once, and may leave after some seconds."""
 
     stall_after: int = 0  # chunks; 0: never
     stall_seconds: float = 0.0
@@ -41,7 +41,7 @@ class Manner(NamedTuple):
 
 
 class Outcome(Enum):
-    """How one attempt ended."""
+    """Tells how one attempt ended."""
 
     ENDED = auto()
     LEFT = auto()
@@ -187,8 +187,8 @@ class Client:
         self._tally.lost.append(f"{reason}; {request}")
         return Outcome.LOST
 
-    async def _wait(self, least: float, most: float) -> None:
-        await asyncio.sleep(self._random.uniform(least, most))
+    async def _wait(self, minimum: float, maximum: float) -> None:
+        await asyncio.sleep(self._random.uniform(minimum, maximum))
 
 
 async def undisturbed_answer(url: str, request: StreamRequest) -> Answer:

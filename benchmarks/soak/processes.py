@@ -21,7 +21,7 @@ MIN_OBSERVED = 180.0
 
 
 class Sample(NamedTuple):
-    """What a process had at a moment (monotonic seconds)."""
+    """The resources that a process had at a moment (monotonic seconds)."""
 
     at: float
     resident: int  # bytes

@@ -91,7 +91,7 @@ async def serve(
     metrics = Metrics(
         model.name,
         lambda: {name: status.snapshot for name, status in backend.statuses().items()},
-        backend.metrics,
+        backend.losses.all,
     )
     runner = HttpRunner(
         make_app(Gateway(config, model, backend, metrics, lifecycle), outer),

@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import zmq.asyncio
-from prometheus_client.registry import Collector
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
@@ -85,7 +84,7 @@ class Backend:
         self._waiting: dict[EngineRequest, float] = {}  # requests with samples at no engine, and since when
         self._will_place = False  # whether `_place_waiting` is to run in the next turn of the event loop
         self._fingerprints: dict[EngineRequest, str] = {}  # of the engine that a running request was placed at first
-        self.losses = EngineLosses()  # metrics of the engines that were lost
+        self.losses = EngineLosses()  # metrics of lost engines, and of what engines sent in vain
 
     async def __aenter__(self) -> "Backend":
         await self._tasks.__aenter__()
@@ -110,11 +109,6 @@ class Backend:
                 await self._tasks.__aexit__(None, None, None)
         finally:
             self._context.destroy(linger=0)
-
-    @property
-    def metrics(self) -> tuple[Collector, ...]:
-        """Return the metrics of lost engines, and of what engines sent in vain."""
-        return self.losses.all
 
     @property
     def welcome(self) -> Welcome | None:

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import InvalidRequest, brief
-from shared.text.tool_parsers.tool_parser import Tools
+from shared.text.tool_parsers.tool_parser import MAX_NAME, Tools
 
-MAX_NAME = 64  # characters, OpenAI's limit
 NAME = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 
 CHOICES = ("none", "auto", "required")

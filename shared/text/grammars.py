@@ -193,7 +193,7 @@ def check_length(text: str, param: str, limit: int = MAX_LENGTH) -> None:
 def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequest(f"{param} must be a JSON schema, an object, got {brief(schema)}", param)
-    check_length(schema_text(schema, param), param)
+    check_length(_schema_text(schema, param), param)
     if params.disable_additional_properties:
         schema = _closed(schema)
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
@@ -207,7 +207,7 @@ def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> s
         raise InvalidRequest(f"{param} is not a JSON schema: {error}", param) from error
 
 
-def schema_text(schema: Any, param: str) -> str:
+def _schema_text(schema: Any, param: str) -> str:
     """Return a schema as JSON. Raise `InvalidRequest` if it is nested too deeply or is no JSON."""
     try:
         return json.dumps(schema)

@@ -23,7 +23,7 @@ NAME = re.compile(r"[\w.-]*")
 """The characters of a tool's name."""
 
 MAX_NAME = 64
-"""The longest name of a tool, in characters. The gateway takes no longer ones."""
+"""The maximum number of characters of a tool's name, which is OpenAI's. The gateway takes no longer ones."""
 
 
 class Frame(NamedTuple):
