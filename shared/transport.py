@@ -43,7 +43,7 @@ from zmq.utils.monitor import parse_monitor_message
 from shared.curve import ConnectionKeys, ListenerKeys
 from shared.errors import ConfigError, ProtocolError
 from shared.protocol import MAX_FRAME
-from shared.unread import FRAMING, UnreadBytes
+from shared.unread import FRAMING, UnreadBytes, end_connection
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +228,8 @@ class Listener:
         # Whoever has sent this may have left, and the descriptor be another's by now: then it cannot be reached.
         if number % MALFORMED_LIMIT == 0 and fd in self.monitor.connected and self.reaches(peer):
             logger.warning("%s sends nonsense: its connection (%d) is ended", printable_identity(peer), fd)
-            _end_connection(fd)
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                end_connection(connection)
 
     def disconnect_floods(self) -> None:
         """End the connections of peers that have too much unread. Must be called often; it is cheap."""
@@ -257,12 +258,6 @@ class Listener:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise PeerGone(printable_identity(peer)) from None
-
-
-def _end_connection(fd: int) -> None:
-    """Shut down a connection of libzmq, which then closes it."""
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def only_frame(frames: Sequence[bytes]) -> bytes:

@@ -6,6 +6,7 @@ few bytes too many per frame, but never more than were received.
 """
 
 import socket
+import struct
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -44,10 +45,19 @@ class UnreadBytes:
             received = bytes_received(connection)
             if received - self._read[fd] > MAX_UNREAD:
                 self._read[fd] = received  # so that it is reported once
-                connection.shutdown(socket.SHUT_RDWR)
+                end_connection(connection)
                 return True
             self._read[fd] = min(self._read[fd], received)
         return False
+
+
+def end_connection(connection: socket.socket) -> None:
+    """Shut down a connection that libzmq holds; libzmq then closes it, which resets a TCP connection.
+
+    Without the reset, a peer that is sending while the receiver's window is closed is not told for up to a minute.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.shutdown(socket.SHUT_RDWR)
 
 
 def bytes_received(connection: socket.socket) -> int:
