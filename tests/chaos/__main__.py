@@ -11,9 +11,11 @@ import asyncio
 import io
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -80,6 +82,15 @@ for processes to start or for silence to be noticed. A worker's start takes long
 packets until the others have given the part up, and SIGTERM.
 """
 
+DETECTION = """
+## How soon a gateway notices
+
+Seconds from an engine's last sign of life, which an ended connection is as well, to the moment at which a gateway gives
+it up, as `quire:engine_detection_seconds` counts them. Cells in which one fault alone made it do so.
+
+| fault | cells | median | most |
+|---|---|---|---|"""
+
 
 def page(results: Results, command: str, minutes: float) -> Iterator[str]:
     """Yield the lines of the page."""
@@ -92,6 +103,19 @@ def page(results: Results, command: str, minutes: float) -> Iterator[str]:
     yield f"- requests that clients of a killed or draining gateway sent again: {sum(one.retries for one in shown)}"
     for layout in LAYOUTS:
         yield from _table(layout, {cell: result for cell, result in results.items() if cell.layout == layout})
+
+    yield from _detections(results)
+
+
+def _detections(results: Results) -> Iterator[str]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for cell, result in results.items():
+        if isinstance(result, Result) and result.detection is not None and cell.second is None:
+            seconds[cell.faults].append(result.detection)
+    if seconds:
+        yield DETECTION
+    for faults, found in seconds.items():
+        yield f"| {faults} | {len(found)} | {statistics.median(found):.3f} | {max(found):.3f} |"
 
 
 def _table(layout: Layout, results: Results) -> Iterator[str]:

@@ -49,6 +49,7 @@ class Result(Struct):
     requests: int
     tokens: int
     retries: int  # by clients of a gateway that was killed or drained
+    detection: float | None  # mean seconds in which a gateway noticed that an engine was lost; None if none was
 
 
 async def run_cell(disturbed: Deployment, undisturbed: Deployment, cell: Cell, seed: int) -> Result:
@@ -58,6 +59,7 @@ async def run_cell(disturbed: Deployment, undisturbed: Deployment, cell: Cell, s
         workload = await draw_workload(cell.moment, cell.layout.engines, rng, lambda request: ask(api, request))
         requests = [*workload.subjects, *workload.others, workload.latecomer]
         expected = await asyncio.gather(*(ask(api, request) for request in requests))
+    losses = await disturbed.engine_losses()
     began = time.monotonic()
     run = _Run(disturbed, cell, rng, workload)
     try:
@@ -78,8 +80,9 @@ async def run_cell(disturbed: Deployment, undisturbed: Deployment, cell: Cell, s
         await disturbed.rest()
     except TimeoutError as error:
         raise CellFailure(f"{cell}: afterwards, {error}") from error
-    tokens = sum(outcome.num_tokens for outcome in outcomes)
-    return Result(time.monotonic() - began, len(requests), tokens, sum(client.retries for client in run.clients))
+    seconds = time.monotonic() - began
+    tokens, retries = sum(outcome.num_tokens for outcome in outcomes), sum(client.retries for client in run.clients)
+    return Result(seconds, len(requests), tokens, retries, (await disturbed.engine_losses()).mean_since(losses))
 
 
 def _messages(error: BaseException) -> str:

@@ -79,6 +79,18 @@ class GatedEngine(Struct):
     worker_link: Link | None = None
 
 
+class EngineLosses(Struct):
+    """The losses of engines that a gateway has noticed, and the seconds of silence before it did."""
+
+    count: float
+    seconds: float
+
+    def mean_since(self, earlier: "EngineLosses") -> float | None:
+        """Return the mean seconds of the losses since then; None if there were none."""
+        count = self.count - earlier.count
+        return (self.seconds - earlier.seconds) / count if count else None
+
+
 class Gateway(Struct):
     """A gateway that listens on a Unix socket."""
 
@@ -159,6 +171,11 @@ class Deployment:
             for name, labels, value, *_ in family.samples:
                 values[labels.get("engine", "")][name] += value
         return values
+
+    async def engine_losses(self) -> EngineLosses:
+        """Return what the second gateway has noticed, which is not the one that may fail."""
+        engines, name = (await self.figures()).values(), "quire:engine_detection_seconds"
+        return EngineLosses(sum(one[f"{name}_count"] for one in engines), sum(one[f"{name}_sum"] for one in engines))
 
     async def rest(self) -> None:
         """Wait until all processes run and engines hold nothing: no request, no block, no more descriptors than before.
