@@ -3,8 +3,8 @@
 A request stays at its engine as long as that lives. If the engine's worker dies, the request continues when the worker
 is back. If the engine's scheduler dies, hangs or ends, or the connection to it does, the request goes to another
 engine, or to the same one when it is back. Until then it waits here, for `loss_timeout` seconds at most. A new request
-also waits if no engine is there. An engine that drains keeps its requests only if no other is ready for them, or if
-their output would go on with other tokens there.
+also waits if no engine is there. An engine that drains, or has no worker for some seconds, keeps its requests only if
+no other is ready for them, or if their output would go on with other tokens there.
 
 A request goes to an engine whose context it fits; among those, a `Router` chooses.
 
@@ -277,11 +277,11 @@ class Backend:
             asyncio.get_running_loop().call_soon(self._place_waiting)
 
     def _take_status(self, connection: EngineConnection) -> None:
-        """Place what waits if the engine is ready. If it drains, other engines go on with what they are ready for."""
+        """Place what waits if the engine is ready; otherwise other engines may go on with what they are ready for."""
         self._status_came.set()
         if connection.ready:
             self._place_waiting()
-        elif connection.status and connection.status.draining:
+        else:
             connection.hand_over(self._can_move)
 
     def _can_move(self, request: EngineRequest) -> bool:

@@ -62,6 +62,12 @@ ENGINE_TIMEOUT = 2.0
 An engine sends a `Status` four times a second. If it was alive after all, its requests go on under new ids.
 """
 
+WORKER_ABSENCE = 5.0
+"""Seconds without a worker after which requests go on at another engine.
+
+A worker that starts again sooner goes on with them itself, and each engine keeps its share of the work.
+"""
+
 RECONNECT_DELAY = 0.05
 """Seconds before the gateway opens a new connection; more after several refusals."""
 
@@ -106,6 +112,7 @@ class EngineConnection:
         self._identity = ""  # of this connection
         self._liveness = Liveness(ENGINE_TIMEOUT, 0.0)  # of the engine, on this connection
         self._status_time = 0.0  # when `status` came; 0: it no longer holds
+        self._not_ready_since: float | None = None  # by the statuses of this connection; None: the last one was ready
         self._num_added = 0  # samples submitted since then, less those of requests that have ended since then
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
@@ -128,6 +135,10 @@ class EngineConnection:
     def draining(self) -> bool:
         """Return whether the engine takes no new requests."""
         return self.leaving or (self.status is not None and self.status.draining)
+
+    @property
+    def _without_worker(self) -> bool:
+        return self._not_ready_since is not None and self._status_time - self._not_ready_since > WORKER_ABSENCE
 
     @property
     def load(self) -> int:
@@ -155,11 +166,19 @@ class EngineConnection:
                     self.abort(attempt.id)
 
     def hand_over(self, may_move: Callable[[EngineRequest], bool]) -> None:
-        """Give up the requests at this engine that may move, so that they go on at another one."""
-        for request in list(dict.fromkeys(self._requests.values())):
-            if may_move(request):
-                self.release(request)
+        """Give up the requests at this engine that may move to another one, if it drains or has no worker for long.
+
+        The latter counts as a loss of the engine, since a request may be what ends its workers.
+        """
+        drains = self.status is not None and self.status.draining
+        if not drains and not self._without_worker:
+            return
+        for request in filter(may_move, list(dict.fromkeys(self._requests.values()))):
+            self.release(request)
+            if drains:
                 request.leave(self, "it drains")
+            else:
+                request.lose(self, f"it had no worker for {WORKER_ABSENCE:g} s")
 
     def abort(self, id: int, sample: int = -1) -> None:
         """Send an `Abort`."""
@@ -217,7 +236,7 @@ class EngineConnection:
                 return reason
             finally:
                 self._refusal = monitor.refusal or (MALFORMED if self._loss == MALFORMED else "")
-                self._socket = self.welcome = self.status = None
+                self._socket = self.welcome = self.status = self._not_ready_since = None
                 self.unusable = ""
 
     async def _receive(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
@@ -290,6 +309,7 @@ class EngineConnection:
                 self._handle_refusal(message)
             case Status():
                 self.status, self._status_time, self._num_added = message, now, 0
+                self._not_ready_since = None if message.ready else self._not_ready_since or now
                 self._liveness.note_heartbeat(message.process, now)
                 self._on_status(self)
             case Welcome() if self._text_digest and message.model.text_digest not in ("", self._text_digest):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from prometheus_client import Counter
 
 from services.gateway import backend as backend_module
+from services.gateway import engine_connection
 from services.gateway.backend import Backend
 from shared.errors import InvalidRequest
 from shared.protocol import Snapshot
@@ -66,6 +67,29 @@ async def test_requests_of_an_engine_that_is_lost_go_on_at_the_other_at_once(fro
         if frozen:
             first.scheduler.signal(signal.SIGCONT)
             await until(lambda: backend.ready(2))
+
+
+async def test_requests_of_an_engine_whose_worker_stays_away_go_on_at_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_connection, "WORKER_ABSENCE", 0.5)
+    async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
+        await until(lambda: backend.ready(2))
+        first.worker.restart = False
+        async with streams(backend):
+            first.worker.signal(signal.SIGKILL)
+            await until(lambda: count(backend.losses.resumed) == 8)
+        assert count(backend.losses.inexact) == 0
+        assert snapshots(backend)["a"].running == snapshots(backend)["a"].waiting == 0
+
+
+async def test_requests_of_an_engine_whose_worker_comes_back_stay() -> None:
+    async with engines(2) as (first, second), Backend([first.address, second.address]) as backend:
+        await until(lambda: backend.ready(2))
+        async with streams(backend):
+            first.worker.signal(signal.SIGKILL)
+        assert count(backend.losses.resumed) == 0
+        assert snapshots(backend)["a"].finished_length == 8
 
 
 async def test_engines_of_a_file_join_and_leave_under_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
