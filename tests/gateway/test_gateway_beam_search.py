@@ -9,6 +9,7 @@ import openai
 import pytest
 from msgspec.structs import replace
 
+from services.gateway import beam_request
 from services.gateway.engine_request import Interruption
 from shared.beam_params import BeamSettings
 from shared.beam_search import Beam, BeamSearch, FinishedBeam
@@ -53,7 +54,8 @@ class FakeBranch:
     engine = "0"
 
     def __init__(self, backend: "BeamBackend", tokens: "array[int]", sampling: Sampling, output: "array[int]") -> None:
-        self.tokens, self.sampling, self.output = list(tokens), sampling, list(output)
+        self.tokens, self.sampling, self.output = tokens, sampling, output
+        self.outputs = [self.output]
         self.interruptions: list[Interruption] = []
         self.recoveries: list[Interruption] = []
         self._backend, self._is_first = backend, not output
@@ -73,7 +75,7 @@ class FakeBranch:
             raise backend.failure
         if len(self.output) == backend.error_at:
             return [ProgressRow(1, 0, len(self.output), [], finish_reason=FinishReason.ERROR, detail="out of luck")]
-        row = backend.model.distribution(self.tokens + self.output, sampling.logprobs)
+        row = backend.model.distribution([*self.tokens, *self.output], sampling.logprobs)
         scores = None
         if sampling.prompt_logprobs >= 0 and not self.output:
             scores = [TokenLogprobs(-0.5, 1, [3], [-0.5]) for _ in self.tokens[1:]]
@@ -166,6 +168,20 @@ async def test_a_stream_has_each_beam_in_one_chunk(path: str) -> None:
     assert chunks[-1]["usage"] == whole["usage"]
     assert len(chunks) == (4 if path == PATHS[0] else 7), "a role, a content for each, and the usage"
     assert backend.open == []
+
+
+async def test_long_beams_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 0}
+    async with serve(BeamBackend()) as client:
+        whole = await client.complete(**fields)
+        monkeypatch.setattr(beam_request, "PIECE", 3)
+        pieces = await client.complete(**fields)
+        chunks = await client.stream_completion(**fields | {"prompt_logprobs": None})
+    assert pieces["choices"] == whole["choices"]
+    assert pieces["usage"] == whole["usage"]
+    assert texts(chunks) == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert ends(chunks) == {choice["index"]: [choice["finish_reason"]] for choice in whole["choices"]}
+    assert len(chunks) > 3
 
 
 async def test_best_of_beams_n_are_returned() -> None:

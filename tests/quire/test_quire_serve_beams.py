@@ -16,9 +16,11 @@ BEAMS: dict[str, Any] = {"use_beam_search": True}
 
 @pytest.fixture(scope="module")
 def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    with serving(folder, tmp_path_factory.mktemp("serve"), "--dtype=float32") as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-            yield client
+    with (
+        serving(folder, tmp_path_factory.mktemp("serve"), "--dtype=float32") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
