@@ -43,6 +43,11 @@ class BeamSettings(Struct, frozen=True):
     def check(self, prompt_len: int, sampling: Sampling, vocab_size: int) -> None:
         """Raise `InvalidRequest` if such a search cannot be done, or would take too much of the engine."""
         max_tokens = sampling.max_tokens
+        if sampling.grammar:
+            raise InvalidRequest(
+                "structured output, and calls that are demanded or strict, are not supported in a beam search",
+                "use_beam_search",
+            )
         if max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1 in a beam search, got {max_tokens}", "max_tokens")
         if (num_tokens := self.width * (prompt_len + max_tokens)) > MAX_BEAM_TOKENS:

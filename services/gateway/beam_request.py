@@ -85,8 +85,10 @@ class BeamRequest:
 
     async def _receive(self, branch: Branch) -> ProgressRow | None:
         """Wait for rows of a branch, and keep what is in them. Return the row that says that it has failed."""
-        request = self._last = self._requests[branch]
-        for row in await request.rows():
+        request = self._requests[branch]
+        rows = await request.rows()
+        self._last = request
+        for row in rows:
             if row.finish_reason is FinishReason.ERROR:
                 return row
             branch.add(row)

@@ -83,8 +83,6 @@ class Gateway(Struct, frozen=True):
             grammar=grammar,
         )
         if beams is not None:
-            if grammar:
-                raise InvalidRequest("a beam search cannot follow a demand on its output's form", "use_beam_search")
             beams.check(len(prompt.tokens), sampling, welcome.model.vocab_size)
         echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
