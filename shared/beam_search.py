@@ -116,8 +116,7 @@ class BeamSearch:
                 yield beam
 
     def _finish(self, beam: Beam, reason: FinishReason) -> None:
-        score = beam.cum_logprob / beam.length**self._settings.length_penalty
-        self.finished.append(FinishedBeam(beam, score, reason))
+        self.finished.append(FinishedBeam(beam, self._score(beam, beam.length), reason))
         self.finished.sort(key=lambda finished: -finished.score)
         del self.finished[self._settings.width :]
 
@@ -128,6 +127,11 @@ class BeamSearch:
         """
         if not self.running or len(self.finished) < self._settings.width:
             return bool(self.running)
-        likeliest, penalty = self.running[0], self._settings.length_penalty
-        best_length = self._sampling.max_tokens if penalty > 0 else likeliest.length
-        return likeliest.cum_logprob / best_length**penalty > self.finished[-1].score
+        likeliest = self.running[0]
+        favours_long = self._settings.length_penalty > 0
+        best_length = self._sampling.max_tokens if favours_long else likeliest.length
+        return self._score(likeliest, best_length) > self.finished[-1].score
+
+    def _score(self, beam: Beam, length: int) -> float:
+        divisor: float = length**self._settings.length_penalty
+        return beam.cum_logprob / divisor

@@ -121,7 +121,7 @@ class EngineRequest:
         which an engine has accepted, takes its place in the order and is not refused for load.
         """
         self.request_id = request_id
-        self.arrival = after.arrival if after else time.time()
+        self.arrival: float = after.arrival if after else time.time()
         self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
         self.engine = ""  # the name of the last engine

@@ -5,7 +5,7 @@ requests, with blocks that are taken from beams that wait, and by few slots.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from shared.beam_params import BeamSearchParams
 from shared.protocol import Sampling
 from tests.models.tiny_models import llama, opt, save
 
-MODELS = {"llama": llama, "opt": opt}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"llama": llama, "opt": opt}
 LENGTHS = (1, 9, 16, 23)
 """Of the prompts, around the end of a block of 8."""
 
@@ -47,7 +47,9 @@ class Subject(NamedTuple):
 
 @pytest.fixture(scope="module", params=MODELS)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    model = MODELS[request.param](initializer_range=0.2) if request.param == "llama" else opt(init_std=0.2)
+    model = MODELS[request.param]()
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = None
     return Subject(model, save(model, tmp_path_factory.mktemp("model")))
 
 
@@ -76,7 +78,7 @@ def by_transformers(model: PreTrainedModel, prompt: list[int], params: BeamSearc
             output_scores=True,
             return_dict_in_generate=True,
             pad_token_id=0,
-            **({"eos_token_id": None} | options),
+            **options,
         )
     outputs = [row[len(prompt) :] for row in result.sequences.tolist()]
     return Beams([up_to_stop(output, stops) for output in outputs], result.sequences_scores.tolist())
@@ -101,7 +103,7 @@ def by_quire(
 
 def assert_same(found: Beams, expected: Beams) -> None:
     assert found.tokens == expected.tokens
-    assert found.scores == pytest.approx(expected.scores, abs=1e-4)
+    assert found.scores == pytest.approx(expected.scores, rel=1e-5, abs=1e-5)
 
 
 def likely_stops(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
@@ -111,14 +113,14 @@ def likely_stops(model: PreTrainedModel, prompt: list[int], count: int) -> list[
     return list(ranked)[:count]
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("width", [2, 3, 5, 8])
 def test_beams_of_one_length(subject: Subject, engine: InProcessEngine, width: int) -> None:
     params = BeamSearchParams(width, 14)
     for prompt, found in zip(prompts(), by_quire(engine, prompts(), params), strict=True):
         assert_same(found, by_transformers(subject.model, prompt, params))
 
 
-@pytest.mark.parametrize("width", [2, 4, 7])
+@pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.5])
 @pytest.mark.parametrize("num_stops", [1, 3])
 def test_beams_that_end(subject: Subject, engine: InProcessEngine, width: int, penalty: float, num_stops: int) -> None:
@@ -128,7 +130,7 @@ def test_beams_that_end(subject: Subject, engine: InProcessEngine, width: int, p
         (found,) = by_quire(engine, [prompt], params, stop_token_ids=stops)
         assert_same(found, by_transformers(subject.model, prompt, params, eos_token_id=stops))
         ended += sum(tokens[-1] in stops for tokens in found.tokens)
-    assert ended, "none of the beams has ended"
+    assert ended or penalty > 2, "none of the beams has ended, although long ones are not preferred"
 
 
 @pytest.mark.parametrize("width", [2, 5])
@@ -146,7 +148,7 @@ def test_beams_that_may_not_end_at_once(subject: Subject, engine: InProcessEngin
     "settings",
     [
         {"max_num_seqs": 2},
-        {"num_gpu_blocks_override": 14, "max_num_seqs": 16},
+        {"num_gpu_blocks_override": 9, "max_num_seqs": 16},
         {"enable_prefix_caching": False},
     ],
 )
