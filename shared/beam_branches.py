@@ -14,7 +14,7 @@ from shared.beam_params import BeamSettings
 from shared.beam_search import Beam, BeamSearch
 from shared.protocol import ProgressRow, Sampling, TokenLogprobs
 
-LOOKAHEAD = 4
+LOOKAHEAD = 16
 """Tokens that a branch computes before it is submitted again, if it still runs: it may be ahead of the others by as
 many, which are wasted if the search wants none of them."""
 
