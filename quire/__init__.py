@@ -7,14 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.llm import LLM
-    from quire.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
+    from shared.beam_params import BeamSearchParams
     from shared.params import SamplingParams
     from shared.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _MODULES = {
     "LLM": "quire.llm",
+    "BeamSearchOutput": "quire.outputs",
+    "BeamSearchParams": "shared.beam_params",
+    "BeamSearchSequence": "quire.outputs",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
     "RequestOutput": "quire.outputs",

@@ -19,15 +19,17 @@ import msgspec
 from quire import vllm
 from quire.arguments import PromptType, as_list, check_type, token_ids
 from quire.engine import InProcessEngine
-from quire.outputs import RequestOutput
+from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.pending_beams import PendingBeams, run_beams
 from quire.pending_request import PendingRequest
 from quire.progress_bar import ProgressBar
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
+from shared.beam_params import BeamSearchParams
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer
-from shared.params import SamplingParams
+from shared.params import SamplingParams, whole
 from shared.text.grammars import GrammarCompiler
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
@@ -192,6 +194,32 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search for the likeliest continuations of each prompt. Return one output for each, in the prompts' order.
+
+        `concurrency_limit` is the number of prompts that are searched at once; None: all. Raise `InvalidRequest`,
+        before anything runs, for a wrong argument, or if one of the prompts cannot be served.
+        """
+        prompt_list = as_list(prompts)
+        check_type("params", params, BeamSearchParams, "BeamSearchParams")
+        limit = len(prompt_list) if concurrency_limit is None else whole("concurrency_limit", concurrency_limit)
+        if limit < 1 and prompt_list:
+            raise InvalidRequest(f"concurrency_limit must be at least 1, got {limit}", "concurrency_limit")
+        with self._lock:
+            engine = self._running()
+            beams = [self._prepare_beams(engine, prompt, params) for prompt in prompt_list]
+            with ProgressBar(len(beams), disable=not use_tqdm) as bar:
+                for begin in range(0, len(beams), max(limit, 1)):
+                    run_beams(engine, beams[begin : begin + limit], self._ids, bar)
+        return [one.output(self._tokenizer) for one in beams]
+
     def _running(self) -> InProcessEngine:
         if self._engine is None:
             raise QuireError("this LLM is closed")
@@ -222,6 +250,17 @@ class LLM:
             grammar=self._grammar(params),
         )
         return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer)
+
+    def _prepare_beams(self, engine: InProcessEngine, prompt: PromptType, params: BeamSearchParams) -> PendingBeams:
+        _, tokens = self._tokens(prompt, engine.model.vocab_size)
+        sampling = params.sampling_params.to_sampling(
+            prompt_len=len(tokens),
+            max_model_len=engine.limits.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+        )
+        params.settings.check(len(tokens), sampling, engine.model.vocab_size)
+        return PendingBeams(tokens, params, sampling)
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
@@ -267,7 +306,8 @@ def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm
                     if pending.apply(row):
                         engine.abort(row.id, row.sample)
                     if pending.text.finished:
-                        bar.count_finished(open_requests.pop(row.id))
+                        del open_requests[row.id]
+                        bar.count_finished(len(pending.tokens), pending.text.num_output_tokens)
     except BaseException:
         engine.reset(list(open_requests))
         raise

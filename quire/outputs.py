@@ -1,4 +1,7 @@
-"""The results of `LLM`: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample."""
+"""The results of `LLM`: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample.
+
+`LLM.beam_search` has other ones, as in vLLM: a `BeamSearchOutput` for each prompt.
+"""
 
 from msgspec import Struct
 
@@ -39,6 +42,23 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # of the prompt, found in the prefix cache
+
+
+class BeamSearchSequence(Struct, frozen=True, kw_only=True):
+    """A beam. `tokens` and `text` begin with the prompt; `tokens` includes the token that ended the beam."""
+
+    tokens: list[int]
+    logprobs: list[TokenDistribution]  # at each token of the output, with those that were considered
+    cum_logprob: float  # of the output
+    text: str
+    finish_reason: str  # "stop" or "length"
+    stop_reason: int | None  # the token that ended it
+
+
+class BeamSearchOutput(Struct, frozen=True):
+    """The beams of one prompt with the best scores, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 def distribution(entry: LogprobEntry) -> TokenDistribution | None:

@@ -29,6 +29,7 @@ from shared.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_CANDIDATES = 64  # that a beam search may ask an engine for at each token, beyond what users may
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters; a stream holds back at most as many
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1

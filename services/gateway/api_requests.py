@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 from services.gateway.bounds import check_values
 from services.gateway.tools import check_tools
 from services.gateway.unsupported_fields import STREAM_HINTS, unknown_fields
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, brief
 from shared.params import whole
 
 Integer = int | float
@@ -41,6 +41,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     top_k: Integer | None = None
     min_p: float | None = None
     n: Integer | None = None
+    best_of: Integer | None = None  # beams of which n are returned; without a beam search only equal to n
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None  # of a beam search
     seed: Integer | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -90,7 +93,6 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: Integer | None = None
-    best_of: Integer | None = None  # only equal to n
 
 
 NESTED_FIELDS = {
@@ -160,11 +162,21 @@ def _check(request: GenerationRequest) -> None:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs is not supported in a stream", "prompt_logprobs")
-    match request:
-        case ChatRequest():
-            _check_chat(request)
-        case CompletionRequest():
-            _check_completion(request)
+    _check_beams(request)
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    n = 1 if request.n is None else whole("n", request.n)
+    best_of = n if request.best_of is None else whole("best_of", request.best_of)
+    if request.use_beam_search:
+        if best_of < n:
+            raise InvalidRequest(f"best_of must be at least n, which is {n}, got {brief(best_of)}", "best_of")
+    elif best_of != n:
+        raise InvalidRequest("best_of must be equal to n without use_beam_search", "best_of")
+    elif request.length_penalty not in (None, 1.0):
+        raise InvalidRequest("length_penalty needs use_beam_search", "length_penalty")
 
 
 def _check_chat(request: ChatRequest) -> None:
@@ -184,8 +196,3 @@ def _tool_call_arguments(messages: list[dict[str, Any]]) -> Iterator[bytes]:
                 text = function.get("arguments") if isinstance(function, dict) else None
                 if isinstance(text, str):
                     yield text.encode()
-
-
-def _check_completion(request: CompletionRequest) -> None:
-    if request.best_of is not None and whole("best_of", request.best_of) != (1 if request.n is None else request.n):
-        raise InvalidRequest("best_of is supported only if it equals n", "best_of")

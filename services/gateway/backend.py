@@ -171,12 +171,34 @@ class Backend:
         samples_before: int = 0,
         request_id: str = "",
     ) -> AsyncIterator[EngineRequest]:
-        """Run a request for the time of the block. On leaving the block, abort its unfinished samples.
+        """Run a request for the time of the block, as `begin` and `end` do."""
+        request = self.begin(
+            tokens, sampling, n=n, priority=priority, samples_before=samples_before, request_id=request_id
+        )
+        try:
+            yield request
+        finally:
+            self.end(request)
 
-        All services log it under `request_id`.
+    def begin(
+        self,
+        tokens: "array[int]",
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        samples_before: int = 0,
+        request_id: str = "",
+        output: "array[int] | None" = None,
+        after: EngineRequest | None = None,
+    ) -> EngineRequest:
+        """Submit a request, which runs until `end`. All services log it under `request_id`.
+
+        It continues `output`, if there is any. `after` is an earlier part of the same user's request: this one goes to
+        its engine if that is there, has its arrival, and is not refused for load.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
-        if self.unusable:
+        if self.unusable and after is None:
             raise Unavailable(self.unusable)
         request = EngineRequest(
             tokens,
@@ -185,23 +207,26 @@ class Backend:
             priority=priority,
             samples_before=samples_before,
             request_id=request_id,
+            output=output,
+            after=after,
             on_unplaced=self._wait_for_engine,
             on_first_token=self._note_computed,
         )
-        if (engine := self._choose(request)) is not None:
+        if (engine := self._choose(request, after=after)) is not None:
             self._place(request, engine)
-        elif len(self._waiting) >= MAX_WAITING:
+        elif len(self._waiting) >= MAX_WAITING and not request.accepted:
             raise Overloaded(TOO_MANY_WAIT, 1.0)
         else:
             self._wait_for_engine(request)
-        try:
-            yield request
-        finally:
-            self._waiting.pop(request, None)
-            self._fingerprints.pop(request, None)
-            self._note_computed(request)
-            for connection in self._connections:
-                connection.release(request)
+        return request
+
+    def end(self, request: EngineRequest) -> None:
+        """Abort the unfinished samples of a request, and forget it."""
+        self._waiting.pop(request, None)
+        self._fingerprints.pop(request, None)
+        self._note_computed(request)
+        for connection in self._connections:
+            connection.release(request)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.create_task(work)
@@ -244,8 +269,10 @@ class Backend:
 
     def _place(self, request: EngineRequest, engine: EngineConnection) -> None:
         fingerprint = engine.welcome.model.fingerprint if engine.welcome else ""
-        before = self._fingerprints.setdefault(request, fingerprint)
-        if request.accepted:
+        before = self._fingerprints.get(request)
+        if before is None:
+            self._fingerprints[request] = fingerprint
+        elif request.accepted:
             self.losses.resumed.inc()
             exact = not request.has_output or fingerprint == before
             if not exact:
@@ -327,9 +354,13 @@ class Backend:
     def _short_of_cpu(self, now: float) -> bool:
         return self._heartbeats.short_of_cpu(now)
 
-    def _choose(self, request: EngineRequest, *, ready: bool = False) -> EngineConnection | None:
-        """Return the engine for a request, or None if it has to wait for one."""
+    def _choose(
+        self, request: EngineRequest, *, ready: bool = False, after: EngineRequest | None = None
+    ) -> EngineConnection | None:
+        """Return the engine for a request, the last one of `after` if possible, or None if it has to wait for one."""
         candidates = self._candidates(request, ready=ready)
+        if after is not None:
+            candidates = [engine for engine in candidates if after.attempts_at(engine)] or candidates
         return self._router.choose(candidates, request.prompt, request.sampling) if candidates else None
 
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:

@@ -15,7 +15,7 @@ from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_l
 from services.gateway.message import MessageReader, finish_reason
 from services.gateway.prompt import PreparedPrompt, chat_prompt
 from services.gateway.response import ResponseHead, to_json, usage
-from services.gateway.sampling import chat_params, priority_of
+from services.gateway.sampling import beam_settings, chat_params, priority_of
 from services.gateway.stream import collect, stream
 from services.gateway.structured_outputs import compile_chat_grammar
 from services.gateway.threads import run_in_thread_if
@@ -68,6 +68,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         request_id=id,
         grammar=await compile_chat_grammar(request, model, format),
         format=format,
+        beams=beam_settings(request),
     )
 
 

@@ -15,7 +15,12 @@ from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import completion_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, completion_prompts
 from services.gateway.response import ResponseHead, to_json, usage
-from services.gateway.sampling import DEFAULT_COMPLETION_TOKENS, completion_params, priority_of
+from services.gateway.sampling import (
+    DEFAULT_COMPLETION_TOKENS,
+    beam_settings,
+    completion_params,
+    priority_of,
+)
 from services.gateway.stream import collect, stream
 from services.gateway.structured_outputs import compile_grammar
 from services.gateway.threads import run_in_thread_if
@@ -51,12 +56,13 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
     model = gateway.model
     model.check(request.model)
     params = completion_params(request, model.defaults)
+    beams = beam_settings(request)
     grammar = await compile_grammar(request, model)
     welcome = await gateway.backend.first_welcome()
     prompts = await completion_prompts(
         request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
     )
-    _check_samples(len(prompts), params)
+    _check_samples(len(prompts), params, params.n if beams is None else beams.width)
     default_max_tokens = DEFAULT_COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
     _check_prompt_logprobs(prompts, params)
@@ -74,6 +80,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
                 samples_before=prompt_index * params.n,
                 echo=request.echo is True,
                 grammar=grammar,
+                beams=beams,
             )
         )
         await asyncio.sleep(0)  # let other requests run in between
@@ -100,8 +107,9 @@ def _choices(prompt_index: int, generation: Generation, with_prompt_logprobs: bo
     ]
 
 
-def _check_samples(num_prompts: int, params: SamplingParams) -> None:
-    num_samples = num_prompts * params.n
+def _check_samples(num_prompts: int, params: SamplingParams, num_sequences: int) -> None:
+    """Raise `InvalidRequest` if there are too many prompts for the number of sequences that each of them has."""
+    num_samples = num_prompts * num_sequences
     if num_samples > MAX_SAMPLES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
     num_listed = len(params.logit_bias or ()) + len(params.stop_token_ids or ())

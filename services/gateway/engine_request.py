@@ -109,14 +109,20 @@ class EngineRequest:
         priority: int = 0,
         samples_before: int = 0,
         request_id: str = "",
+        output: "array[int] | None" = None,
+        after: "EngineRequest | None" = None,
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
         on_first_token: Callable[["EngineRequest"], None] = lambda request: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs."""
+        """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs.
+
+        The one sample of a request with `output` continues that. A request `after` another one of the same user's,
+        which an engine has accepted, takes its place in the order and is not refused for load.
+        """
         self.request_id = request_id
-        self.arrival = time.time()
-        self.accepted = False  # by an engine, now or before
+        self.arrival: float = after.arrival if after else time.time()
+        self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
         self.engine = ""  # the name of the last engine
         self.interruptions: list[Interruption] = []
@@ -124,7 +130,7 @@ class EngineRequest:
         self.num_losses = 0  # times that an engine was lost which had it, since its last output
         self._clock = clock
         self._began = clock()
-        self.outputs = [array("i") for _ in range(n)]  # so far, of each sample
+        self.outputs = [array("i", output or ()) for _ in range(n)]  # so far, of each sample
         self._tokens, self._sampling, self._n = tokens, sampling, n
         self._priority, self._samples_before = priority, samples_before
         self._on_unplaced, self._on_first_token = on_unplaced, on_first_token

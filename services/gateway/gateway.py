@@ -10,6 +10,7 @@ from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
 from services.gateway.prompt import PreparedPrompt, TokenizedPrompt
 from services.gateway.served_model import ServedModel
+from shared.beam_params import BeamSettings
 from shared.errors import InvalidRequest, Unavailable
 from shared.params import SamplingParams
 from shared.protocol import Welcome
@@ -66,6 +67,7 @@ class Gateway(Struct, frozen=True):
         echo: bool = False,
         grammar: str = "",  # that the output has to follow
         format: MessageFormat | None = None,
+        beams: BeamSettings | None = None,
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
 
@@ -80,6 +82,8 @@ class Gateway(Struct, frozen=True):
             default_max_tokens=default_max_tokens,
             grammar=grammar,
         )
+        if beams is not None:
+            beams.check(len(prompt.tokens), sampling, welcome.model.vocab_size)
         echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
             prompt.tokens,
@@ -92,6 +96,7 @@ class Gateway(Struct, frozen=True):
             echo_text,
             prompt.offsets,
             format,
+            beams,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -7,12 +7,14 @@ engine, and each sample is recorded in the metrics once.
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property
 
 from msgspec import Struct
 
-from services.gateway.backend import EngineRequest
+from services.gateway import beam_request
+from services.gateway.backend import Backend, EngineRequest
+from services.gateway.beam_request import BeamRequest
 from services.gateway.gateway import Gateway
 from services.gateway.metrics import EngineMetrics, Metrics, SampleTimes
 from services.gateway.prompt import PreparedPrompt
@@ -41,7 +43,9 @@ class Update(Struct, frozen=True, gc=False):
 class Generation:
     """The samples of one prompt at an engine. Await `updates` until `text.finished`."""
 
-    def __init__(self, prompt: PreparedPrompt, request: EngineRequest, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(
+        self, prompt: PreparedPrompt, request: EngineRequest | BeamRequest, tokenizer: Tokenizer, metrics: Metrics
+    ) -> None:
         self.prompt = prompt
         self.text = RequestText(
             tokenizer,
@@ -202,15 +206,7 @@ class Generation:
 @asynccontextmanager
 async def submit(gateway: Gateway, prompt: PreparedPrompt) -> AsyncIterator[Generation]:
     """Run `prompt` at an engine for the time of the block."""
-    submission = gateway.backend.submit(
-        prompt.tokens,
-        prompt.sampling,
-        n=prompt.params.n,
-        priority=prompt.priority,
-        samples_before=prompt.samples_before,
-        request_id=prompt.request_id,
-    )
-    async with submission as request:
+    async with _submission(gateway.backend, prompt) as request:
         generation = Generation(prompt, request, gateway.model.tokenizer, gateway.metrics)
         if gateway.config.enable_log_requests:
             generation.log_arrival()
@@ -227,6 +223,22 @@ async def submit(gateway: Gateway, prompt: PreparedPrompt) -> AsyncIterator[Gene
         finally:
             if gateway.config.enable_log_requests:
                 generation.log_end()
+
+
+def _submission(
+    backend: Backend, prompt: PreparedPrompt
+) -> AbstractAsyncContextManager[EngineRequest] | AbstractAsyncContextManager[BeamRequest]:
+    """Return a block for whose time `prompt` runs."""
+    if prompt.beams is not None:
+        return beam_request.search(backend, prompt, prompt.beams)
+    return backend.submit(
+        prompt.tokens,
+        prompt.sampling,
+        n=prompt.params.n,
+        priority=prompt.priority,
+        samples_before=prompt.samples_before,
+        request_id=prompt.request_id,
+    )
 
 
 def _first(error: BaseException) -> BaseException:

@@ -15,6 +15,7 @@ from msgspec import Struct
 from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.bounds import MAX_SAMPLES
 from services.gateway.threads import run_in_thread_if
+from shared.beam_params import BeamSettings
 from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams
 from shared.protocol import Sampling
@@ -48,6 +49,7 @@ class PreparedPrompt(Struct, frozen=True):
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # character of the prompt's text at which each token begins, if needed
     format: MessageFormat | None = None  # of the output's text; None: all of it is content
+    beams: BeamSettings | None = None  # of a beam search, whose n best beams are the samples; None: it is none
 
 
 async def completion_prompts(

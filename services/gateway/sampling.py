@@ -6,7 +6,10 @@ applies; if there is none, a completion generates 16 tokens, and a chat the rest
 
 from typing import Any
 
+import msgspec
+
 from services.gateway.api_requests import ChatRequest, CompletionRequest, GenerationRequest
+from shared.beam_params import REFUSED, BeamSettings, check_temperature
 from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams, whole
 from shared.text.sampling_defaults import SamplingDefaults
@@ -19,6 +22,19 @@ COPIED_FIELDS = (
     "prompt_logprobs", "skip_special_tokens",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
+
+
+BEAM_FIELDS = frozenset(
+    {
+        "n", "temperature", "seed", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+        "prompt_logprobs", "skip_special_tokens",
+    }
+)  # fmt: skip
+"""Those of the copied fields that a beam search takes: it honours them, or they cannot change it (seed)."""
+
+_NO_SAMPLING = msgspec.structs.asdict(SamplingParams())
+_NOTHING: dict[str, tuple[Any, ...]] = {"top_k": (-1,), "stop": ([],), "logit_bias": ({},)}
+"""Values besides the default that ask for nothing."""
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -44,6 +60,24 @@ def completion_params(request: CompletionRequest, defaults: SamplingDefaults) ->
     return SamplingParams(**fields, logprobs=logprobs)
 
 
+def beam_settings(request: GenerationRequest) -> BeamSettings | None:
+    """Return the settings of a beam search; None if the request does not want one. Raise `InvalidRequest`.
+
+    There are `best_of` beams, or else `n`. A beam search is not random: parameters of sampling must ask for nothing.
+    """
+    if not request.use_beam_search:
+        return None
+    name = "n" if request.best_of is None else "best_of"
+    for field in COPIED_FIELDS:
+        value = getattr(request, field)
+        if field not in BEAM_FIELDS and value not in (None, _NO_SAMPLING[field], *_NOTHING.get(field, ())):
+            raise InvalidRequest(f"{field} {REFUSED}, got {brief(value)}", field)
+    if request.temperature is not None:
+        check_temperature(request.temperature)
+    width = getattr(request, name)
+    return BeamSettings.checked(name, 1 if width is None else width, request.length_penalty)
+
+
 def priority_of(request: GenerationRequest) -> int:
     """Return the request's priority; a lower one is served first. Raise `InvalidRequest` if it exceeds 64 bits."""
     priority = _whole_or_none(request, "priority") or 0
@@ -56,6 +90,8 @@ def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str,
     """Return the fields of `SamplingParams` that the request has, over those that the model's defaults have."""
     requested = {name: getattr(request, name) for name in COPIED_FIELDS}
     model_defaults = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
+    if request.use_beam_search:
+        requested["temperature"], model_defaults = 0.0, {}
     return model_defaults | {name: value for name, value in requested.items() if value is not None}
 
 

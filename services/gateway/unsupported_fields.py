@@ -29,7 +29,6 @@ STREAM_HINTS = frozenset({"include_obfuscation"})
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -45,7 +44,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),
     "echo": (False,),
     "kv_transfer_params": ({},),
-    "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
@@ -61,7 +59,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (),
 }

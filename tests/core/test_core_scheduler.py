@@ -137,6 +137,18 @@ def test_samples_without_a_slot_wait_and_take_hits() -> None:
     assert core.snapshot().prompt_tokens == 5, "a prompt is counted once"
 
 
+def test_the_prompt_of_a_sequence_that_has_output_was_counted_where_that_began() -> None:
+    core = _core(depth=1)
+    for cached in (0, 4):
+        before = core.snapshot()
+        _submit(core, cached, [1, 2, 3, 4, 5, 6], Sampling(max_tokens=4, seed=5), prompt_len=5)
+        _commit(core, _plan(core), 7)
+        core.abort(cached)
+        after = core.snapshot()
+        assert after.prefix_hits - before.prefix_hits == cached
+        assert (after.prompt_tokens, after.prompt_tokens_cached) == (0, 0)
+
+
 def test_a_stray_row_behind_a_stop_is_dropped_and_never_published() -> None:
     core = _core()
     _submit(core, 1, [1, 2, 3], Sampling(max_tokens=9, seed=5, stop_token_ids=[7]))

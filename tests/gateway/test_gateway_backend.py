@@ -13,12 +13,14 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from services.gateway import backend as backend_module
 from services.gateway import engine_connection
 from services.gateway.backend import Backend, EngineRequest
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router
-from shared.protocol import VERSION, ModelInfo, ProgressRow, Sampling, Snapshot, Status, Welcome
+from shared.errors import Overloaded
+from shared.protocol import VERSION, ModelInfo, ProgressRow, Sampling, Snapshot, Status, Submit, Welcome, pack_tokens
 from shared.transport import DropReason
 from tests.waiting import until
 
@@ -39,6 +41,7 @@ class FakeEngine:
         self.welcome = Welcome(VERSION, name, "1", model, max_model_len, 8)
         self.ready, self.draining = True, False
         self.requests: list[EngineRequest] = []
+        self.submits: list[Submit] = []
         self._ids = itertools.count()
 
     @property
@@ -46,7 +49,7 @@ class FakeEngine:
         return Status(self.ready, self.draining, Snapshot())
 
     def place(self, request: EngineRequest) -> None:
-        request.place(self, self._ids)
+        self.submits += request.place(self, self._ids)
         self.requests.append(request)
 
     def release(self, request: EngineRequest) -> None: ...
@@ -185,3 +188,37 @@ def connection(context: zmq.asyncio.Context, losses: EngineLosses) -> EngineConn
         keys=None,
         losses=losses,
     )
+
+
+async def test_a_later_part_of_a_request_goes_to_the_engine_of_the_earlier_one() -> None:
+    """It keeps its place in the order, and is not counted as a request that lost its engine."""
+    engines = FakeEngine("0"), FakeEngine("1")
+    with backend_of(*engines) as backend:
+        first = backend.begin(PROMPT, SAMPLING)
+        first.accept()
+        (home,) = [engine for engine in engines if engine.requests]
+        home.load = 50  # a new request would go to the other one
+        first.add(ProgressRow(0, 0, 0, [7]))
+        backend.end(first)
+        later = backend.begin(PROMPT, SAMPLING, output=array("i", [8]), after=first)
+        assert home.requests == [first, later]
+        assert (later.arrival, later.accepted, later.outputs) == (first.arrival, True, [array("i", [8])])
+        submit = home.submits[-1]
+        assert (submit.tokens, submit.prompt_len) == (pack_tokens([*PROMPT, 8]), len(PROMPT))
+        assert (submit.resumed, submit.arrival) == (True, first.arrival)
+        assert backend.losses.resumed._value.get() == 0
+        home.ready, home.draining = False, True
+        elsewhere = backend.begin(PROMPT, SAMPLING, after=later)
+        assert elsewhere.engine != home.name
+
+
+async def test_a_later_part_of_a_request_waits_though_too_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "MAX_WAITING", 0)
+    engine = FakeEngine("0")
+    with backend_of(engine) as backend:
+        first = backend.begin(PROMPT, SAMPLING)
+        backend._connections = []
+        with pytest.raises(Overloaded):
+            backend.begin(PROMPT, SAMPLING)
+        later = backend.begin(PROMPT, SAMPLING, after=first)
+        assert backend._waiting == {later: later.waiting_since}

@@ -10,7 +10,7 @@ from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HI
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
 FORMS = "test_gateway_structured_outputs"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
-TOOLS, REASONING = "test_gateway_tools", "test_gateway_reasoning"
+BEAMS, TOOLS, REASONING = "test_gateway_beam_search", "test_gateway_tools", "test_gateway_reasoning"
 
 PROOFS = {
     "add_generation_prompt": (CHATS, "test_without_a_generation_prompt_the_message_is_closed"),
@@ -26,6 +26,7 @@ PROOFS = {
     "ignore_eos": (STOPS, "test_ignore_eos_goes_on"),
     "include_stop_str_in_output": (STOPS, "test_include_stop_str_in_output_shows_it"),
     "include_usage": (STREAMS, "test_usage_comes_once_and_only_if_asked_for"),
+    "length_penalty": (BEAMS, "test_the_length_penalty_reaches_the_search"),
     "logit_bias": (LIMITS, "test_a_valid_bias_reaches_the_engine"),
     "logprobs": (SCORES, "test_a_completions_entries"),
     "max_completion_tokens": (LIMITS, "test_max_completion_tokens_wins"),
@@ -52,9 +53,10 @@ PROOFS = {
     "top_k": (LIMITS, "test_extra_fields_reach_the_engine"),
     "top_logprobs": (SCORES, "test_a_chats_entries"),
     "top_p": (LIMITS, "test_extra_fields_reach_the_engine"),
+    "use_beam_search": (BEAMS, "test_a_completion_has_the_best_beams"),
     **dict.fromkeys(HINTS | STREAM_HINTS, (LIMITS, "test_hints_are_taken_in_silence")),
     **dict.fromkeys(NEUTRAL_VALUES, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
-    "best_of": (LIMITS, "test_what_is_not_supported_is_refused_by_name"),
+    "best_of": (BEAMS, "test_best_of_beams_n_are_returned"),
     "echo": (STREAMS, "test_an_echo_comes_once_and_first"),
     "documents": (CHATS, "test_documents_reach_the_template"),
     "include_reasoning": (REASONING, "test_reasoning_may_be_left_out"),

@@ -72,12 +72,12 @@ def test_every_setting_reaches_the_core() -> None:
     ("tokens", "sampling", "violation"),
     [
         ([0, 99], Sampling(5, 0), ""),
-        ([5], Sampling(5, 2**64 - 1, logit_bias=[(99, 1.0)], stop_token_ids=[0, 99], logprobs=20), ""),
+        ([5], Sampling(5, 2**64 - 1, logit_bias=[(99, 1.0)], stop_token_ids=[0, 99], logprobs=64), ""),
         ([0, 100], Sampling(5, 0), "the model has no token 100"),
         ([-1, 5], Sampling(5, 0), "the model has no token -1"),
         ([5], Sampling(5, 0, stop_token_ids=[3, 100]), "the model has no token 100"),
         ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), "the model has no token -7"),
-        ([5], Sampling(5, 0, logprobs=21), "at most 20 log-probabilities are reported for a token"),
+        ([5], Sampling(5, 0, logprobs=65), "at most 64 log-probabilities are reported for a token"),
         ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],
 )

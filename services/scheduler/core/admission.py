@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from services.scheduler.core.limits import Limits
 from shared.errors import ProtocolError
-from shared.params import MAX_LOGPROBS, MAX_N
+from shared.params import MAX_CANDIDATES, MAX_LOGPROBS, MAX_N
 from shared.protocol import Refusal, Refused, Sampling, Submit, unpack_tokens
 
 TOKEN_BYTES = 4
@@ -76,8 +76,9 @@ def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load)
     sampling, output_len = submit.sampling, len(tokens) - submit.prompt_len
     if submit.n > MAX_N or submit.sample >= MAX_N:
         return f"a request has at most {MAX_N} samples"
-    if max(sampling.logprobs, sampling.prompt_logprobs) > MAX_LOGPROBS:
-        return f"at most {MAX_LOGPROBS} log-probabilities are reported for a token"
+    for count, limit in ((sampling.logprobs, MAX_CANDIDATES), (sampling.prompt_logprobs, MAX_LOGPROBS)):
+        if count > limit:
+            return f"at most {limit} log-probabilities are reported for a token"
     if (unknown := _unknown_token(tokens, sampling, limits.vocab_size)) is not None:
         return f"the model has no token {unknown}"
     if load.id_in_use:

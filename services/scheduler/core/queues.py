@@ -45,6 +45,8 @@ class Queues:
         request.unstarted_samples = samples[1:]
         self.num_unstarted += len(request.unstarted_samples)
         first = request.start(samples[0], tokens)
+        if len(tokens) > first.prompt_len:
+            first.stats.count_prompt_up_to(first.prompt_len)  # which was counted when its output began
         self.enqueue(first)
         return first
 
