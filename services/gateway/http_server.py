@@ -123,7 +123,7 @@ class _Connection(RequestHandler):
             extra = {**of_request(id), **LIMITED}
             logger.info("%s sent an unreadable request: %s", request.remote, reason, extra=extra)
             if isinstance(exc, ContentEncodingError):
-                reason = "its Content-Encoding is not supported"
+                status, reason = 415, "its Content-Encoding is not supported"
             error = errors.ApiError(status, f"the request cannot be read: {reason}")
         elif exc is None:
             error = errors.ApiError(status, message or "the request failed")

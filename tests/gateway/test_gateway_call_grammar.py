@@ -169,7 +169,7 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(
 
 
 async def test_demands_that_cannot_be_met_are_refused() -> None:
-    """A call needs a parser; calls without a marker cannot be told from an answer of a form."""
+    """TOL-08: a call needs a parser; calls without a marker cannot be told from an answer of a form."""
     shows_tools = "{{ tools }}" + CHATML
     async with serve(template=shows_tools, tool_call_parser="none") as client:
         for choice in ("required", NAMED):

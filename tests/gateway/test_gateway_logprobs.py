@@ -8,7 +8,19 @@ import pytest
 
 from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, says, serve, texts
+from tests.gateway.fakes import (
+    END_TURN,
+    EOS,
+    TOKENIZER,
+    VOCAB,
+    Client,
+    FakeBackend,
+    error_of,
+    ids,
+    says,
+    serve,
+    texts,
+)
 
 JSON = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
 
@@ -262,6 +274,42 @@ async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_
         assert {choice["index"]: len(choice["logprobs"]["tokens"]) for choice in choices} == {
             0: 3, 1: 3, 2: 3, 3: 4, 4: 4, 5: 4
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "logprobs"), ("/v1/chat/completions", "top_logprobs")])
+async def test_log_probabilities_of_one_answer_have_a_limit(
+    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DOS-04: samples times tokens times alternatives. A stream passes them on as they come."""
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 10 * 20 * 21)
+    fields: dict[str, Any] = {"max_tokens": 20, field: 20}
+    fields |= {"prompt": "hi"} if field == "logprobs" else {"messages": [{"role": "user", "content": "hi"}]}
+    fields |= {"logprobs": True} if field == "top_logprobs" else {}
+    async with serve() as client:
+        for n, stream, status in ((10, False, 200), (11, False, 400), (11, True, 200)):
+            async with client.post(path, json=fields | {"n": n, "stream": stream}) as response:
+                assert response.status == status
+                if status == 400:
+                    error = await error_of(response)
+                    assert error["param"] == field
+                    assert "4620" in error["message"]
+                    assert "4200" in error["message"]
+
+
+@pytest.mark.parametrize("count", [-1, 21, VOCAB])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_more_alternatives_than_there_can_be_are_refused(path: str, count: int) -> None:
+    """DOS-04: for long prompts too."""
+    chat = "chat" in path
+    text = {"messages": [{"role": "user", "content": "x" * 5000}]} if chat else {"prompt": [20] * 5000}
+    async with serve(FakeBackend(max_model_len=10_000)) as client:
+        for fields in (
+            {"prompt_logprobs": count},
+            {"logprobs": True, "top_logprobs": count} if chat else {"logprobs": count},
+        ):
+            status, error = await client.refused(path, text | fields)
+            assert (status, error["param"]) == (400, list(fields)[-1])
+        await client.complete(prompt="hi")
 
 
 @pytest.mark.parametrize("scores", [{"echo": True, "logprobs": 3}, {"prompt_logprobs": 3}])

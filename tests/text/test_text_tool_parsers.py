@@ -268,6 +268,7 @@ pieces = st.sampled_from([*PIECES, " ", "\n"])
 
 @given(st.sampled_from(sorted(WRITERS)), st.lists(pieces, max_size=12), st.lists(st.integers(0, 120), max_size=5))
 def test_any_text_is_read_the_same_however_it_is_cut(family: str, parts: list[str], cuts: list[int]) -> None:
+    """TOL-06: by every parser."""
     text = "".join(parts)
     whole = read(parser_of(family, reasoning="qwen3"), text)
     assert read(parser_of(family, reasoning="qwen3"), text, [min(cut, len(text)) for cut in cuts]) == whole
