@@ -45,7 +45,7 @@ def read_tests(path: Path) -> list[Proof]:
 def test_each_case_is_in_one_table() -> None:
     ids = [id for id, _, _ in ROWS]
     assert len(ids) == len(set(ids))
-    (total,) = re.findall(r"Each of the (\d+) cases", PAGE)
+    (total,) = re.findall(r"Each of the (\d+)\s+cases", PAGE)
     assert len(ids) == int(total)
     assert len(ids) == PAGE.count("\n| ") - PAGE.count("\n| case |"), "each row of a table is one"
 
