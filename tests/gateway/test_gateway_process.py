@@ -225,7 +225,7 @@ def test_without_an_engine_it_is_unhealthy_but_stops_well(folder: Path, tmp_path
         assert server.process.wait(PATIENCE) == 0
 
 
-def asked_again(connection: socket.socket) -> None:
+def get_version(connection: socket.socket) -> None:
     connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
     response = http.client.HTTPResponse(connection)
     response.begin()
@@ -241,13 +241,13 @@ def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(folder: 
         with gateway(folder, *engines, *flags) as server:
             server.wait_for_status(503)
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
-                asked_again(connection)
+                get_version(connection)
                 connection.settimeout(1.5 if kept else PATIENCE)
                 with pytest.raises(TimeoutError) if kept else nullcontext():
                     assert connection.recv(1) == b""
                 if kept:
                     connection.settimeout(PATIENCE)
-                    asked_again(connection)
+                    get_version(connection)
 
 
 def test_a_client_that_leaves_is_noticed(server: Server, engine: Engine) -> None:
