@@ -25,7 +25,7 @@ class Proof(NamedTuple):
 
 
 @cache
-def tests_of(file: str) -> dict[str, Proof]:
+def proofs_in(file: str) -> dict[str, Proof]:
     """Return the tests of the file with this name, by their names. Fail if there is none, or if there are several."""
     (path,) = (ROOT / "tests").rglob(file)
     return {test.name: test for test in read_tests(path)}
@@ -57,8 +57,8 @@ def test_its_tests_have_its_id(id: str, must_hold: str, proof: str) -> None:
     assert ", ".join(f"`{file}::{name}`" for file, name in names) == proof.replace(NOT_APPLICABLE, "")
     assert names or "not supported" in must_hold
     for file, name in names:
-        assert name in tests_of(file), f"{file} has no {name}"
-        assert id in tests_of(file)[name].ids, f"{id} is not in the docstring of {name}"
+        assert name in proofs_in(file), f"{file} has no {name}"
+        assert id in proofs_in(file)[name].ids, f"{id} is not in the docstring of {name}"
 
 
 def test_each_id_of_a_test_is_a_case() -> None:

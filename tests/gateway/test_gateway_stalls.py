@@ -14,6 +14,7 @@ import pytest
 from services.gateway.bounds import MIB
 from tests.gateway.fakes import Client, FakeBackend, endless, serve
 from tests.gateway.large_bodies import CHAT, COMPLETION, bodies, stall
+from tests.gateway.raw_http import ask, get, listening
 
 BOUND = 0.25  # seconds
 ROUNDS = 4
@@ -64,18 +65,19 @@ async def test_three_bodies_of_thirty_megabytes_at_once(name: str, size: int | N
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_a_body_that_is_long_inside_is_unpacked_in_pieces(encoding: str) -> None:
-    """LOOP-01, DOS-01: one that unpacks to a gigabyte is refused once it is too long, and takes no memory."""
+    """LOOP-01, DOS-01: one that unpacks to a gigabyte is refused once it is too long, and takes no memory.
+
+    The service's own runner is tested, since the library's unpacks all of it for nobody.
+    """
     packed = packed_spaces(encoding)
-    async with serve() as client:
-        assert client.port is not None
-        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    async with listening() as port:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
-        stalled, status, _ = await stall(client.port, COMPLETION, [packed], headers)
-        assert status == [413]
+        stalled, statuses, _ = await stall(port, COMPLETION, [packed] * 3, headers)
+        assert statuses == [413] * 3
         assert stalled < 2 * BOUND
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-        async with client.get("/health") as response:
-            assert response.status == 200
+        assert (await ask(port, get("/health"))).status == 200
 
 
 def packed_spaces(encoding: str) -> bytes:

@@ -178,7 +178,7 @@ def test_a_stop_token_inside_a_form_cuts_it(llm: LLM) -> None:
     assert (sample.text, sample.finish_reason, sample.stop_reason) == ("a", "stop", token)
 
 
-@pytest.mark.parametrize("schema", [None, {"type": "array", "items": {"enum": [1, 22]}, "minItems": 3, "maxItems": 3}])
+@pytest.mark.parametrize("schema", [None, {"type": "array", "items": {"enum": [1, 22]}, "minItems": 1, "maxItems": 1}])
 def test_a_model_that_likes_whitespace_gets_on(llm: LLM, schema: Any) -> None:
     """GDD-09: between the tokens of JSON it has a bound, so an answer gets done, or has content when it is cut."""
     blanks = {token for text in (" ", "  ", "\n", "\t") for token in llm.get_tokenizer().encode(text)}
