@@ -75,7 +75,7 @@ class _Server(web.Server):
 class _Connection(RequestHandler):
     """One connection. An unreadable request closes it, since the start of the next request is unknown."""
 
-    __slots__ = ("_half_closed", "_hang_ups", "_num_answered", "_probe_timer", "_request_parser")
+    __slots__ = ("_half_closed", "_hang_ups", "_num_answered", "_probe_timer", "_request_parser", "_resumes")
 
     def __init__(
         self, server: web.Server, hang_ups: HangUpWatcher, *, loop: asyncio.AbstractEventLoop, **kwargs: Any
@@ -86,6 +86,23 @@ class _Connection(RequestHandler):
         self._num_answered = 0
         self._half_closed: int | None = None  # the socket's descriptor, once the client has shut down its sending side
         self._probe_timer: asyncio.TimerHandle | None = None
+        self._resumes = False  # reading goes on in the loop's next turn
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Go on reading, if it was paused in the loop's next turn: others run between the pieces of a packed body.
+
+        The library goes on at once, so that who reads a small body that is long inside would never wait.
+        """
+        if not self._reading_paused:
+            super().resume_reading(resume_parser)
+        elif not self._resumes:
+            self._resumes = True
+            self._loop.call_soon(self._resume_reading, resume_parser)
+
+    def _resume_reading(self, resume_parser: bool) -> None:
+        self._resumes = False
+        if self.transport is not None:
+            super().resume_reading(resume_parser)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep the connection: the client sends no more, but a complete request is unanswered."""
@@ -123,7 +140,7 @@ class _Connection(RequestHandler):
             extra = {**of_request(id), **LIMITED}
             logger.info("%s sent an unreadable request: %s", request.remote, reason, extra=extra)
             if isinstance(exc, ContentEncodingError):
-                reason = "its Content-Encoding is not supported"
+                status, reason = 415, "its Content-Encoding is not supported"
             error = errors.ApiError(status, f"the request cannot be read: {reason}")
         elif exc is None:
             error = errors.ApiError(status, message or "the request failed")
@@ -140,6 +157,9 @@ class _Connection(RequestHandler):
         """Send a response. If it is an exception of aiohttp, no middleware has seen it, as after a wrong Expect."""
         if isinstance(resp, web.HTTPException):
             resp = errors.error_response(errors.to_api_error(resp))
+        if resp.status == web.HTTPRequestEntityTooLarge.status_code and "Content-Encoding" in request.headers:
+            self._request_parser.failed = True  # the rest is not unpacked
+            resp.force_close()
         resp, reset = await super().finish_response(request, resp, start_time)
         self._num_answered += 1
         if self._num_answered == self._request_count:

@@ -55,6 +55,8 @@ class ServedModel(Struct, frozen=True):
         )
         template.sanity_check()
         defaults = sampling_defaults(config.generation_config, folder, config.override_generation_config)
+        if values := defaults.as_dict():
+            logger.info("sampling defaults: %s", ", ".join(f"{name} {value}" for name, value in values.items()))
         root = config.model or EMBEDDED
         return cls(
             names=tuple(config.served_model_name) or (root,),

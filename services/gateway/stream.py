@@ -22,11 +22,13 @@ from aiohttp import web
 
 from services.gateway import errors
 from services.gateway.api_requests import StreamOptions
+from services.gateway.bounds import MAX_LOGPROBS_AT_ONCE
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, logged_id
 from services.gateway.generation import Generation, Update, submit
 from services.gateway.prompt import PreparedPrompt
 from services.gateway.response import StreamedUsage, usage
+from shared.errors import InvalidRequest
 
 COMMENT = b": keep-alive\n\n"
 AFTER_COMMENT = b":\n\n"
@@ -54,12 +56,27 @@ class ChunkEncoder(Protocol):
 
 async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
     """Run all prompts to their ends. Raise the exception of the first one that fails."""
+    _check_logprobs(prompts)
     async with AsyncExitStack() as stack:
         generations = await _submit_all(stack, gateway, prompts)
         async with asyncio.TaskGroup() as tasks:
             for generation in generations:
                 tasks.create_task(generation.finish())
     return generations
+
+
+def _check_logprobs(prompts: Sequence[PreparedPrompt]) -> None:
+    """Raise `InvalidRequest` if all log-probabilities of the outputs together could be too many to hold."""
+    count = sum(
+        prompt.params.n * prompt.sampling.max_tokens * (prompt.sampling.logprobs + 1)  # -1: none
+        for prompt in prompts
+    )
+    if count > MAX_LOGPROBS_AT_ONCE:
+        raise InvalidRequest(
+            f"this asks for up to {count} log-probabilities (samples times max_tokens times alternatives and the token "
+            f"itself), but one answer holds at most {MAX_LOGPROBS_AT_ONCE}; a stream may have more",
+            "logprobs" if prompts[0].params.top_logprobs is None else "top_logprobs",
+        )
 
 
 async def _submit_all(stack: AsyncExitStack, gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:

@@ -49,6 +49,10 @@ class Detokenizer:
         """Return whether the next token is the first of its text."""
         return not self._begun
 
+    def hides(self, token: int) -> bool:
+        """Return whether `token` is a special token of the output that is not shown."""
+        return token in self._hidden
+
     def push(self, token: int) -> str:
         """Return the text that `token` completes, which is '' if the bytes so far end inside a character."""
         if token in self._hidden:

@@ -3,7 +3,7 @@
 It feeds the tokens to the detokenizer, and the text to the stop matcher. Its rules:
 - The stop token itself is shown only with `include_stop_str_in_output`, and a special one only if none are skipped.
 - A stop string counts if a token after the first `min_tokens` completes it. The matcher searches the text that is
-  shown, so a special token's text can be a stop string only if special tokens are shown.
+  shown. A special token that is not shown is a stop string as a whole, by its name, and no part of its name is.
 - Each token has one log-probability entry, the stop token included. An entry is due as soon as text after the token's
   start is shown, or at the end of the sample.
 """
@@ -60,6 +60,11 @@ class SampleText:
             tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None, shown_special=shown_special
         )
         self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
+        self._hidden_stops = {
+            id: stop
+            for stop in self._stops
+            if (id := tokenizer.token_id(stop)) is not None and self._detokenizer.hides(id)
+        }  # special tokens that are not shown and whose names are stop strings
         self._pieces: list[str] = []
         self._num_decoded = self._num_shown = echo_length or 0  # characters
         self._pending: list[_PendingLogprobs] = []
@@ -100,8 +105,10 @@ class SampleText:
             stops = finish_reason is FinishReason.STOP and index == len(tokens) - 1
             if not (stops and self._hides(token)):
                 shown += self._push(self._detokenizer.push(token))
+            if token in self._hidden_stops and self._may_match and not stops:
+                shown += self._finish(FinishReason.STOP.value, self._hidden_stops[token])
         if finish_reason is not None and self.finish_reason is None:
-            shown += self._finish(finish_reason)
+            shown += self._finish(finish_reason.value, self._stop_token(finish_reason))
         return shown
 
     def take_logprobs(self) -> list[LogprobEntry]:
@@ -116,6 +123,11 @@ class SampleText:
             for entry in due
         ]
 
+    @property
+    def _may_match(self) -> bool:
+        """Return whether a stop string that the last token completes counts."""
+        return len(self.token_ids) > self._params.min_tokens
+
     def _hides(self, token: int) -> bool:
         return token in self._stop_ids and not self._params.include_stop_str_in_output
 
@@ -126,18 +138,21 @@ class SampleText:
     def _push(self, piece: str) -> str:
         self._num_decoded += len(piece)
         if self._stops:
-            piece = self._matcher.push(piece, can_match=len(self.token_ids) > self._params.min_tokens)
+            piece = self._matcher.push(piece, can_match=self._may_match)
             if self._matcher.matched is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._matcher.matched
         return self._show(piece)
 
-    def _finish(self, reason: FinishReason) -> str:
+    def _stop_token(self, reason: FinishReason) -> int | None:
+        """Return the id of the user's `stop_token_ids` that ended the sample, if one did."""
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if reason is FinishReason.STOP and last in (self._params.stop_token_ids or ()) else None
+
+    def _finish(self, reason: str, stop_reason: str | int | None) -> str:
+        """End the sample. Return the text that was held back."""
         shown = self._flush()
         if self.finish_reason is None:  # the rest of the text may have completed a stop string
-            self.finish_reason = reason.value
-            last = self.token_ids[-1] if self.token_ids else None
-            if reason is FinishReason.STOP and last in (self._params.stop_token_ids or ()):
-                self.stop_reason = last
+            self.finish_reason, self.stop_reason = reason, stop_reason
         return shown
 
     def _flush(self) -> str:

@@ -74,9 +74,10 @@ def test_by_default_it_is_served_in_its_own_bits(plain: InProcessEngine, dtype: 
     assert plain.model.dtype == ("gguf" if dtype == "auto" and EXACT else "float32")
 
 
-def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
+def test_prompts_found_in_the_cache_change_nothing(
     requests: list[Request], alone: list[Run], together: list[Output], caching: InProcessEngine
 ) -> None:
+    """PFX-01."""
     again = serve(caching, requests)
     assert_alike(alone, runs(again), caching.model.vocab_size)
     lengths = [len(request.prompt) for request in requests]
@@ -85,9 +86,10 @@ def test_prompts_found_in_the_cache_change_nothing(  # PFX-01
     assert [output.cached_tokens for output in again] == expected
 
 
-def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH-03
+def test_a_pool_too_small_for_all_and_short_steps_change_nothing(
     requests: list[Request], alone: list[Run], dtype: str
 ) -> None:
+    """SCH-02, SCH-03."""
     pool = 39 if dtype == "auto" else 11  # the longest request, and little more
     small = engine(dtype, num_gpu_blocks_override=pool, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
     outputs = serve(small, requests)
@@ -97,7 +99,8 @@ def test_a_pool_too_small_for_all_and_short_steps_change_nothing(  # SCH-02, SCH
     assert_alike(alone, runs(outputs), small.model.vocab_size)
 
 
-def test_a_seeded_request_does_not_see_who_is_beside_it(plain: InProcessEngine) -> None:  # SMP-01
+def test_a_seeded_request_does_not_see_who_is_beside_it(plain: InProcessEngine) -> None:
+    """SMP-01."""
     one = ask(plain, "The sea was calm, and the keeper", SamplingParams(seed=42, temperature=0.8, top_k=19))
     unseeded, seeded = (
         ask(plain, "Once upon a time", SamplingParams(seed=seed, temperature=0.8)) for seed in (None, 7)

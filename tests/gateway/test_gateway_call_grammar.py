@@ -66,6 +66,21 @@ async def test_a_demand_for_calls_reaches_the_engine() -> None:
     assert await grammar_of(HERMES, tools=[STRICT], tool_choice="none") == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
+async def test_without_a_call_the_reason_is_not_a_call(choice: Any, stream: bool) -> None:
+    """TOL-08: an engine that does not enforce it, or max_tokens, may leave an answer without its call."""
+    async with serve(scripted("one two"), template=HERMES) as client:
+        fields = {"tools": TOOLS, "tool_choice": choice}
+        if stream:
+            chunks = await client.stream_chat(**fields)
+            message, reasons = joined(chunks)[0], ends(chunks)[0]
+        else:
+            (answer,) = (await client.chat(**fields))["choices"]
+            message, reasons = answer["message"], [answer["finish_reason"]]
+    assert (message["content"], "tool_calls" in message, reasons) == ("one two", False, ["stop"])
+
+
 async def test_tools_beside_a_form_of_the_answer() -> None:
     """An answer of the form or calls; without tools the form alone; with a demanded call that alone."""
     fields: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT}
@@ -154,7 +169,7 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(
 
 
 async def test_demands_that_cannot_be_met_are_refused() -> None:
-    """A call needs a parser; calls without a marker cannot be told from an answer of a form."""
+    """TOL-08: a call needs a parser; calls without a marker cannot be told from an answer of a form."""
     shows_tools = "{{ tools }}" + CHATML
     async with serve(template=shows_tools, tool_call_parser="none") as client:
         for choice in ("required", NAMED):

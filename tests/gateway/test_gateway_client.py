@@ -43,11 +43,13 @@ async def test_a_streamed_chat_of_two() -> None:
         return list(client.chat.completions.create(**CHAT, n=2, stream=True, stream_options={"include_usage": True}))
 
     *chunks, last = await ask(FakeBackend(says("one two", "three four")), work)
-    texts = {0: "", 1: ""}
+    texts, roles = {0: "", 1: ""}, {0: [], 1: []}
     for chunk in chunks:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
+            roles[choice.index].append(choice.delta.role)
     assert texts == {0: "one two", 1: "three four"}
+    assert all(first == "assistant" and set(others) == {None} for first, *others in roles.values())
     assert last.choices == []
     assert last.usage.completion_tokens > 4
 
@@ -56,13 +58,17 @@ async def test_log_probabilities_have_the_clients_types() -> None:
     """LGP-11."""
 
     def work(client: openai.OpenAI) -> Any:
-        return client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
+        create, fields = client.chat.completions.create, {**CHAT, "logprobs": True, "top_logprobs": 2}
+        return create(**fields), list(create(**fields, stream=True))
 
-    answer = await ask(FakeBackend(), work)
+    answer, chunks = await ask(FakeBackend(), work)
     content = answer.choices[0].logprobs.content
     assert [entry.token for entry in content] == ["one", " two", " three", "</s>"]
     assert bytes(content[0].bytes) == b"one"
     assert len(content[0].top_logprobs) == 2
+    choices = [chunk.choices[0] for chunk in chunks]
+    streamed = [entry.model_dump() for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert streamed == [entry.model_dump() for entry in content]
 
 
 async def test_completions_and_extra_fields() -> None:

@@ -25,7 +25,7 @@ async def preflight(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("origins", [["*"], [ORIGIN], ["https://other.example", ORIGIN]])
 async def test_a_preflight_needs_no_key(path: str, origins: list[str]) -> None:
-    """HTTP-08."""
+    """HTTP-08, GTW-03."""
     async with serve(allowed_origins=origins, api_key=["secret"]) as client:
         status, headers = await preflight(client, path, headers="authorization, content-type, x-stainless-os")
         assert status == 200
@@ -51,7 +51,7 @@ async def test_a_preflight_needs_no_key(path: str, origins: list[str]) -> None:
     ],
 )
 async def test_what_is_not_allowed_is_refused(origin: str, method: str, headers: str) -> None:
-    """HTTP-08."""
+    """HTTP-08, GTW-03."""
     settings = {"allowed_methods": ["GET", "POST"], "allowed_headers": ["Authorization"]}
     async with serve(allowed_origins=[ORIGIN], **settings) as client:
         status, answer = await preflight(client, origin=origin, method=method, headers=headers)
@@ -63,7 +63,7 @@ async def test_what_is_not_allowed_is_refused(origin: str, method: str, headers:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_say_which_pages_may_read_them(stream: bool) -> None:
-    """HTTP-08: on whole and streamed responses and on errors."""
+    """HTTP-08, GTW-03: on whole and streamed responses and on errors."""
     async with serve(allowed_origins=[ORIGIN], api_key=["secret"]) as client:
         key = {"Authorization": "Bearer secret"}
         asked = [({"prompt": "x", "stream": stream}, key, 200), ({"prompt": 1}, key, 400), ({"prompt": "x"}, {}, 401)]

@@ -15,6 +15,7 @@ from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.middlewares import OPEN_PATHS
 from shared.errors import EngineFailure
 from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
+from tests.waiting import until
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 KEY = {"Authorization": "Bearer secret"}
@@ -148,6 +149,33 @@ async def test_the_engine_gets_the_id_of_the_answer() -> None:
         "cmpl-abc-1",
         "chatcmpl-abc",
     ]
+
+
+async def test_requests_of_one_id_are_separate() -> None:
+    """GTW-04: at once, behind one another, and if a client leaves one of them."""
+    backend = FakeBackend(lambda prompt, _: prompt)  # an answer repeats its prompt
+    headers = {"X-Request-Id": "abc"}
+
+    async def ask(client: Client, prompt: str) -> str:
+        fields = {"prompt": prompt, "max_tokens": 60}
+        async with client.post("/v1/completions", json=fields, headers=headers) as response:
+            assert response.headers["X-Request-Id"] == "abc"
+            return str((await response.json())["choices"][0]["text"])
+
+    async with serve(backend) as client:
+        prompts = [" two" * count for count in range(1, 51)]
+        assert await asyncio.gather(*(ask(client, prompt) for prompt in prompts)) == prompts
+        assert await ask(client, " six") == " six"
+        backend.pause_at = 1
+        leaving = await client.post("/v1/completions", json={"prompt": " one two", "stream": True}, headers=headers)
+        await leaving.content.readany()
+        staying = asyncio.create_task(ask(client, " five six"))
+        await until(lambda: len(backend.requests) == 53)
+        leaving.close()
+        await backend.requests[51].left.wait()
+        assert not backend.requests[52].left.is_set()
+        backend.go_on.set()
+        assert await staying == " five six"
 
 
 async def test_requests_are_not_logged_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:

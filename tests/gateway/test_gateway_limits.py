@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,13 +14,15 @@ import pytest
 
 from services.gateway import ignored_fields
 from services.gateway.api_requests import ChatRequest
+from services.gateway.config import GatewayConfig
 from services.gateway.prompt import chat_prompt
+from services.gateway.served_model import ServedModel
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.fakes import TOKENIZER, VOCAB, Client, FakeBackend, endless, ids, serve
-from tests.text.vocabulary import CHATML, make_backend
+from tests.gateway.fakes import TOKENIZER, VOCAB, Client, FakeBackend, endless, ids, says, serve, texts
+from tests.text.vocabulary import CHATML, make_backend, write_model_folder
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 USER = {"role": "user", "content": "hi"}
@@ -61,6 +64,20 @@ async def test_beyond_the_context(length: int, max_tokens: int | None) -> None:
         await refuses(client, PATHS[0], {"prompt": [20] * length, "max_tokens": max_tokens}, "prompt", "256")
 
 
+@pytest.mark.parametrize("length", [254, 255, 256, 257])
+@pytest.mark.parametrize("max_tokens", [1, 2, None])
+async def test_the_same_rule_for_chats(length: int, max_tokens: int | None) -> None:
+    """LIM-01."""
+    async with serve(FakeBackend(endless), template="{{ messages[0].content }}") as client:
+        fields = {"messages": [{"role": "user", "content": " two" * length}], "max_tokens": max_tokens}
+        if length + (max_tokens or 1) > 256:
+            await refuses(client, PATHS[1], fields, words="256")
+            return
+        usage = (await client.chat(**fields, prompt_logprobs=1))["usage"]
+        assert usage["prompt_tokens"] == length
+        assert usage["completion_tokens"] == (max_tokens or 256 - length)
+
+
 async def test_a_prompt_of_the_whole_context_can_be_scored() -> None:
     """LIM-01."""
     async with serve() as client:
@@ -77,7 +94,7 @@ async def test_the_message_has_the_numbers(path: str) -> None:
         status, error = await client.refused(path, fields)
         assert status == 400
         assert all(str(number) in error["message"] for number in (512, length, 510))
-        assert error["param"] == "max_tokens"
+        assert (error["type"], error["param"]) == ("BadRequestError", "max_tokens")
 
 
 @pytest.mark.parametrize("prompt", ["", [""], ["", "x"], [], [[]], [[], [1]]])
@@ -98,7 +115,8 @@ async def test_a_chat_without_tokens() -> None:
 @pytest.mark.parametrize(
     ("prompt", "name"),
     [([2**62], str(2**62)), ([-1], "-1"), ([VOCAB], f"{VOCAB}, which is out of vocabulary"), ([1.5], "prompt[0]"),
-     ([1, "a"], "int and str"), ([True], "prompt[0]"), ([[1, [2]]], "prompt[0][1]"), ([1, [2]], "int and list"),
+     ([1, "a"], "int and str"), ([True], "prompt[0]"), ([[1, [2]]], "prompt[0][1]"),
+     ([[[1]]], "prompt[0][0]"), ([1, [2]], "int and list"),
      (5, "prompt"), (None, "prompt")],
 )  # fmt: skip
 async def test_what_is_no_token_id(prompt: Any, name: str) -> None:
@@ -154,6 +172,25 @@ async def test_max_completion_tokens_wins() -> None:
     async with serve(FakeBackend(endless)) as client:
         answer = await client.chat(max_tokens=9, max_completion_tokens=3)
         assert answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(("top_k", "default", "own"), [(0, 0, 5), (None, 0, 5), (1, 1, 5), (1, 1, 0)])
+async def test_the_models_own_sampling_is_used_unless_a_request_has_its_own(
+    top_k: int | None, default: int, own: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SMP-07: 0 and null are off; the log says what requests get."""
+    folder = write_model_folder(tmp_path / "model", generation={"top_k": top_k, "temperature": 0.7})
+    with caplog.at_level("INFO"):
+        defaults = ServedModel.load(GatewayConfig(model=str(folder))).defaults
+    assert "sampling defaults: temperature 0.7" + ("" if top_k is None else f", top_k {top_k}") in caplog.text
+    backend = FakeBackend()
+    async with serve(backend, defaults=defaults) as client:
+        await client.complete(prompt="x")
+        await client.chat()
+        await client.complete(prompt="x", top_k=own, temperature=0.3)
+        await client.chat(top_k=own, temperature=0.3)
+    sampled = [(request.sampling.top_k, request.sampling.temperature) for request in backend.requests]
+    assert sampled == [(default, 0.7)] * 2 + [(own, 0.3)] * 2
 
 
 async def test_the_models_own_default_length_is_used() -> None:
@@ -281,6 +318,23 @@ async def test_long_texts_are_tokenized_too() -> None:
     async with serve(FakeBackend(max_model_len=100_000)) as client:
         text = "hello " * 5000
         assert (await client.complete(prompt=text))["usage"]["prompt_tokens"] == len(ids(text))
+
+
+async def test_ids_that_only_pad_the_vocabulary_are_no_text() -> None:
+    """SMP-19: a model has more tokens than its tokenizer, and may sample one; they can be sent back."""
+    padding = [TOKENIZER.vocab_size, VOCAB - 1]
+    backend = FakeBackend(says([padding[0], *ids("one"), padding[1], *ids(" two")]))
+    async with serve(backend) as client:
+        choice = (await client.complete(prompt="hi", logprobs=2))["choices"][0]
+        assert choice["text"] == "one two"
+        assert choice["logprobs"]["tokens"] == ["", "one", "", " two", "</s>"]
+        chunks = await client.stream_chat(logprobs=True, top_logprobs=2)
+        assert texts(chunks) == {0: "one two"}
+        again = [*ids("hi"), padding[0], *ids("one"), padding[1]]
+        answer = await client.complete(prompt=again, echo=True, max_tokens=0, logprobs=1)
+        assert answer["choices"][0]["text"] == "hione"
+        assert answer["usage"]["prompt_tokens"] == len(again)
+    assert backend.requests[-1].tokens == again
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -105,13 +105,15 @@ async def test_what_comes_behind_a_declined_upgrade_is_answered() -> None:
 
 
 async def test_a_content_encoding_that_is_not_known_gets_the_apis_error() -> None:
+    """DOS-01: nothing is unpacked, nor is what is packed twice."""
     async with listening() as port:
         for name in ("br", "zstd"):
             answer = await ask(port, post(f"Content-Encoding: {name}"))
-            assert answer.status == 400
+            assert answer.status == 415
             assert "Content-Encoding" in answer.error["message"]
-        data = post("Content-Encoding: gzip", body=gzip.compress(b'{"prompt":"hi","max_tokens":1}'))
-        assert (await ask(port, data)).status == 200
+        packed = gzip.compress(b'{"prompt":"hi","max_tokens":1}')
+        assert (await ask(port, post("Content-Encoding: gzip", body=packed))).status == 200
+        assert (await ask(port, post("Content-Encoding: gzip, gzip", body=gzip.compress(packed)))).status == 400
 
 
 @pytest.mark.parametrize("headers", [("Content-Encoding: gzip",), ("Content-Encoding: deflate",)])

@@ -8,7 +8,21 @@ import pytest
 
 from shared.text.logprobs import LogprobEntry, prompt_entries
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.fakes import END_TURN, EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, says, serve, texts
+from tests.gateway.fakes import (
+    END_TURN,
+    EOS,
+    TOKENIZER,
+    VOCAB,
+    Client,
+    FakeBackend,
+    error_of,
+    ids,
+    says,
+    serve,
+    texts,
+)
+
+JSON = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
 
 
 async def streamed_completion(client: Client, **fields: Any) -> dict[str, list[Any]]:
@@ -39,10 +53,34 @@ async def test_a_stop_string_as_the_first_token() -> None:
         assert choice["logprobs"] == await streamed_completion(client, **fields)
 
 
-async def test_special_tokens_are_named_and_the_end_token_has_an_entry() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("extra", [{"top_k": 1}, {"logit_bias": {"20": -100}}, {"response_format": JSON}], ids=str)
+async def test_no_log_probability_is_infinite(path: str, stream: bool, extra: dict[str, Any]) -> None:
+    """LGP-01: the engine's last alternative is at -inf, which JSON does not have."""
+    chat = "chat" in path
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if chat else {"logprobs": 20}
+    fields |= {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
+    backend = FakeBackend(says('{"a": 1}'))
+    async with serve(backend) as client, client.post(path, json=fields | extra | {"stream": stream}) as response:
+        assert response.status == 200
+        text = await response.text()
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line and "[DONE]" not in line]
+    answers = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    logprobs = [choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]]
+    if chat:
+        values = [[other["logprob"] for other in entry["top_logprobs"]] for one in logprobs for entry in one["content"]]
+    else:
+        values = [list(top.values()) for one in logprobs for top in one["top_logprobs"]]
+    assert len(values) == len(ids('{"a": 1}')) + 1
+    assert all(min(top) == -9999.0 for top in values)
+
+
+@pytest.mark.parametrize("extra", [{}, {"response_format": JSON}], ids=str)
+async def test_special_tokens_are_named_and_the_end_token_has_an_entry(extra: dict[str, Any]) -> None:
     """LGP-10."""
     async with serve(FakeBackend(says([*ids("one"), END_TURN, EOS]))) as client:
-        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
+        fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 5} | extra
         content = (await client.chat(**fields))["choices"][0]["logprobs"]["content"]
         assert [entry["token"] for entry in content] == ["one", "<|im_end|>", "</s>"]
         assert content == await streamed_chat(client, **fields)
@@ -102,6 +140,7 @@ async def test_alternatives_need_logprobs(logprobs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_echo_has_the_prompts_entries_too(stream: bool) -> None:
+    """LGP-02: the first token has none, and the offsets are those of the text."""
     async with serve(FakeBackend(says(" one two"))) as client:
         fields: dict[str, Any] = {"prompt": "hello six", "echo": True, "logprobs": 1, "max_tokens": 2, "n": 2}
         if stream:
@@ -147,6 +186,36 @@ async def test_an_echo_of_tokens_goes_on_inside_their_last_character() -> None:
             assert texts(await client.stream_completion(**fields)) == {0: "hello" + shown}
             offsets = (await client.complete(**fields, logprobs=0))["choices"][0]["logprobs"]["text_offset"]
             assert offsets == [0, 5, 6 if shown == "\ufffdone" else 5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [1, 16, 255, 256])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_an_echo_has_an_entry_for_each_token(length: int, max_tokens: int, stream: bool) -> None:
+    """LGP-04: of the prompt and of the output, for a prompt of one token, of a block and of the whole context."""
+    async with serve() as client:
+        fields: dict[str, Any] = {"prompt": [20] * length, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+        if length + max_tokens > 256:
+            assert (await client.refused("/v1/completions", fields | {"stream": stream}))[0] == 400
+            return
+        if stream:
+            logprobs = await streamed_completion(client, **fields)
+        else:
+            logprobs = (await client.complete(**fields))["choices"][0]["logprobs"]
+        assert [len(entries) for entries in logprobs.values()] == [length + max_tokens] * 4
+        assert logprobs["token_logprobs"].index(None) == 0
+        assert logprobs["token_logprobs"].count(None) == 1
+        assert (await client.get("/health")).status == 200
+
+
+async def test_a_chat_without_output_is_empty() -> None:
+    """LGP-04."""
+    async with serve() as client:
+        answer = await client.chat(max_tokens=0, logprobs=True)
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
+    assert choice["logprobs"] == {"content": []}
+    assert answer["usage"]["completion_tokens"] == 0
 
 
 async def test_an_echo_alone_can_score_a_prompt() -> None:
@@ -205,6 +274,42 @@ async def test_a_prompts_entries_are_made_once_whatever_number_of_choices_shows_
         assert {choice["index"]: len(choice["logprobs"]["tokens"]) for choice in choices} == {
             0: 3, 1: 3, 2: 3, 3: 4, 4: 4, 5: 4
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "logprobs"), ("/v1/chat/completions", "top_logprobs")])
+async def test_log_probabilities_of_one_answer_have_a_limit(
+    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DOS-04: samples times tokens times alternatives. A stream passes them on as they come."""
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 10 * 20 * 21)
+    fields: dict[str, Any] = {"max_tokens": 20, field: 20}
+    fields |= {"prompt": "hi"} if field == "logprobs" else {"messages": [{"role": "user", "content": "hi"}]}
+    fields |= {"logprobs": True} if field == "top_logprobs" else {}
+    async with serve() as client:
+        for n, stream, status in ((10, False, 200), (11, False, 400), (11, True, 200)):
+            async with client.post(path, json=fields | {"n": n, "stream": stream}) as response:
+                assert response.status == status
+                if status == 400:
+                    error = await error_of(response)
+                    assert error["param"] == field
+                    assert "4620" in error["message"]
+                    assert "4200" in error["message"]
+
+
+@pytest.mark.parametrize("count", [-1, 21, VOCAB])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_more_alternatives_than_there_can_be_are_refused(path: str, count: int) -> None:
+    """DOS-04: for long prompts too."""
+    chat = "chat" in path
+    text = {"messages": [{"role": "user", "content": "x" * 5000}]} if chat else {"prompt": [20] * 5000}
+    async with serve(FakeBackend(max_model_len=10_000)) as client:
+        for fields in (
+            {"prompt_logprobs": count},
+            {"logprobs": True, "top_logprobs": count} if chat else {"logprobs": count},
+        ):
+            status, error = await client.refused(path, text | fields)
+            assert (status, error["param"]) == (400, list(fields)[-1])
+        await client.complete(prompt="hi")
 
 
 @pytest.mark.parametrize("scores", [{"echo": True, "logprobs": 3}, {"prompt_logprobs": 3}])

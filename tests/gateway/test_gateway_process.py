@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from services.gateway.config import GatewayConfig
 from shared.protocol import (
     VERSION,
     Abort,
@@ -222,6 +223,31 @@ def test_without_an_engine_it_is_unhealthy_but_stops_well(folder: Path, tmp_path
         assert server.open({"prompt": "x"}, "/v1/completions").status == 503
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
+
+
+def get_version(connection: socket.socket) -> None:
+    connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    assert response.status == 200
+    response.read()
+
+
+def test_an_idle_connection_is_kept_for_longer_than_proxies_keep_theirs(folder: Path, tmp_path: Path) -> None:
+    """GTW-08: and no longer than --keep-alive-timeout says."""
+    assert GatewayConfig().keep_alive_timeout >= 75, "proxies close theirs after 60 to 75 s, and must be the first to"
+    engines = ("--engines", f"ipc://{tmp_path}/nobody.sock")
+    for flags, kept in (((), True), (("--keep-alive-timeout=0.5",), False)):
+        with gateway(folder, *engines, *flags) as server:
+            server.wait_for_status(503)
+            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
+                get_version(connection)
+                connection.settimeout(1.5 if kept else PATIENCE)
+                with pytest.raises(TimeoutError) if kept else nullcontext():
+                    assert connection.recv(1) == b""
+                if kept:
+                    connection.settimeout(PATIENCE)
+                    get_version(connection)
 
 
 def test_a_client_that_leaves_is_noticed(server: Server, engine: Engine) -> None:

@@ -3,8 +3,9 @@
 The bound is wide, since tests run on busy machines: what a body costs on a quiet one is for `benchmarks/stalls.py`.
 """
 
-import gzip
 import json
+import resource
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from services.gateway.bounds import MIB
 from tests.gateway.fakes import Client, FakeBackend, endless, serve
 from tests.gateway.large_bodies import CHAT, COMPLETION, bodies, stall
+from tests.gateway.raw_http import ask, get, listening
 
 BOUND = 0.25  # seconds
 ROUNDS = 4
@@ -61,15 +63,52 @@ async def test_three_bodies_of_thirty_megabytes_at_once(name: str, size: int | N
     assert stalled < (BOUND if size is None else 2 * BOUND)
 
 
-async def test_a_body_that_is_long_inside_is_unpacked_in_pieces() -> None:
-    """LOOP-01: a small body that decompresses to a gigabyte is refused once it is too long."""
-    packed = gzip.compress(b'{"prompt":"' + b"x" * 256 * MIB, 1)
-    async with serve() as client:
-        assert client.port is not None
-        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
-        stalled, status, _ = await stall(client.port, COMPLETION, [packed], headers)
-        assert status == [413]
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_long_inside_is_unpacked_in_pieces(encoding: str) -> None:
+    """LOOP-01, DOS-01: one that unpacks to a gigabyte is refused once it is too long, and takes no memory.
+
+    The service's own runner is tested, since the library's unpacks all of it for nobody.
+    """
+    packed = packed_spaces(encoding)
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    async with listening() as port:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+        stalled, statuses, _ = await stall(port, COMPLETION, [packed] * 3, headers)
+        assert statuses == [413] * 3
         assert stalled < 2 * BOUND
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+        assert (await ask(port, get("/health"))).status == 200
+
+
+def packed_spaces(encoding: str) -> bytes:
+    """Return a gigabyte of spaces, about one megabyte when it is packed."""
+    packer = zlib.compressobj(6, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
+    piece = b" " * MIB
+    return b"".join([*(packer.compress(piece) for _ in range(1024)), packer.flush()])
+
+
+def anyof(levels: int) -> dict[str, Any]:
+    """Return a schema in which each of the levels has eight alternatives of the next, so that all are 8**levels."""
+    definitions = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 8} for at in range(levels)}
+    return {"$ref": "#/$defs/0", "$defs": definitions | {str(levels): {"type": "null"}}}
+
+
+BOMBS: dict[str, Any] = {
+    "repeats": {"regex": "(a{1,200}){1,200}"},
+    "ambiguous": {"regex": "(x+x+)+y"},
+    "long": {"regex": ".{0,5000}z"},
+    "alternatives": {"json": anyof(12)},
+    "recursion": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_five_bombs_of_grammars_at_once(name: str) -> None:
+    """DOS-02: they are compiled off the loop, and refused if that takes too long."""
+    body = json.dumps({"prompt": "hi", "max_tokens": 1, "structured_outputs": BOMBS[name]}).encode()
+    async with serve() as client:
+        assert await longest(client, COMPLETION, [body] * 5, {200, 400}) < BOUND
+        await client.complete(prompt="hi")
 
 
 @pytest.mark.parametrize(

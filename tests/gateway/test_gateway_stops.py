@@ -67,14 +67,19 @@ def _pieces(text: str) -> list[str]:
     return [TOKENIZER.decode([token]) for token in ids(text)]
 
 
-@pytest.mark.parametrize("stop", ["<|im_end|>", "im"])
-@pytest.mark.parametrize("skip", [True, False])
-async def test_a_special_token_is_a_stop_string_where_it_shows(skip: bool, stop: str) -> None:
-    """STP-07, TXT-04"""
+@pytest.mark.parametrize(
+    ("skip", "stop", "expected"),
+    [
+        (True, "<|im_end|>", ("All done.", "stop", "<|im_end|>")),
+        (True, "im", ("All done. two", "stop", None)),
+        (False, "<|im_end|>", ("All done.", "stop", "<|im_end|>")),
+        (False, "im", ("All done.<|", "stop", "im")),
+    ],
+)
+async def test_a_special_token_is_a_stop_string(skip: bool, stop: str, expected: tuple[str, str, str | None]) -> None:
+    """STP-07, TXT-04: as a whole; a part of its name is one only where it is shown."""
     script = says([*ids("All done."), END_TURN, *ids(" two")])
-    answer = await answers(script, stop=[stop], skip_special_tokens=skip, max_tokens=40)
-    shown = "All done.<|im_end|>"
-    assert answer == (("All done. two", "stop", None) if skip else (shown[: shown.index(stop)], "stop", stop))
+    assert await answers(script, stop=[stop], skip_special_tokens=skip, max_tokens=40) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,9 +130,12 @@ async def test_include_stop_str_in_output_shows_it() -> None:
 
 
 async def test_min_tokens_delays_stop_strings_and_stop_tokens() -> None:
+    """SMP-20."""
     script = says(" two two two two two")
     assert await answers(script, stop="two", min_tokens=2) == (" two two ", "stop", "two")
     assert (await answers(says([EOS, *ids("one")]), min_tokens=1))[0] == "one"
+    hidden = await answers(says([END_TURN, *ids("one"), END_TURN]), stop="<|im_end|>", min_tokens=2)
+    assert hidden == ("one", "stop", "<|im_end|>")
 
 
 async def test_ignore_eos_goes_on() -> None:

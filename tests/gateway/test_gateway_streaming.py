@@ -2,15 +2,17 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
-from tests.gateway.fakes import FakeBackend, ends, error_of, events, ids, says, serve, texts
+from tests.gateway.fakes import TOKENIZER, FakeBackend, ends, error_of, events, ids, says, serve, texts
 
 FAMILY = "一个 😀 👨‍👩‍👧‍👦 e\u0301 é"
 PATHS = ["/v1/completions", "/v1/chat/completions"]
+FOREIGN = {PATHS[0]: {"messages"}, PATHS[1]: {"prompt"}}  # fields of the other endpoint
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
@@ -143,7 +145,11 @@ async def test_no_chunk_is_half_a_character(path: str) -> None:
     """STR-05."""
     async with serve(FakeBackend(says(FAMILY))) as client:
         chunks = await streamed(client, path, max_tokens=200)
+        async with client.post(path, json=body(path, max_tokens=200)) as response:
+            (choice,) = (await response.json())["choices"]
         assert texts(chunks) == {0: FAMILY}
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]) == FAMILY
+        assert TOKENIZER.decode(ids(FAMILY)) == FAMILY
         assert not any("\ufffd" in text for chunk in chunks for text in texts([chunk]).values())
 
 
@@ -157,16 +163,25 @@ async def test_the_prompt_does_not_leak_into_a_character_it_left_open() -> None:
 
 
 async def test_random_bytes_are_answered_with_json() -> None:
-    """STR-09."""
+    """STR-09: whole and streamed, with and without log-probabilities, whose bytes are those of the tokens."""
     rng = random.Random(9)
-    async with serve(FakeBackend(lambda _, __: [rng.randrange(4, 260) for _ in range(20)])) as client:
-        for turn in range(100):
-            fields: dict[str, Any] = {"prompt": "x", "max_tokens": 20, "logprobs": 2 if turn % 3 == 0 else None}
+    written: list[int] = []
+
+    def random_bytes(_: Sequence[int], __: int) -> list[int]:
+        written[:] = [rng.randrange(4, 260) for _ in range(20)]
+        return written
+
+    async with serve(FakeBackend(random_bytes)) as client:
+        for turn in range(200):
+            fields: dict[str, Any] = {"max_tokens": 20} | ({"logprobs": True} if turn % 3 == 0 else {})
             if turn % 2:
-                await client.stream_completion(**fields)
-                continue
-            choice = (await client.complete(**fields))["choices"][0]
-            assert choice["finish_reason"] == "length"
+                choices = [chunk["choices"][0] for chunk in await client.stream_chat(**fields)]
+            else:
+                choices = (await client.chat(**fields))["choices"]
+            assert choices[-1]["finish_reason"] == "length"
+            if "logprobs" in fields:
+                entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+                assert [bytes(entry["bytes"]) for entry in entries] == [TOKENIZER.token_bytes(id) for id in written]
         assert (await client.get("/health")).status == 200
 
 
@@ -181,14 +196,16 @@ async def test_logprobs_hold_the_raw_bytes() -> None:
 @pytest.mark.parametrize(
     ("wrong", "status"),
     [
+        ({"prompt": [20] * 257, "messages": [{"role": "user", "content": "x" * 257}]}, 400),
         ({"max_tokens": 1000}, 400),
         ({"model": "no"}, 404),
         ({"temperature": -1}, 400),
-        ({"response_format": {"type": "json_schema"}}, 400),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strng"}}}}, 400),
     ],
 )
 async def test_refusals_of_a_stream_have_their_status(path: str, wrong: dict[str, Any], status: int) -> None:
-    """STR-10."""
+    """STR-10: the answer is JSON, and the same as without a stream."""
+    wrong = {name: value for name, value in wrong.items() if name not in FOREIGN[path]}
     async with serve() as client:
         plain = await client.refused(path, body(path, **wrong))
         assert plain == await client.refused(path, body(path, stream=True, **wrong))

@@ -17,11 +17,16 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHE
 TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 
 
+def strictly(strict: bool | None) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "strict": strict, "schema": SCHEMA}}
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("fields", "demand"),
     [
         ({"response_format": FORMAT}, {"json": SCHEMA}),
+        *(({"response_format": strictly(strict)}, {"json": SCHEMA}) for strict in (True, False, None)),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": {"type": "structural_tag"} | TAGS}, {"structural_tag": TAGS}),
         ({"response_format": {"type": "text"}, "guided_regex": "a+"}, {"regex": "a+"}),

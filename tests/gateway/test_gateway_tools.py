@@ -1,7 +1,9 @@
 """Tests of tool calls in chats: what a client gets of them, whole and as a stream, and which tools are refused."""
 
+import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -10,7 +12,7 @@ from tokenizers import AddedToken
 from shared.text.deltas import Delta
 from shared.text.message_parser import MessageParser
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.fakes import TOKENIZER, FakeBackend, ends, says, serve
+from tests.gateway.fakes import TOKENIZER, FakeBackend, ends, ids, says, serve
 from tests.text.tool_outputs import WRITERS, Call
 from tests.text.tool_templates import TEMPLATES
 from tests.text.vocabulary import CHATML, make_backend
@@ -310,6 +312,32 @@ async def test_a_model_that_cannot_be_offered_tools_says_what_to_set() -> None:
     async with serve(scripted(WRITERS["hermes"]([TIME])), template=unknown, tool_call_parser="none") as client:
         message = (await client.chat(tools=TOOLS))["choices"][0]["message"]
         assert message["content"] == WRITERS["hermes"]([TIME])
+
+
+async def test_a_hundred_streams_that_may_call_end_once_each() -> None:
+    """STR-16: by the end of the output, by max_tokens and by a stop string, with calls between them."""
+    call = WRITERS["hermes"]([TIME])
+
+    def script(prompt: Sequence[int], _: int) -> list[int]:
+        return ids(call if "please call" in TOKENIZER.decode(prompt) else "one two three")
+
+    kinds: list[tuple[str, dict[str, Any], str]] = [
+        ("talk", {}, "stop"),
+        ("call", {}, "tool_calls"),
+        ("talk", {"max_tokens": 2}, "length"),
+        ("talk", {"stop": "o t"}, "stop"),
+    ]
+    async with serve(FakeBackend(script, max_model_len=2048), template=HERMES) as client:
+
+        async def end(word: str, fields: dict[str, Any], reason: str) -> None:
+            messages = [{"role": "user", "content": f"please {word}"}]
+            options = {"include_usage": True}
+            *chunks, usage = await client.stream_chat(messages=messages, tools=TOOLS, stream_options=options, **fields)
+            assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [reason]
+            assert usage["choices"] == []
+            assert len(calls_of(joined(chunks)[0])) == (word == "call")
+
+        await asyncio.gather(*(end(*kinds[at % 4]) for at in range(100)))
 
 
 async def test_streams_of_many_ends() -> None:

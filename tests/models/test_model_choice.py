@@ -108,7 +108,7 @@ def test_a_field_of_which_only_transformers_has_a_default(tmp_path: Path, caplog
 
 
 def test_a_rope_that_changes_with_the_length_ends_where_it_would(tmp_path: Path) -> None:
-    """LDG-24: families refuse it, since cached keys cannot be rotated again."""
+    """LDG-24, LDG-04: families refuse it, since cached keys cannot be rotated again."""
     save(llama(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), tmp_path)
     model = load_model(tmp_path, WorkerConfig(device="cpu"), torch.device("cpu"), ops(torch.device("cpu")))
     assert model.model.shape.max_positions == 128

@@ -60,6 +60,7 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def test_only_files_of_the_index_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LDG-03."""
     model = llama()
     save(model, tmp_path, max_shard_size="60KB")
     others = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
@@ -199,6 +200,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
 
 
 def test_untied_without_a_head_is_refused(tmp_path: Path) -> None:
+    """LDG-02."""
     save(llama(tie_word_embeddings=True), tmp_path)
     set_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"tensor lm_head\.weight is missing$"):
@@ -209,6 +211,7 @@ def test_untied_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    """LDG-02."""
     save(llama(), tmp_path)
     rewrite_weights(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"):
@@ -216,6 +219,7 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    """LDG-02."""
     save(llama(), tmp_path)
     rewrite_weights(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(59)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[59\], and config\.json says \[60\]"):
@@ -276,6 +280,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_extra_tensors_give_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """LDG-02."""
     model = llama()
     save(model, tmp_path)
     extra = {f"extra.{number}": torch.ones(1) for number in range(7)}
@@ -291,6 +296,7 @@ def test_extra_tensors_give_one_warning(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_an_absent_shard_is_named(tmp_path: Path) -> None:
+    """LDG-02."""
     save(llama(), tmp_path, max_shard_size="60KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
@@ -301,6 +307,7 @@ def test_an_absent_shard_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.99])
 @pytest.mark.parametrize("form", ["safetensors", "pt"])
 def test_a_truncated_file_is_named(tmp_path: Path, form: str, keep: float) -> None:
+    """LDG-02."""
     save(llama(), tmp_path)
     if form == "pt":
         as_bin(tmp_path)

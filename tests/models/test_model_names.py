@@ -73,7 +73,7 @@ def tied(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, str, str]:
 def test_a_tied_table_has_either_name(
     tied: tuple[PreTrainedModel, str, str], kept: str, prefixed: bool, tmp_path: Path
 ) -> None:
-    """LDG-21: the head's name alone is enough; if the two tables differ, Quire uses both, as transformers does."""
+    """LDG-01, LDG-21: the head's name alone is enough; if two tables differ, both are used, as transformers does."""
     model, table, prefix = tied
     head = prefix + HEAD if prefixed else HEAD
 

@@ -79,6 +79,7 @@ def folder(tmp_path: Path) -> Path:
 def test_logits_are_those_of_transformers(
     name: str, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """LDG-06: with and without an order of activations, in groups of 32 and one group."""
     model = MODELS[name]()
     folder = save_packed(model, tmp_path, SCHEMES[scheme])
     theirs = reference_logits(model, TOKENS)
@@ -96,7 +97,7 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
-    """LDG-26 is one of these cases."""
+    """LDG-07, LDG-26: zero points of all sizes, in both layouts of GPTQ."""
     model = MODELS["llama"]()
     folder = save_packed(model, tmp_path, SCHEMES[scheme])
     files = weight_files(folder)
@@ -119,7 +120,7 @@ def test_quants_stand_for_the_same_numbers(scheme: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
 def test_a_zero_point_of_0(bits: int, layout: str, tmp_path: Path) -> None:
-    """GPTQ's first layout stores zero points less one, so that this one is the largest quant there."""
+    """LDG-07: GPTQ's first layout stores zero points less one, so that this one is the largest quant there."""
     model = llama(**WIDE)
     weight = model.get_submodule(Q).weight
     weight.data[:, :32].abs_()  # a group with a minimum of 0, and one with values of both signs

@@ -58,7 +58,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS.keys())
 def test_tables_equal_those_of_transformers(spelling: dict[str, Any]) -> None:
-    """LDG-22 is the case with both `rope_scaling` and `rope_parameters`."""
+    """LDG-04. LDG-22 is the case with both `rope_scaling` and `rope_parameters`."""
     length = 300  # longer than any original length here
     cos, sin = rope_table(read_rope(ConfigJson(BASE | spelling), 12), length, torch.device("cpu"))
     rotary = LlamaRotaryEmbedding(LlamaConfig(**(BASE | _copy(spelling))))
@@ -129,6 +129,7 @@ def _copy(spelling: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("rope_type", ["dynamic", "proportional", "mystery"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_other_types_are_refused_by_name(rope_type: str, key: str) -> None:
+    """LDG-04: a family's code refuses them; transformers' may serve one that it knows, as it does `dynamic`."""
     supported = "default, factors, linear, llama3, yarn, longrope"
     with pytest.raises(ModelError, match=f"'{rope_type}' is not supported.*{supported}"):
         read_rope(ConfigJson(BASE | {"rope_scaling": {key: rope_type, "factor": 2.0}}), 12)
@@ -147,6 +148,7 @@ def test_incomplete_scalings_are_refused(scaling: Any) -> None:
     [("nothing", 64), ("linear, old key", 128), ("llama3", 64), ("yarn", 64), ("yarn, tuned", 64)],
 )
 def test_longest_context(spelling: str, positions: int) -> None:
+    """LDG-04."""
     assert read_max_positions(ConfigJson(BASE | SPELLINGS[spelling]), 2048) == positions
 
 

@@ -78,12 +78,14 @@ def test_what_is_renamed_has_its_effect() -> None:
 
 
 def test_what_is_taken_without_effect_is_said_once_each() -> None:
-    result, notes = parse("--seed 0 --performance-mode balanced -tp 1")
+    """SWP-01: --swap-space is among them, since KV memory is computed again and never swapped."""
+    result, notes = parse("--seed 0 --performance-mode balanced -tp 1 --swap-space 4")
     assert result == parse("")[0]
     assert [note.partition(" is accepted without effect: ")[0] for note in notes] == [
         "--seed 0",
         "--performance-mode balanced",
         "--tensor-parallel-size 1",
+        "--swap-space 4",
     ]
 
 

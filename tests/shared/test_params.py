@@ -138,6 +138,12 @@ def test_values_in_range_are_taken(field: str, values: list[Any]) -> None:
         )
 
 
+@pytest.mark.parametrize("top_k", [-1, 0, 50, 10**9])
+def test_a_top_k_that_leaves_all_tokens_is_off(top_k: int) -> None:
+    """SMP-06: the engine's word for that is 0."""
+    assert to_sampling(SamplingParams(top_k=top_k)).top_k == to_sampling(SamplingParams()).top_k == 0
+
+
 def test_to_sampling_carries_every_field() -> None:
     params = SamplingParams(
         temperature=0.5,

@@ -1,6 +1,7 @@
 """Tests whole servers under overload: bursts, full queues, a gateway that stands still, long outputs."""
 
 import asyncio
+import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -8,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -34,6 +36,8 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BURST = 500
+REQUESTS = int(os.environ.get("QUIRE_TEST_REQUESTS", "4000"))
+SLACK = 2 * 2**20  # bytes by which a process that leaks nothing may grow, since its allocator keeps some
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -136,6 +140,42 @@ async def stand_still(server: Server, count: int, **fields: Any) -> None:
         assert ends(chunks) == {0: ["length"]}
         assert chunks[-1]["usage"]["completion_tokens"] == 40
     assert (server.gateway.lives, server.engine.scheduler.lives) == (1, 1)
+
+
+@pytest.mark.timeout(0 if REQUESTS > 4000 else 120)
+async def test_thousands_of_tiny_requests_leave_no_memory(server: Server) -> None:
+    """MEM-01: each has a block of its own, which the prefix cache takes and later gives up."""
+    children = (server.gateway, server.engine.scheduler, server.engine.worker)
+    processes = [psutil.Process(child.pid) for child in children]
+    half = REQUESTS // 2
+    await tiny_requests(server, range(half))
+    since, sizes = await settled(server), [memory(process) for process in processes]
+    await tiny_requests(server, range(half, 2 * half))
+    grown = await settled(server, since, half)
+    assert grown["vllm:prompt_tokens_total"] == half * 20
+    growth = [memory(process) - size for process, size in zip(processes, sizes, strict=True)]
+    print(f"bytes that the processes grew by in {half} requests: {growth}")
+    assert max(growth) < SLACK + 16 * half
+    assert [child.lives for child in children] == [1, 1, 1]
+
+
+async def tiny_requests(server: Server, numbers: range) -> None:
+    """Send a request of its own prompt for each number, 32 at a time."""
+    waiting = iter(numbers)
+
+    async def one_after_another() -> None:
+        for number in waiting:
+            digits = [10 + number // 200**place % 200 for place in range(4)]
+            answer = await complete(server, [CHAIN, *digits, *[9] * 15], 1)
+            assert answer.status == 200
+
+    await asyncio.gather(*(one_after_another() for _ in range(32)))
+
+
+def memory(process: psutil.Process) -> int:
+    """Return a process's own bytes, those that were swapped out included."""
+    full = process.memory_full_info()
+    return int(full.uss + full.swap)
 
 
 async def test_without_a_limit_outputs_fill_the_context_exactly(server: Server) -> None:

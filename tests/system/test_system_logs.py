@@ -38,7 +38,7 @@ async def complete(at: Gateway, prompt: list[int], count: int, id: str) -> int:
 
 
 async def test_one_id_is_in_the_logs_of_all_services() -> None:
-    """A request kills workers, beside one that lives on, and another one outlives its scheduler."""
+    """GTW-06: of one that kills workers, beside one that lives on, and of one that outlives its scheduler."""
     script = talk(delay=0.01, failures=[ScriptedFailure(POISON, "raise")])
     async with engine(script, AS_JSON, "--log-level=debug", worker=False) as behind:
         behind.worker.argv = [*behind.worker.argv, AS_JSON]

@@ -107,7 +107,7 @@ def test_the_text_of_any_tokens_is_that_of_one_decoding_and_only_an_unfinished_c
 @pytest.mark.timeout(0 if SEQUENCES > 1000 else 120)
 @pytest.mark.parametrize("kind", KINDS)
 def test_behind_any_prompt_the_text_goes_on_where_the_prompts_last_whole_character_ends(kind: str) -> None:
-    """TXT-01, TXT-03: also where the prompt ends inside a character, or in hidden tokens behind a part of one."""
+    """TXT-01, TXT-03, TOK-03: also if the prompt ends inside a character, or in hidden tokens behind a part of one."""
     for rng, vocabulary, ids in draws(kind):
         skip, cut = rng.random() < 0.5, rng.randrange(len(ids) + 1)
         hidden = vocabulary.tokenizer.special_ids if skip else frozenset()
@@ -119,6 +119,40 @@ def test_behind_any_prompt_the_text_goes_on_where_the_prompts_last_whole_charact
         else:
             before = certain(vocabulary, ids[:cut], hidden)
             assert before + text == decoded(vocabulary, ids, hidden), (ids[:cut], ids[cut:], skip)
+
+
+STRIPPED = "byte-fallback, stripped"
+
+
+@pytest.mark.parametrize("kind", ["byte-fallback", STRIPPED])
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(
+    "written",
+    ["▁Hi" + "▁a" * 29, "▁1▁22▁2024", "▁a:\n▁▁▁▁a\n\n▁▁a▁▁\n", "a▁Hi", "▁", "▁▁▁a\n", "▁Hi▁"],
+)
+def test_spaces_and_newlines_are_kept(kind: str, behind: bool, written: str) -> None:
+    """TOK-04: SentencePiece writes the space before a word with the word, and a text's first one may not show."""
+    vocabulary = make_vocabulary(kind)
+    ids = spelled(vocabulary, written)
+    text = written.replace("▁", " ")
+    if kind == STRIPPED and not behind:
+        text = text.removeprefix(" ")
+    detokenizer = Detokenizer(vocabulary.tokenizer, spelled(vocabulary, "▁Hi") if behind else [])
+    shown = [*map(detokenizer.push, ids), detokenizer.flush()]
+    assert "".join(shown) == text
+    assert all(shown[1:-1]), "each token's text comes with the token"
+
+
+def spelled(vocabulary: Vocabulary, written: str) -> list[int]:
+    """Return the longest pieces of which `written` consists, and byte tokens for what is in none."""
+    ids: list[int] = []
+    while written:
+        size = next((size for size in (3, 2, 1) if vocabulary.tokenizer.token_id(written[:size]) is not None), 0)
+        token = vocabulary.tokenizer.token_id(written[:size]) if size else vocabulary.byte_ids[ord(written[0])]
+        assert token is not None
+        ids.append(token)
+        written = written[size or 1 :]
+    return ids
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,7 +58,9 @@ def refusal(**demand: Any) -> str:
         ({"json": NODE}, '{"n": {"n": {}}}', '{"n": 1}'),
         ({"json": {"type": "integer", "maximum": 30_000_000_000}}, "29999999999", "30000000001"),
         ({"json": {"type": "integer", "exclusiveMinimum": 5, "maximum": 7}}, "6", "5"),
-        ({"json": {"type": "number", "multipleOf": 0.1}}, "0.3", '"0.3"'),
+        ({"json": {"type": "integer", "minimum": -(2**62)}}, str(-(2**62)), str(-(2**62) - 1)),
+        ({"json": {"type": "number", "multipleOf": 0.1}}, "0.3", "0.35"),
+        ({"json": {"type": "string", "minLength": 10_000}}, '"' + "a" * 10_000 + '"', '"' + "a" * 9_999 + '"'),
         ({"json": {"type": "array", "items": [{"type": "string"}, {"type": "null"}]}}, '["a", null]', '[null, "a"]'),
         ({"json": {"type": "array", "maxItems": 10**6}}, "[]", "{}"),
         ({"json": {"enum": [f"word {at}" for at in range(5000)]}}, '"word 4999"', '"word 5000"'),
@@ -110,6 +112,7 @@ def test_objects_can_be_closed() -> None:
         ({"json": {"type": "string", "pattern": "(?<=a)b"}}, "look-around"),
         ({"json": {"not": {"type": "null"}}}, '"not"'),
         ({"json": {"uniqueItems": True}}, "uniqueItems"),
+        ({"json": {"type": "integer", "minimum": -(2**63)}}, str(-(2**63))),
         ({"json": {"type": "string", "format": "no-such"}}, "no-such"),
         ({"json": False}, '"not"'),
         ({"regex": "["}, "unclosed character class"),
@@ -141,7 +144,7 @@ def test_objects_can_be_closed() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_what_is_wrong_is_named(demand: dict[str, Any], words: str) -> None:
-    """GDD-01, GDD-02, STR-10."""
+    """GDD-01, GDD-02, GDD-03, STR-10."""
     assert words in refusal(**demand)
 
 

@@ -135,9 +135,26 @@ def test_a_stop_string_is_found_in_a_special_token_that_shows(stop: str) -> None
     )
 
 
-@pytest.mark.parametrize("stop", ["<|im_end|>", "im", "m_end|> t", "one six"])
 @pytest.mark.parametrize("include", [True, False])
-def test_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
+@pytest.mark.parametrize("stop", ["<|im_end|>", ["x", "<|im_end|>"], ["<|im_end|>", "one<|"]])
+def test_a_special_token_that_does_not_show_is_a_stop_string_by_its_name(stop: str | list[str], include: bool) -> None:
+    """STP-07: text that was held back comes before it."""
+    params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+    tokens = ids("one<|im_end|> two")
+    pieces, text = run(params, tokens)
+    assert "".join(pieces) == whole(params, tokens) == "one"
+    assert (text.finish_reason, text.stop_reason, text.token_ids) == ("stop", "<|im_end|>", tokens[:2])
+
+
+def test_the_engines_own_stop_comes_before_a_stop_string_of_the_same_name() -> None:
+    """STP-07: an end of sequence has no stop reason."""
+    _, text = run(SamplingParams(stop="</s>"), [*ids("one"), EOS], FinishReason.STOP)
+    assert (text.text, text.finish_reason, text.stop_reason) == ("one", "stop", None)
+
+
+@pytest.mark.parametrize("stop", ["im", "m_end|> t", "one six", "<|im_end|", "<|im_end|> "])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_part_of_a_special_token_that_does_not_show_is_no_stop_string(stop: str, include: bool) -> None:
     """STP-07, TXT-04"""
     params = SamplingParams(stop=stop, include_stop_str_in_output=include)
     _, text = run(params, ids("one<|im_end|> two"))
@@ -166,12 +183,27 @@ def test_a_stop_token_shows_only_if_it_is_to_be_included(skip: bool, include: bo
     assert (text.text, text.stop_reason) == (shown, EOS)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_stop_token_that_is_no_special_token(skip: bool, include: bool) -> None:
+    """TOK-06: it shows only if it is to be included; other added tokens show."""
+    tokenizer = make_vocabulary("byte-level").tokenizer
+    stop, other = (tokenizer.token_id(name) for name in ("<tool>", "한"))
+    assert stop is not None
+    assert other is not None
+    params = SamplingParams(stop_token_ids=[stop], skip_special_tokens=skip, include_stop_str_in_output=include)
+    text = SampleText(tokenizer, params, [200], stop_token_ids=[stop])
+    shown = text.feed([*tokenizer.encode("one"), other, stop], None, FinishReason.STOP)
+    assert (shown, text.stop_reason) == ("one한" + "<tool>" * include, stop)
+
+
 def test_an_end_of_sequence_has_no_stop_reason_but_counts_as_a_token() -> None:
     _, text = run(SamplingParams(), [*ids("one"), EOS], FinishReason.STOP)
     assert (text.text, text.finish_reason, text.stop_reason, len(text.token_ids)) == ("one", "stop", None, 2)
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
+    """SMP-20."""
     params = SamplingParams(stop="two", min_tokens=2)
     _, text = run(params, ids("one two two three"))
     assert text.text == "one two "

@@ -1,5 +1,6 @@
 """Tests of the parsers of tool calls: whatever the cuts, each format gives the calls that it was written from."""
 
+import itertools
 import json
 from typing import Any
 
@@ -200,6 +201,20 @@ def test_text_before_and_calls(family: str) -> None:
     assert message.has_calls
 
 
+VALUES: list[Any] = [7, True, None, {"a": [1, {"b": None}], "c": {}}, 'say "hi" \\ {}']
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_every_set_of_cuts(value: Any) -> None:
+    """TOL-01."""
+    text = '<tool_call>\n{"name":"f","arguments":{"id":' + json.dumps(value) + "}}\n</tool_call>"
+    whole = read(parser_of("hermes"), text)
+    assert whole == RawMessage("", "", (("f", '{"id":' + json.dumps(value) + "}"),), True)
+    for count in (1, 2, 3) if value == 7 else (1, 2):
+        for cuts in itertools.combinations(range(1, len(text)), count):
+            assert read(parser_of("hermes"), text, cuts) == whole, cuts
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
@@ -253,6 +268,7 @@ pieces = st.sampled_from([*PIECES, " ", "\n"])
 
 @given(st.sampled_from(sorted(WRITERS)), st.lists(pieces, max_size=12), st.lists(st.integers(0, 120), max_size=5))
 def test_any_text_is_read_the_same_however_it_is_cut(family: str, parts: list[str], cuts: list[int]) -> None:
+    """TOL-06: by every parser."""
     text = "".join(parts)
     whole = read(parser_of(family, reasoning="qwen3"), text)
     assert read(parser_of(family, reasoning="qwen3"), text, [min(cut, len(text)) for cut in cuts]) == whole
@@ -290,7 +306,7 @@ def test_arguments_that_are_no_object_are_passed_on(arguments: str) -> None:
 def test_missing_arguments_are_none() -> None:
     """TOL-02."""
     message = read_everywhere(lambda: parser_of("hermes"), '<tool_call>{"name": "f"}</tool_call>')
-    assert message.calls == (("f", "{}"),)
+    assert message == RawMessage("", "", (("f", "{}"),), True)
 
 
 @pytest.mark.parametrize("separator", ["; ", ";", "\n", ";\n", "", ", "])

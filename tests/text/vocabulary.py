@@ -139,7 +139,8 @@ def _word_piece(decoder: decoders.Decoder | None) -> tuple[tokenizers.Tokenizer,
 
 
 def _from_tokens(tokens: list[str], decoder: decoders.Decoder | None) -> tokenizers.Tokenizer:
-    vocab = {token: id + (id > 9) for id, token in enumerate(tokens)}  # no token has id 10
+    # no token has id 10; the library numbers added tokens by the count of the others, so the first takes the last id
+    vocab = {token: id + (id > 9) for id, token in enumerate([*tokens, "replaced"])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=tokens[0]))
     backend.decoder = decoder
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])

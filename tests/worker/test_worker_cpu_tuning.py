@@ -28,12 +28,14 @@ def cgroup(monkeypatch: pytest.MonkeyPatch, folder: Path, **files: str) -> None:
 
 
 def test_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU-01."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert cpu_tuning.set_threads(3) == 3
     assert torch.get_num_threads() == 3
 
 
 def test_omp_num_threads_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU-01."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     torch.set_num_threads(2)
     assert cpu_tuning.set_threads(None) == 2
@@ -45,6 +47,7 @@ def test_by_default_one_for_each_allowed_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_mask_and_the_quota_bound_the_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CPU-01."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     cgroup(monkeypatch, tmp_path)
     assert cpu_tuning.allowed_cpus() == 6
@@ -57,7 +60,7 @@ def test_the_mask_and_the_quota_bound_the_threads(monkeypatch: pytest.MonkeyPatc
 def test_workers_of_one_machine_share_no_cpu_and_no_core(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads_of_a_core: str
 ) -> None:
-    """There are 8 CPUs on 4 cores: 0 and 1, 2 and 3, ...; or 0 and 4, 1 and 5, ..."""
+    """CPU-01. There are 8 CPUs on 4 cores: 0 and 1, 2 and 3, ...; or 0 and 4, 1 and 5, ..."""
     apart = "," in threads_of_a_core
     for cpu in range(8):
         first, last = (cpu % 4, cpu % 4 + 4) if apart else (cpu - cpu % 2, cpu - cpu % 2 + 1)
@@ -86,6 +89,7 @@ def test_workers_of_one_machine_share_no_cpu_and_no_core(
 
 
 def test_a_quota_is_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CPU-01: so that all together have as many threads as there are CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     for text, threads in (("max 100000", 6), ("800000 100000", 4), ("50000 100000", 1)):
         cgroup(monkeypatch, tmp_path, cpu_max=text)

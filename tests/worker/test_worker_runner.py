@@ -163,6 +163,7 @@ def test_logprobs_of_output(runner: ModelRunner, model: PreTrainedModel) -> None
 
 @pytest.mark.parametrize("chunks", [[10], [1, 9], [4, 5, 1], [9, 1], [1] * 10], ids=str)
 def test_logprobs_of_the_prompt(runner: ModelRunner, model: PreTrainedModel, chunks: list[int]) -> None:
+    """LGP-02, LGP-08."""
     client = RunnerClient(runner)
     entries, start = [], 0
     client.run((1, 0, 10, 1), new=[sequence(1, PROMPT, range(30, 34))])  # a neighbour that without log-probabilities
