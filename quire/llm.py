@@ -27,7 +27,8 @@ from services.worker.config import WorkerConfig
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer
-from shared.params import SamplingParams
+from shared.params import SamplingParams, cache_salt
+from shared.text.bad_words import tokenize_bad_words
 from shared.text.grammars import GrammarCompiler
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
@@ -135,6 +136,12 @@ class LLM:
         """Return the parameters that `generate` uses by default: those of generation_config.json, then vLLM's."""
         return SamplingParams(**self._defaults.as_dict())
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks, so that the next prompts are computed from their beginning. Return True."""
+        with self._lock:
+            self._running().reset_prefix_cache()
+        return True
+
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -212,6 +219,7 @@ class LLM:
 
     def _prepare(self, engine: InProcessEngine, prompt: PromptType, params: SamplingParams) -> PendingRequest:
         text, tokens = self._tokens(prompt, engine.model.vocab_size)
+        salt = cache_salt(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else ""
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         sampling = params.to_sampling(
@@ -220,8 +228,9 @@ class LLM:
             vocab_size=engine.model.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
             grammar=self._grammar(params),
+            bad_words=tokenize_bad_words(params.bad_words or (), self._tokenizer),
         )
-        return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer)
+        return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer, salt)
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
@@ -236,7 +245,7 @@ class LLM:
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
-        if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise InvalidRequest(f"a prompt cannot have {brief(sorted(map(str, unknown)))}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None:

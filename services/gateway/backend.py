@@ -160,6 +160,13 @@ class Backend:
                 statuses[engine.address if engine.name in statuses else engine.name] = engine.status
         return statuses
 
+    async def reset_prefix_cache(self) -> None:
+        """Have each engine forget its cached blocks, and return when all have.
+
+        Raise `Unavailable` if an engine is not connected, or is lost before it answers.
+        """
+        await asyncio.gather(*[engine.reset_prefix_cache() for engine in self._connections])
+
     @asynccontextmanager
     async def submit(
         self,
@@ -170,10 +177,11 @@ class Backend:
         priority: int = 0,
         samples_before: int = 0,
         request_id: str = "",
+        cache_salt: str = "",
     ) -> AsyncIterator[EngineRequest]:
         """Run a request for the time of the block. On leaving the block, abort its unfinished samples.
 
-        All services log it under `request_id`.
+        All services log it under `request_id`. It shares cached blocks with requests of the same `cache_salt` only.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """
         if self.unusable:
@@ -185,6 +193,7 @@ class Backend:
             priority=priority,
             samples_before=samples_before,
             request_id=request_id,
+            cache_salt=cache_salt,
             on_unplaced=self._wait_for_engine,
             on_first_token=self._note_computed,
         )
@@ -265,7 +274,7 @@ class Backend:
             return
         for connection in self._connections:
             if request.attempts_at(connection):
-                self._router.note(connection, request.prompt, request.outputs)
+                self._router.note(connection, request.prompt, request.outputs, request.cache_salt)
 
     def _wait_for_engine(self, request: EngineRequest) -> None:
         """Keep a request until an engine is ready for it, maybe at once."""
@@ -330,7 +339,9 @@ class Backend:
     def _choose(self, request: EngineRequest, *, ready: bool = False) -> EngineConnection | None:
         """Return the engine for a request, or None if it has to wait for one."""
         candidates = self._candidates(request, ready=ready)
-        return self._router.choose(candidates, request.prompt, request.sampling) if candidates else None
+        if not candidates:
+            return None
+        return self._router.choose(candidates, request.prompt, request.sampling, request.cache_salt)
 
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
         """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.

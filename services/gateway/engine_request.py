@@ -109,12 +109,14 @@ class EngineRequest:
         priority: int = 0,
         samples_before: int = 0,
         request_id: str = "",
+        cache_salt: str = "",
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
         on_first_token: Callable[["EngineRequest"], None] = lambda request: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`samples_before` counts the samples of the same user's earlier requests. `request_id` is for logs."""
         self.request_id = request_id
+        self.cache_salt = cache_salt
         self.arrival = time.time()
         self.accepted = False  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -320,6 +322,7 @@ class EngineRequest:
             resumed=self.accepted,
             request_id=self.request_id,
             suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
+            cache_salt=self.cache_salt,
         )
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:

@@ -209,6 +209,7 @@ async def submit(gateway: Gateway, prompt: PreparedPrompt) -> AsyncIterator[Gene
         priority=prompt.priority,
         samples_before=prompt.samples_before,
         request_id=prompt.request_id,
+        cache_salt=prompt.cache_salt,
     )
     async with submission as request:
         generation = Generation(prompt, request, gateway.model.tokenizer, gateway.metrics)

@@ -398,3 +398,34 @@ def test_scoring_a_prompt_samples_nothing() -> None:
     engine.check_finished()
     assert len(engine.clients[id, 0].scores) == 639
     assert engine.core.snapshot().generation_tokens == 0
+
+
+def _hits(engine: SimulatedEngine, salt: str = "") -> int:
+    """Return the cached tokens of the same long prompt under a salt. It runs alone."""
+    id = engine.accept(_prompt(64), 2, salt=salt)
+    engine.run(20)
+    return engine.clients[id, 0].cached_tokens
+
+
+def test_prompts_find_those_of_their_salt_only() -> None:
+    engine = SimulatedEngine(_limits())
+    assert [_hits(engine, salt) for salt in ("", "1", "2", "1", "2", "")] == [0, 0, 0, 63, 63, 63]
+    engine.check_finished()
+
+
+def test_a_reset_forgets_what_is_free_and_what_runs() -> None:
+    engine = SimulatedEngine(_limits(max_num_batched_tokens=40))
+    assert [_hits(engine), _hits(engine)] == [0, 63]
+    engine.reset_prefix_cache()
+    assert [_hits(engine), _hits(engine)] == [0, 63]
+    running = engine.accept(_prompt(640 - 50, 5), 50)
+    for _ in range(3):
+        engine.step()
+    engine.reset_prefix_cache()  # in the middle of its prompt
+    engine.run(100)
+    assert engine.clients[running, 0].cached_tokens == 0
+    again = engine.accept(_prompt(640 - 50, 5), 50)
+    engine.run(100)
+    assert engine.clients[again, 0].cached_tokens == 0, "nothing of the one that was running is found"
+    assert engine.core.snapshot().prefix_resets == 2
+    engine.check_finished()
