@@ -10,7 +10,7 @@ and torch; the struct keeps an int. Every list's length is checked before anythi
 import operator
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -224,17 +224,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             bad_words=[list(word) for word in bad_words],
         )
 
-    def _allowed_tokens(self, vocab_size: int, stop_ids: Collection[int], bad_words: Sequence[Sequence[int]]) -> bytes:
+    def _allowed_tokens(self, vocab_size: int, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]) -> bytes:
         """Return `allowed_token_ids` as a set of bits; empty: all are allowed."""
-        ids = self.allowed_token_ids
-        if ids is None:
+        if self.allowed_token_ids is None:
             return b""
+        ids = set(self.allowed_token_ids)
         for extreme in (min(ids), max(ids)):  # much faster than checking each id
             _token_in_vocabulary("allowed_token_ids", extreme, vocab_size)
         banned = {word[0] for word in bad_words if len(word) == 1}
-        if all(id in banned for id in ids):
+        if ids <= banned:
             raise InvalidRequest("bad_words rule out all of allowed_token_ids", "bad_words")
-        if self.min_tokens and all(id in banned or id in stop_ids for id in ids):
+        if self.min_tokens and ids <= banned | set(stop_ids):
             raise InvalidRequest("all of allowed_token_ids end the output, which min_tokens forbids", "min_tokens")
         return pack_token_set(ids)
 

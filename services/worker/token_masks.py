@@ -7,8 +7,9 @@ device computes the next forward pass; it waits for no sequence whose mask stays
 after a preemption or from another worker, it starts from its output so far.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,17 +56,18 @@ class _Sequence:
         self.matcher = matcher
         self._allowed = _as_words(sampling.allowed_tokens, num_words)  # less the bad words of one token
         _take(self._allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
-        self._bad_words: defaultdict[int, list[list[int]]] = defaultdict(list)  # the others, by their last but one
+        self._bad_ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens by those before
         for word in sampling.bad_words:
             if len(word) > 1:
-                self._bad_words[word[-2]].append(word)
+                self._bad_ends[tuple(word[:-1])].append(word[-1])
+        self._lengths = {len(begin) for begin in self._bad_ends}
         if matcher is not None and output:
             matcher.consume_tokens(output)
 
     @property
     def follows(self) -> bool:
         """Whether its mask depends on its output."""
-        return self.matcher is not None or bool(self._bad_words)
+        return self.matcher is not None or bool(self._bad_ends)
 
     def see(self, token: int) -> None:
         """Follow its output by one token."""
@@ -78,9 +80,8 @@ class _Sequence:
     def restrict(self, words: Words) -> None:
         """Take from a mask what `allowed_tokens` and `bad_words` rule out now."""
         words &= self._allowed
-        last = self.output[-1] if self.output else -1
-        begun = (word for word in self._bad_words.get(last, ()) if self.output[1 - len(word) :] == word[:-1])
-        _take(words, [word[-1] for word in begun])
+        ends = (self._bad_ends.get(tuple(self.output[-length:]), ()) for length in self._lengths)
+        _take(words, list(itertools.chain.from_iterable(ends)))
 
 
 class TokenMasks:
@@ -197,8 +198,10 @@ def _as_words(tokens: bytes, num_words: int) -> Words:
     return np.frombuffer(tokens.ljust(num_words * WORD // 8, b"\0"), "<u4").astype(np.uint32)
 
 
-def _take(words: Words, tokens: Iterable[int]) -> None:
+def _take(words: Words, tokens: Sequence[int]) -> None:
     """Take `tokens` from a mask."""
-    for token in tokens:
-        if token < len(words) * WORD:
-            words[token // WORD] &= ~np.uint32(1 << token % WORD)
+    if not tokens:
+        return
+    ids = np.array(tokens, np.int64)
+    ids = ids[ids < len(words) * WORD]
+    np.bitwise_and.at(words, ids // WORD, ~np.left_shift(np.uint32(1), (ids % WORD).astype(np.uint32)))

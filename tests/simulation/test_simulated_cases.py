@@ -206,12 +206,12 @@ def test_equal_hashes_do_not_make_equal_blocks() -> None:
     # -1 and -2 have one hash in Python, and so have these keys; the index compares what was hashed
     from array import array
 
-    from services.scheduler.core.prefix import ROOT, PrefixIndex
+    from services.scheduler.core.prefix import PrefixIndex
 
     index = PrefixIndex(1)
     for token in range(300):  # more than any hash of 8 bits could tell apart
-        index.publish(ROOT, array("i", [token]), token)
-    assert [index.match_prefix(array("i", [token]))[0].block for token in range(300)] == list(range(300))
+        index.publish("", array("i", [token]), token)
+    assert [index.match_prefix(array("i", [token]), "")[0].block for token in range(300)] == list(range(300))
 
 
 def test_hits_are_counted_in_tokens_of_whole_blocks() -> None:
@@ -428,4 +428,18 @@ def test_a_reset_forgets_what_is_free_and_what_runs() -> None:
     engine.run(100)
     assert engine.clients[again, 0].cached_tokens == 0, "nothing of the one that was running is found"
     assert engine.core.snapshot().prefix_resets == 2
+    engine.check_finished()
+
+
+def test_a_reset_forgets_what_a_preempted_sequence_is_still_computing() -> None:
+    """Its block is filled by a plan that is in flight at the reset, and would be found when it comes back."""
+    engine = SimulatedEngine(_limits(max_num_seqs=1, policy="priority"))
+    low = engine.accept(_prompt(64), 9, priority=5)
+    engine.plan()
+    engine.accept(_prompt(64, 3), 9)
+    engine.plan()
+    assert engine.core.snapshot().preemptions == 1
+    engine.reset_prefix_cache()
+    engine.run(100)  # which checks that nothing from before is found
+    assert engine.clients[low, 0].finish_reason is FinishReason.LENGTH
     engine.check_finished()

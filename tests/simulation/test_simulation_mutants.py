@@ -134,9 +134,6 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "what was computed before a reset is published after it": [
         ("block_manager:BlockManager.reset_prefix_cache", "sequence.table.publish_at = NEVER", "pass"),
     ],
-    "sequences that stop are left out of a reset": [
-        ("scheduler:Scheduler.reset_prefix_cache", ", *self._queues.stopping", ""),
-    ],
     "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
     "a preempted sequence that is back gets two rows": [
         ("planner:Planner._share_budget", "sorted(running, key", "sorted(chunked, key"),

@@ -51,7 +51,7 @@ class _Script:
         self.rng = rng
         self.cache_rng = cache_rng
         self.salts = cache_rng.choice([[""], [""], ["", "1", "2"]])
-        self.resets = cache_rng.choice([0.0, 0.0, 0.05])  # the share of calls before which there is one
+        self.resets = cache_rng.choice([0.0, 0.0, 0.05, 0.3])  # the share of calls before which there is one
         self.engine = engine
         self.prefixes = [self._tokens(rng.randint(1, 24)) for _ in range(2)]
         self.losses = 0
