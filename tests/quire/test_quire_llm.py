@@ -72,29 +72,31 @@ def test_it_continues_as_transformers_does(llm: LLM, folder: Path) -> None:
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected.tolist()
 
 
-def test_bad_words_and_allowed_tokens_work_as_in_transformers(llm: LLM, folder: Path) -> None:
-    """Each bad word is two tokens that the model says one after the other, so the beginning alone may come."""
-    model, ids = OPTForCausalLM.from_pretrained(folder), llm.get_tokenizer().encode(PROMPTS[0])
+@pytest.mark.parametrize(("prompt", "words"), [(PROMPTS[0], ["Pa is", "France is"]), (PROMPTS[1], ["FFF", "cap"])])
+def test_bad_words_and_allowed_tokens_work_as_in_transformers(
+    llm: LLM, folder: Path, prompt: str, words: list[str]
+) -> None:
+    """The model says the words if it may. Most are several tokens, of which the first ones may come."""
+    model, tokenizer = OPTForCausalLM.from_pretrained(folder), llm.get_tokenizer()
+    ids = tokenizer.encode(prompt)
 
     def reference(**options: Any) -> list[int]:
-        result = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, **options)
+        result = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, **options)
         return list(result[0, len(ids) :].tolist())
 
     def tokens(**options: Any) -> list[int]:
-        (output,) = llm.generate(PROMPTS[0], msgspec.structs.replace(GREEDY, **options), use_tqdm=False)
-        return output.outputs[0].token_ids
+        params = SamplingParams(temperature=0, max_tokens=24, **options)
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
 
-    free = reference()
-    words = [llm.get_tokenizer().decode(free[at : at + 2]) for at in (0, 4)]
-    sequences = tokenize_bad_words(words, llm.get_tokenizer())
-    expected = reference(bad_words_ids=sequences)
-    assert free[:2] != expected[:2]
+    assert all(word in tokenizer.decode(tokens()) for word in words)
+    expected = reference(bad_words_ids=tokenize_bad_words(words, tokenizer))
     assert tokens(bad_words=words) == expected
+    assert not any(word in tokenizer.decode(expected) for word in words)
     some = list(range(5, 60, 3))
     expected = reference(prefix_allowed_tokens_fn=lambda batch, seen: some)
     assert tokens(allowed_token_ids=some) == expected
     assert set(expected) <= set(some)
-    both = tokens(allowed_token_ids=some, bad_words=words, logit_bias={some[0]: 100}, repetition_penalty=1.5)
+    both = tokens(allowed_token_ids=some, bad_words=words, logit_bias={some[0]: 100, 4: 100}, repetition_penalty=1.5)
     assert set(both) == {some[0]}
 
 

@@ -158,6 +158,7 @@ class SimulatedScheduler:
         self.engine: SimulatedEngine | None = None  # made when the first worker comes
         self.up = self.draining = False
         self.boots = 0
+        self.num_resets = 0  # of the prefix cache
         self.deaths: Counter[str] = Counter()  # what the sequences were doing that a death has hit
         self.high_water = rng.choice([1, 3, 1000])
         self._network, self._clock, self._rng = network, clock, rng
@@ -286,6 +287,7 @@ class SimulatedScheduler:
         if isinstance(request, Reset):
             if self.engine is not None:
                 self.engine.reset_prefix_cache()
+            self.num_resets += 1
             self.gateways.confirm(request)
         elif self.engine is None:
             if isinstance(request, Submit):
