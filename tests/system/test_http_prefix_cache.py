@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from tests.system.http_client import Answer, Listening, ask, complete, talk
 from tests.system.processes import engine, gateways, server
 
-PROMPT = list(range(300, 364))  # four blocks
+PROMPT = list(range(20, 84))  # four blocks
 RESET = "--enable-reset-prefix-cache"
 
 
