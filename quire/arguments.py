@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 from shared.errors import InvalidRequest, brief
 
 PromptType: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. Ids may be an integer array of numpy or torch;
-one with two dimensions holds a prompt in each row. vLLM has the same name for it."""
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a mapping may have a `cache_salt`. Ids may be an
+integer array of numpy or torch; one with two dimensions holds a prompt in each row. vLLM has the same name for it."""
 
 
 def as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

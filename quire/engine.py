@@ -54,6 +54,10 @@ class InProcessEngine:
         """End a request, or one sample of it."""
         self.engine.abort(id, sample)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks."""
+        self.engine.reset_prefix_cache()
+
     def step(self) -> list[ProgressRow]:
         """Finish one step. Return its progress. Raise `EngineFailure` if a request failed, or if none can run."""
         while len(self._in_flight) < self._max_in_flight and (plan := self.engine.plan(time.monotonic())):

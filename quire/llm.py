@@ -29,7 +29,8 @@ from shared.beam_params import BeamSearchParams
 from shared.config import resolve
 from shared.errors import ConfigError, InvalidRequest, QuireError, brief
 from shared.hub.checkpoint import locate, locate_tokenizer
-from shared.params import SamplingParams, whole
+from shared.params import SamplingParams, cache_salt, whole
+from shared.text.bad_words import tokenize_bad_words
 from shared.text.grammars import GrammarCompiler
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
@@ -137,6 +138,12 @@ class LLM:
         """Return the parameters that `generate` uses by default: those of generation_config.json, then vLLM's."""
         return SamplingParams(**self._defaults.as_dict())
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks, so that the next prompts are computed from their beginning. Return True."""
+        with self._lock:
+            self._running().reset_prefix_cache()
+        return True
+
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
@@ -240,6 +247,7 @@ class LLM:
 
     def _prepare(self, engine: InProcessEngine, prompt: PromptType, params: SamplingParams) -> PendingRequest:
         text, tokens = self._tokens(prompt, engine.model.vocab_size)
+        salt = _cache_salt(prompt)
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         sampling = params.to_sampling(
@@ -248,8 +256,9 @@ class LLM:
             vocab_size=engine.model.vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
             grammar=self._grammar(params),
+            bad_words=tokenize_bad_words(params.bad_words or (), self._tokenizer),
         )
-        return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer)
+        return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer, salt)
 
     def _prepare_beams(self, engine: InProcessEngine, prompt: PromptType, params: BeamSearchParams) -> PendingBeams:
         _, tokens = self._tokens(prompt, engine.model.vocab_size)
@@ -260,7 +269,7 @@ class LLM:
             eos_token_ids=self._tokenizer.eos_token_ids,
         )
         params.settings.check(len(tokens), sampling, engine.model.vocab_size)
-        return PendingBeams(tokens, params, sampling)
+        return PendingBeams(tokens, params, sampling, _cache_salt(prompt))
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
@@ -275,7 +284,7 @@ class LLM:
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
-        if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise InvalidRequest(f"a prompt cannot have {brief(sorted(map(str, unknown)))}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None:
@@ -289,6 +298,11 @@ class LLM:
         if not tokens:
             raise InvalidRequest("a prompt must have at least one token", "prompt")
         return text, tokens
+
+
+def _cache_salt(prompt: PromptType) -> str:
+    """Return a prompt's cache salt, or "" if it has none. Raise `InvalidRequest` for a wrong one."""
+    return cache_salt(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else ""
 
 
 def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm: bool) -> list[RequestOutput]:

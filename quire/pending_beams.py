@@ -18,8 +18,11 @@ from shared.text.tokenizer import Tokenizer
 class PendingBeams:
     """A prompt, and the search for its continuations."""
 
-    def __init__(self, prompt: Sequence[int], params: BeamSearchParams, sampling: Sampling) -> None:
+    def __init__(
+        self, prompt: Sequence[int], params: BeamSearchParams, sampling: Sampling, cache_salt: str = ""
+    ) -> None:
         self.prompt = list(prompt)
+        self._cache_salt = cache_salt
         self._params = params
         self._stop_ids = frozenset(sampling.stop_token_ids)
         settings = params.settings
@@ -38,6 +41,7 @@ class PendingBeams:
             prompt_len=len(self.prompt),
             sampling=self.branches.sampling(branch),
             request_id=str(id),
+            cache_salt=self._cache_salt,
         )
 
     def output(self, tokenizer: Tokenizer) -> BeamSearchOutput:

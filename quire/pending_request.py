@@ -22,8 +22,10 @@ class PendingRequest:
         params: SamplingParams,
         sampling: Sampling,
         tokenizer: Tokenizer,
+        cache_salt: str,
     ) -> None:
         self.id = id
+        self.cache_salt = cache_salt
         self.prompt = prompt
         self.tokens = list(tokens)
         self.params = params
@@ -41,6 +43,7 @@ class PendingRequest:
             sampling=self.sampling,
             n=self.params.n,
             request_id=str(self.id),
+            cache_salt=self.cache_salt,
         )
 
     def apply(self, row: ProgressRow) -> bool:

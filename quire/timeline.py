@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from services.scheduler.core import Scheduler
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.record import Aborted, Began, Committed, Drained, Left, Lost, Planned, Submitted
+from services.scheduler.record import Aborted, Began, Committed, Drained, Left, Lost, Planned, Reset, Submitted
 from services.scheduler.replay import Replayed
 from shared.protocol import ProgressRow, Refused, StepPlan, Submit
 
@@ -13,6 +13,7 @@ SUBMITTED, REFUSED, ADMITTED, RESUMED, FORKED = "submitted", "refused", "admitte
 CHUNK, TOKENS, PREEMPTED, LOST, ENDED = "chunk", "tokens", "preempted", "lost", "ended"
 SUSPECTED = "suspected"
 EPOCH, WORKER_LOST, WORKER_LEFT, DRAIN = "epoch", "worker lost", "worker left", "drain"
+CACHE_RESET = "cache reset"
 
 ENGINE = -1
 """The request of events that concern the whole engine."""
@@ -61,6 +62,8 @@ class Timeline:
                 self._see_end(WORKER_LOST, "out of memory" if out_of_memory else "it died, hung or failed")
             case Left():
                 self._see_end(WORKER_LEFT, "it was told to end")
+            case Reset():
+                self._add(ENGINE, ALL_SAMPLES, CACHE_RESET, "all cached blocks are forgotten")
             case Drained():
                 self._add(ENGINE, ALL_SAMPLES, DRAIN, "no new requests are accepted")
             case Aborted() | Committed():

@@ -184,6 +184,8 @@ def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
         variables["QUIRE_API_KEY"] = json.dumps([key])  # which may hold a comma
     if batch_invariant := environment.get("VLLM_BATCH_INVARIANT", "").strip():
         variables["QUIRE_BATCH_INVARIANT"] = batch_invariant
+    if dev_mode := environment.get("VLLM_SERVER_DEV_MODE", "").strip():
+        variables["QUIRE_ENABLE_RESET_PREFIX_CACHE"] = dev_mode
     return variables
 
 

@@ -109,6 +109,9 @@ COUNTERS = (
     MetricFamily("quire:requests_accepted", "Requests taken into the queue.", lambda s: s.accepted),
     MetricFamily("quire:requests_refused", "Requests not taken into the queue.", lambda s: s.refused),
     MetricFamily(
+        "quire:prefix_cache_resets", "Times that all cached blocks were forgotten on demand.", lambda s: s.prefix_resets
+    ),
+    MetricFamily(
         "quire:worker_losses", "Number of times that a worker died, hung or failed.", lambda s: s.worker_losses
     ),
 )

@@ -19,11 +19,14 @@ from msgspec.structs import force_setattr
 
 from shared.errors import InvalidRequest, brief
 from shared.protocol import (
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
     MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
     Sampling,
+    pack_token_set,
 )
 from shared.structured_outputs import StructuredOutputsParams
 
@@ -32,6 +35,8 @@ MAX_LOGPROBS = 20
 MAX_CANDIDATES = 64  # that a beam search may ask an engine for at each token, beyond what users may
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters; a stream holds back at most as many
+MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_ALLOWED_TOKEN_IDS = 262_144  # a vocabulary; they become a bit each, which takes some ten milliseconds
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
@@ -65,6 +70,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[Any, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     logprobs: int | None = None
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -77,6 +84,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._check_ranges()
         self._check_stops()
         self._check_bias()
+        self._check_allowed()
+        self._check_bad_words()
 
     def _check_types(self) -> None:
         for name in WHOLE_FIELDS:
@@ -135,6 +144,24 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
         force_setattr(self, "logit_bias", biases)
 
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is None:
+            return
+        _check_length("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, "token ids")
+        _check(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty", [])
+        if set(map(type, self.allowed_token_ids)) != {int}:
+            force_setattr(self, "allowed_token_ids", [whole("allowed_token_ids", id) for id in self.allowed_token_ids])
+
+    def _check_bad_words(self) -> None:
+        if self.bad_words is None:
+            return
+        _check_length("bad_words", self.bad_words, MAX_BAD_WORDS, "words")
+        for word in self.bad_words:
+            _check(isinstance(word, str), "bad_words", "must hold strings only", word)
+            _check(word != "", "bad_words", "must not hold an empty string", word)
+            rule = f"must hold words of at most {MAX_BAD_WORD_LENGTH} characters"
+            _check(len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", rule, len(word))
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return `stop` as a tuple, also if it is one string or None."""
@@ -157,14 +184,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         eos_token_ids: Iterable[int],
         default_max_tokens: int | None = None,
         grammar: str = "",
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> Sampling:
         """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens. `grammar` is that of
         `structured_outputs`; a token that ends a sequence also ends an output that follows one if `ignore_eos`.
+        The field `bad_words` comes as `bad_words`, which are sequences of tokens.
 
         `max_tokens` of None becomes `default_max_tokens`, but at most the room that the prompt leaves in the context;
         without a default it becomes all of that room. An unseeded request gets a seed here, so that its noise stays the
-        same if it is computed again. Raise `InvalidRequest` for token ids beyond the vocabulary, and for lengths
-        beyond the context.
+        same if it is computed again. Raise `InvalidRequest` for token ids beyond the vocabulary, for lengths beyond the
+        context, and if nothing is left that may be sampled.
         """
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
@@ -192,7 +221,23 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             logprobs=-1 if num_logprobs is None else num_logprobs,
             prompt_logprobs=-1 if self.prompt_logprobs is None else self.prompt_logprobs,
             grammar=grammar,
+            allowed_tokens=self._allowed_tokens(vocab_size, stop_ids, bad_words),
+            bad_words=[list(word) for word in bad_words],
         )
+
+    def _allowed_tokens(self, vocab_size: int, stop_ids: Iterable[int], bad_words: Sequence[Sequence[int]]) -> bytes:
+        """Return `allowed_token_ids` as a set of bits; empty: all are allowed."""
+        if self.allowed_token_ids is None:
+            return b""
+        ids = set(self.allowed_token_ids)
+        for extreme in (min(ids), max(ids)):  # much faster than checking each id
+            _token_in_vocabulary("allowed_token_ids", extreme, vocab_size)
+        banned = {word[0] for word in bad_words if len(word) == 1}
+        if ids <= banned:
+            raise InvalidRequest("bad_words rule out all of allowed_token_ids", "bad_words")
+        if self.min_tokens and ids <= banned | set(stop_ids):
+            raise InvalidRequest("all of allowed_token_ids end the output, which min_tokens forbids", "min_tokens")
+        return pack_token_set(ids)
 
     def _biases(self, vocab_size: int) -> list[tuple[int, float]]:
         """Return `logit_bias` as (token id, bias), in order. Raise `InvalidRequest`, naming the key at fault."""
@@ -241,6 +286,15 @@ def boolean(name: str, value: Any) -> bool:
     """Return a bool. Raise `InvalidRequest`, naming the field, for anything else."""
     _check(isinstance(value, bool), name, "must be true or false", value)
     return bool(value)
+
+
+def cache_salt(value: Any) -> str:
+    """Return a request's `cache_salt`, or "" for None. Raise `InvalidRequest` unless it is a text of a fair length."""
+    if value is None:
+        return ""
+    valid = isinstance(value, str) and 1 <= len(value) <= MAX_CACHE_SALT
+    _check(valid, "cache_salt", f"must be a text of 1 to {MAX_CACHE_SALT} characters", value)
+    return str(value)
 
 
 def _check(holds: bool, param: str, rule: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """Every message between Quire's processes. This file is the architecture.
 
-    gateway ──Hello, Submit, Abort, Heartbeat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
-    gateway ◀─Welcome, Accepted, Refused, Progress, Status, UnknownGateway── scheduler
+    gateway ──Hello, Submit, Abort, ResetPrefixCache, Heartbeat──▶ scheduler ──Configure, StepPlan, Stop──▶ worker
+    gateway ◀─Welcome, Accepted, Refused, Progress, Status, PrefixCacheReset, UnknownGateway── scheduler
     scheduler ◀─Register, StepResult, Fault, Heartbeat, Configured, Leave── worker
     supervisor ◀─Heartbeat── gateway, scheduler, worker
 
@@ -21,6 +21,7 @@ worker keeps a running sequence; the scheduler assigns it. A *block* is an index
 
 import sys
 from array import array
+from collections.abc import Collection
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
@@ -29,7 +30,7 @@ from msgspec import Meta, Struct
 
 from shared.errors import ProtocolError
 
-VERSION = 7
+VERSION = 8
 """Every change of the wire bumps it. A peer with another version is refused at its first message."""
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -40,6 +41,18 @@ MAX_LOGIT_BIAS = 16_384
 
 MAX_STOP_TOKEN_IDS = 1_024
 """Maximum number of stop tokens that a user names. A model has as many end-of-sequence ids at most."""
+
+MAX_VOCAB_SIZE = 2**20
+"""Tokens of the largest vocabulary of which a request may name those that are allowed."""
+
+MAX_BAD_WORDS = 128
+"""Maximum number of sequences of tokens that an output must not have."""
+
+MAX_BAD_WORD_TOKENS = 64
+"""Maximum length of each: the worker compares them with the output in each step."""
+
+MAX_CACHE_SALT = 128
+"""Maximum number of characters of a `cache_salt`."""
 
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets of `Snapshot.step_tokens`. One more bucket counts the larger steps."""
@@ -66,6 +79,10 @@ Bias = Annotated[float, Meta(ge=-1000, le=1000)]  # added to logits; the API's o
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 StopTokenIds = Annotated[list[Index], Meta(max_length=2 * MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[list[tuple[Index, Bias]], Meta(max_length=MAX_LOGIT_BIAS)]
+TokenSet = Annotated[bytes, Meta(max_length=MAX_VOCAB_SIZE // 8)]  # a bit for each id, as from `pack_token_set`
+BadWord = Annotated[list[Index], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+BadWords = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
+CacheSalt = Annotated[str, Meta(max_length=MAX_CACHE_SALT)]
 
 
 class FinishReason(Enum):
@@ -115,6 +132,8 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     logprobs: OptionalIndex = -1  # alternatives reported for each output token; -1: no log-probabilities at all
     prompt_logprobs: OptionalIndex = -1  # the same for prompt tokens; such a request takes no prefix hits
     grammar: LongText = ""  # that the output has to follow, in llguidance's notation; empty: none
+    allowed_tokens: TokenSet = b""  # only these can be sampled; empty: all. End-of-sequence ids are no exception
+    bad_words: BadWords = []  # sequences of tokens; the one that would complete one in the output cannot be sampled
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -178,6 +197,7 @@ class Submit(Struct, frozen=True, array_like=True, tag=2, forbid_unknown_fields=
     resumed: bool = False  # an engine has accepted it before, and was lost; it is never refused for load
     request_id: RequestId = ""  # the id that the client sees
     suspicion: Suspicion = Suspicion()  # of its first sample, as the last engine reported it
+    cache_salt: CacheSalt = ""  # it shares cached blocks only with requests that have the same
 
 
 class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
@@ -185,6 +205,12 @@ class Abort(Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=T
 
     id: Count
     sample: OptionalIndex = -1  # -1: all samples
+
+
+class ResetPrefixCache(Struct, frozen=True, array_like=True, tag=5, forbid_unknown_fields=True):
+    """Has the engine forget its cached blocks. `PrefixCacheReset` answers when it has."""
+
+    id: Count  # never used again on the same socket
 
 
 # scheduler → gateway
@@ -237,6 +263,7 @@ class Snapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     rejected_by_tokens: Count = 0  # counter: the part of `refused` due to too many waiting tokens
     prefix_caching: bool = False  # the engine has a prefix index
     max_model_len: Count = 0  # maximum number of tokens of one sequence
+    prefix_resets: Count = 0  # counter: times that all cached blocks were forgotten on demand
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
@@ -295,6 +322,12 @@ class Status(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=
     draining: bool
     snapshot: Snapshot
     process: ProcessStats = ProcessStats()  # of the scheduler
+
+
+class PrefixCacheReset(Struct, frozen=True, array_like=True, tag=7, forbid_unknown_fields=True):
+    """Answers `ResetPrefixCache`. Requests that are admitted from now on find nothing that was computed before."""
+
+    id: Count
 
 
 class UnknownGateway(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=True):
@@ -441,8 +474,8 @@ class Leave(Struct, frozen=True, array_like=True, tag=6, forbid_unknown_fields=T
     """Says that the worker was told to end. It computes what it is sent until it gets `Stop`."""
 
 
-GatewayToScheduler = Hello | Submit | Abort | Heartbeat
-SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | UnknownGateway
+GatewayToScheduler = Hello | Submit | Abort | Heartbeat | ResetPrefixCache
+SchedulerToGateway = Welcome | Progress | Refused | Status | Accepted | UnknownGateway | PrefixCacheReset
 SchedulerToWorker = Configure | StepPlan | Stop
 WorkerToScheduler = Register | StepResult | Fault | Heartbeat | Configured | Leave
 ToSupervisor = Heartbeat
@@ -528,3 +561,11 @@ def unpack_tokens(data: bytes) -> "array[int]":
     if sys.byteorder == "big":
         ids.byteswap()
     return ids
+
+
+def pack_token_set(ids: Collection[int]) -> bytes:
+    """Return token ids as a `TokenSet`: a bit for each id, the lowest first, in as many bytes as the highest needs."""
+    bits = bytearray(max(ids, default=-1) // 8 + 1)
+    for id in ids:
+        bits[id >> 3] |= 1 << (id & 7)
+    return bytes(bits)

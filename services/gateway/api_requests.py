@@ -53,6 +53,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, so that the error names the key
     prompt_logprobs: Integer | None = None
     skip_special_tokens: bool | None = None
@@ -60,6 +62,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Integer | None = None
+    cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None

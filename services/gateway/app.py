@@ -13,6 +13,7 @@ from services.gateway import cors, errors, ignored_fields, middlewares
 from services.gateway.body import check_expect
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
+from services.gateway.config import GatewayConfig
 from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
 from shared.errors import InvalidRequest, Unavailable
 
@@ -30,14 +31,14 @@ def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Applicat
     app.on_response_prepare.extend([middlewares.add_headers, cors.add_headers, ignored_fields.add_header])
     app[ROUTE_PATHS] = {}
     for root in dict.fromkeys(["", gateway.config.root_path.rstrip("/")]):
-        for route in app.add_routes(_routes(root)):
+        for route in app.add_routes(_routes(root, gateway.config)):
             if route.resource is not None:
                 app[ROUTE_PATHS][route.resource.canonical] = route.resource.canonical[len(root) :]
     return app
 
 
-def _routes(root: str) -> list[web.RouteDef]:
-    return [
+def _routes(root: str, config: GatewayConfig) -> list[web.RouteDef]:
+    routes = [
         web.post(f"{root}/v1/chat/completions", _running(chat_completions), expect_handler=check_expect),
         web.post(f"{root}/v1/completions", _running(completions), expect_handler=check_expect),
         web.get(f"{root}/v1/models", list_models),
@@ -48,6 +49,9 @@ def _routes(root: str) -> list[web.RouteDef]:
         web.get(f"{root}/version", show_version),
         web.get(f"{root}/metrics", metrics),
     ]
+    if config.enable_reset_prefix_cache:
+        routes.append(web.post(f"{root}/reset_prefix_cache", reset_prefix_cache, expect_handler=check_expect))
+    return routes
 
 
 def _running(handler: Handler) -> Handler:
@@ -99,6 +103,12 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics in Prometheus' text format."""
     data, content_type = request.app[GATEWAY].metrics.render()
     return web.Response(body=data, headers={"Content-Type": content_type})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Have every engine forget its cached blocks. Raise `Unavailable` if one does not answer that it has."""
+    await request.app[GATEWAY].backend.reset_prefix_cache()
+    return web.json_response({"success": True})
 
 
 def _model_card(gateway: Gateway, name: str) -> dict[str, Any]:

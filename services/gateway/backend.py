@@ -160,6 +160,13 @@ class Backend:
                 statuses[engine.address if engine.name in statuses else engine.name] = engine.status
         return statuses
 
+    async def reset_prefix_cache(self) -> None:
+        """Have each engine forget its cached blocks, and return when all have.
+
+        Raise `Unavailable` if an engine is not connected, or is lost before it answers.
+        """
+        await asyncio.gather(*[engine.reset_prefix_cache() for engine in self._connections])
+
     @asynccontextmanager
     async def submit(
         self,
@@ -170,10 +177,17 @@ class Backend:
         priority: int = 0,
         samples_before: int = 0,
         request_id: str = "",
+        cache_salt: str = "",
     ) -> AsyncIterator[EngineRequest]:
         """Run a request for the time of the block, as `begin` and `end` do."""
         request = self.begin(
-            tokens, sampling, n=n, priority=priority, samples_before=samples_before, request_id=request_id
+            tokens,
+            sampling,
+            n=n,
+            priority=priority,
+            samples_before=samples_before,
+            request_id=request_id,
+            cache_salt=cache_salt,
         )
         try:
             yield request
@@ -189,10 +203,12 @@ class Backend:
         priority: int = 0,
         samples_before: int = 0,
         request_id: str = "",
+        cache_salt: str = "",
         output: "array[int] | None" = None,
         after: EngineRequest | None = None,
     ) -> EngineRequest:
-        """Submit a request, which runs until `end`. All services log it under `request_id`.
+        """Submit a request, which runs until `end`. All services log it under `request_id`. It shares
+        cached blocks with requests of the same `cache_salt` only.
 
         It continues `output`, if there is any. `after` is an earlier part of the same user's request: this one goes to
         its engine if that is there, has its arrival, and is not refused for load.
@@ -209,6 +225,7 @@ class Backend:
             request_id=request_id,
             output=output,
             after=after,
+            cache_salt=cache_salt,
             on_unplaced=self._wait_for_engine,
             on_first_token=self._note_computed,
         )
@@ -292,7 +309,7 @@ class Backend:
             return
         for connection in self._connections:
             if request.attempts_at(connection):
-                self._router.note(connection, request.prompt, request.outputs)
+                self._router.note(connection, request.prompt, request.outputs, request.cache_salt)
 
     def _wait_for_engine(self, request: EngineRequest) -> None:
         """Keep a request until an engine is ready for it, maybe at once."""
@@ -361,7 +378,9 @@ class Backend:
         candidates = self._candidates(request, ready=ready)
         if after is not None:
             candidates = [engine for engine in candidates if after.attempts_at(engine)] or candidates
-        return self._router.choose(candidates, request.prompt, request.sampling) if candidates else None
+        if not candidates:
+            return None
+        return self._router.choose(candidates, request.prompt, request.sampling, request.cache_salt)
 
     def _candidates(self, request: EngineRequest, *, ready: bool) -> list[EngineConnection]:
         """Return the engines that compute steps, or else, unless they must be `ready`, those that queue requests.

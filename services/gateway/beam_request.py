@@ -111,6 +111,7 @@ class BeamRequest:
             priority=prompt.priority,
             samples_before=prompt.samples_before + self._branches.branches.index(branch),
             request_id=prompt.request_id,
+            cache_salt=prompt.cache_salt,
             output=output,
             after=after,
         )

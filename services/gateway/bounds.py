@@ -28,7 +28,7 @@ MAX_LOGPROBS_AT_ONCE = 4_000_000
 hundred bytes each until it is sent."""
 
 MAX_LISTED = 65_536
-"""Entries of `logit_bias` and `stop_token_ids` times prompts: they are sent to the engine with each prompt."""
+"""Entries of lists of tokens (`logit_bias`, `stop_token_ids`, ...) times prompts: they go to the engine with each."""
 
 _NOT_COMMAS = bytes(set(range(256)) - set(b","))
 _NOT_OPENING = bytes(set(range(256)) - set(b"[{"))

@@ -13,7 +13,7 @@ from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.message import MessageReader, finish_reason
-from services.gateway.prompt import PreparedPrompt, chat_prompt
+from services.gateway.prompt import PreparedPrompt, bad_word_tokens, chat_prompt
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import beam_settings, chat_params, priority_of
 from services.gateway.stream import collect, stream
@@ -21,6 +21,7 @@ from services.gateway.structured_outputs import compile_chat_grammar
 from services.gateway.threads import run_in_thread_if
 from services.gateway.tools import for_template, must_call, named_tool, schemas
 from shared.errors import InvalidRequest
+from shared.params import cache_salt
 from shared.text.message_parser import AUTO, NONE, MessageFormat, ParserChoice
 from shared.text.messages import text_of
 from shared.text.tool_parsers.tool_parser import Tools
@@ -67,6 +68,8 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         arrived=arrived,
         request_id=id,
         grammar=await compile_chat_grammar(request, model, format),
+        bad_words=await bad_word_tokens(params, model.tokenizer),
+        cache_salt=cache_salt(request.cache_salt),
         format=format,
         beams=beam_settings(request),
     )

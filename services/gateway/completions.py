@@ -13,7 +13,7 @@ from services.gateway.bounds import MAX_LISTED, MAX_SAMPLES
 from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import completion_logprobs, has_many_logprobs, prompt_logprobs
-from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, completion_prompts
+from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, bad_word_tokens, completion_prompts
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import (
     DEFAULT_COMPLETION_TOKENS,
@@ -25,7 +25,7 @@ from services.gateway.stream import collect, stream
 from services.gateway.structured_outputs import compile_grammar
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
-from shared.params import SamplingParams
+from shared.params import SamplingParams, cache_salt
 from shared.text.logprobs import LogprobEntry
 
 MAX_PROMPT_LOGPROBS = 1_000_000
@@ -58,11 +58,13 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
     params = completion_params(request, model.defaults)
     beams = beam_settings(request)
     grammar = await compile_grammar(request, model)
+    bad_words = await bad_word_tokens(params, model.tokenizer)
+    salt = cache_salt(request.cache_salt)
     welcome = await gateway.backend.first_welcome()
     prompts = await completion_prompts(
         request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
     )
-    _check_samples(len(prompts), params, params.n if beams is None else beams.width)
+    _check_samples(len(prompts), params, params.n if beams is None else beams.width, sum(map(len, bad_words)))
     default_max_tokens = DEFAULT_COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
     _check_prompt_logprobs(prompts, params)
@@ -81,6 +83,8 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
                 echo=request.echo is True,
                 grammar=grammar,
                 beams=beams,
+                bad_words=bad_words,
+                cache_salt=salt,
             )
         )
         await asyncio.sleep(0)  # let other requests run in between
@@ -107,15 +111,21 @@ def _choices(prompt_index: int, generation: Generation, with_prompt_logprobs: bo
     ]
 
 
-def _check_samples(num_prompts: int, params: SamplingParams, num_sequences: int) -> None:
-    """Raise `InvalidRequest` if there are too many prompts for the number of sequences that each of them has."""
+def _check_samples(num_prompts: int, params: SamplingParams, num_sequences: int, num_bad: int) -> None:
+    """Raise `InvalidRequest` for too many prompts for what each has: sequences, and lists.
+
+    `num_bad` counts the tokens of bad words.
+    """
     num_samples = num_prompts * num_sequences
     if num_samples > MAX_SAMPLES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
-    num_listed = len(params.logit_bias or ()) + len(params.stop_token_ids or ())
+    lists = (params.logit_bias, params.stop_token_ids, params.allowed_token_ids)
+    num_listed = sum(len(entries or ()) for entries in lists) + num_bad
     if num_prompts > 1 and num_prompts * num_listed > MAX_LISTED:
         raise InvalidRequest(
-            f"prompts times entries of logit_bias and stop_token_ids must be at most {MAX_LISTED}", "prompt"
+            "prompts times entries of logit_bias, stop_token_ids, allowed_token_ids and tokens of bad_words "
+            f"must be at most {MAX_LISTED}",
+            "prompt",
         )
 
 

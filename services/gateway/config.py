@@ -146,6 +146,9 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     strict_fields: Annotated[
         bool, Meta(description="Refuse a request with a field that this server does not know, instead of ignoring it.")
     ] = False
+    enable_reset_prefix_cache: Annotated[
+        bool, Meta(description="Serve POST /reset_prefix_cache, which has the engines forget their cached blocks.")
+    ] = False
     enable_force_include_usage: Annotated[
         bool,
         Meta(

@@ -21,7 +21,15 @@ from msgspec import Struct
 from services.gateway.engine_request import EngineRequest
 from services.gateway.metrics import EngineLosses
 from shared.curve import ConnectionKeys
-from shared.errors import ConfigError, EngineFailure, InvalidRequest, Overloaded, ProtocolError, QuireError
+from shared.errors import (
+    ConfigError,
+    EngineFailure,
+    InvalidRequest,
+    Overloaded,
+    ProtocolError,
+    QuireError,
+    Unavailable,
+)
 from shared.liveness import GATEWAY_TIMEOUT, Liveness
 from shared.log_format import of_requests
 from shared.protocol import (
@@ -29,9 +37,12 @@ from shared.protocol import (
     Abort,
     Accepted,
     Hello,
+    PrefixCacheReset,
     Progress,
     Refusal,
     Refused,
+    ResetPrefixCache,
+    SchedulerToGateway,
     Status,
     UnknownGateway,
     Welcome,
@@ -116,6 +127,7 @@ class EngineConnection:
         self._num_added = 0  # samples submitted since then, less those of requests that have ended since then
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
+        self._resets: dict[int, asyncio.Future[None]] = {}  # of the prefix cache, which the engine has not confirmed
         self._socket: zmq.asyncio.Socket | None = None
         self._loss = ""  # why this connection has to end
 
@@ -184,6 +196,21 @@ class EngineConnection:
         """Send an `Abort`."""
         self._send(Abort(id, sample))
 
+    async def reset_prefix_cache(self) -> None:
+        """Have the engine forget its cached blocks, and return when it has.
+
+        Raise `Unavailable` if it is not connected, or is lost before it answers.
+        """
+        if self.welcome is None:
+            raise Unavailable(f"the engine at {self.address} is not connected: its prefix cache was not reset")
+        id, reset = next(self._ids), asyncio.get_running_loop().create_future()
+        self._resets[id] = reset
+        try:
+            self._send(ResetPrefixCache(id))
+            await reset
+        finally:
+            self._resets.pop(id, None)
+
     async def run(self) -> None:
         """Keep the engine connected until cancelled, or while `leaving` until it has no requests or is lost.
 
@@ -235,6 +262,10 @@ class EngineConnection:
                     detection.observe(time.monotonic() - self._liveness.last_heard)
                 return reason
             finally:
+                for reset in self._resets.values():
+                    if not reset.done():
+                        reason = f"the engine at {self.address} was lost before it had reset its prefix cache"
+                        reset.set_exception(Unavailable(reason))
                 self._refusal = monitor.refusal or (MALFORMED if self._loss == MALFORMED else "")
                 self._socket = self.welcome = self.status = self._not_ready_since = None
                 self.unusable = ""
@@ -290,7 +321,7 @@ class EngineConnection:
                 return False
         return True
 
-    def _handle(self, message: Welcome | Accepted | Refused | Progress | Status | UnknownGateway) -> None:
+    def _handle(self, message: SchedulerToGateway) -> None:
         now = time.monotonic()
         if isinstance(message, UnknownGateway):  # not a sign of life, since the engine does nothing for this gateway
             self._loss = "it has given this gateway up"
@@ -307,6 +338,9 @@ class EngineConnection:
                         request.accept()
             case Refused():
                 self._handle_refusal(message)
+            case PrefixCacheReset():
+                if (reset := self._resets.get(message.id)) is not None and not reset.done():
+                    reset.set_result(None)
             case Status():
                 self.status, self._status_time, self._num_added = message, now, 0
                 self._not_ready_since = None if message.ready else self._not_ready_since or now

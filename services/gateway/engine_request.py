@@ -109,6 +109,7 @@ class EngineRequest:
         priority: int = 0,
         samples_before: int = 0,
         request_id: str = "",
+        cache_salt: str = "",
         output: "array[int] | None" = None,
         after: "EngineRequest | None" = None,
         on_unplaced: Callable[["EngineRequest"], None] = lambda request: None,
@@ -121,6 +122,7 @@ class EngineRequest:
         which an engine has accepted, takes its place in the order and is not refused for load.
         """
         self.request_id = request_id
+        self.cache_salt = cache_salt
         self.arrival: float = after.arrival if after else time.time()
         self.accepted = after is not None  # by an engine, now or before
         self.waiting_since: float | None = None  # for an engine, by the monotonic clock; None: it has one
@@ -326,6 +328,7 @@ class EngineRequest:
             resumed=self.accepted,
             request_id=self.request_id,
             suspicion=max((self._samples[sample].suspicion for sample in samples), key=_weight),
+            cache_salt=self.cache_salt,
         )
 
     def _without_known_logprobs(self, row: ProgressRow) -> ProgressRow:

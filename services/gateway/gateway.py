@@ -1,5 +1,7 @@
 """`Gateway`: the parts of one gateway process, and aiohttp's keys under which handlers find them."""
 
+from collections.abc import Sequence
+
 from aiohttp import web
 from msgspec import Struct
 
@@ -66,6 +68,8 @@ class Gateway(Struct, frozen=True):
         samples_before: int = 0,  # samples of the same user's request in earlier prompts
         echo: bool = False,
         grammar: str = "",  # that the output has to follow
+        bad_words: Sequence[Sequence[int]] = (),  # as sequences of tokens
+        cache_salt: str = "",
         format: MessageFormat | None = None,
         beams: BeamSettings | None = None,
     ) -> PreparedPrompt:
@@ -81,6 +85,7 @@ class Gateway(Struct, frozen=True):
             eos_token_ids=self.model.tokenizer.eos_token_ids,
             default_max_tokens=default_max_tokens,
             grammar=grammar,
+            bad_words=bad_words,
         )
         if beams is not None:
             beams.check(len(prompt.tokens), sampling, welcome.model.vocab_size)
@@ -96,6 +101,7 @@ class Gateway(Struct, frozen=True):
             echo_text,
             prompt.offsets,
             format,
+            cache_salt,
             beams,
         )
 

@@ -238,6 +238,7 @@ def _submission(
         priority=prompt.priority,
         samples_before=prompt.samples_before,
         request_id=prompt.request_id,
+        cache_salt=prompt.cache_salt,
     )
 
 

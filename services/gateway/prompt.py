@@ -19,6 +19,7 @@ from shared.beam_params import BeamSettings
 from shared.errors import InvalidRequest, brief
 from shared.params import SamplingParams
 from shared.protocol import Sampling
+from shared.text.bad_words import tokenize_bad_words
 from shared.text.message_parser import MessageFormat
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class PreparedPrompt(Struct, frozen=True):
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # character of the prompt's text at which each token begins, if needed
     format: MessageFormat | None = None  # of the output's text; None: all of it is content
+    cache_salt: str = ""
     beams: BeamSettings | None = None  # of a beam search, whose n best beams are the samples; None: it is none
 
 
@@ -86,6 +88,14 @@ async def chat_prompt(
     text = await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
     (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
     return prompt
+
+
+async def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the sequences of tokens that `bad_words` rule out. Raise `InvalidRequest` if they are too many or long."""
+    words = params.bad_words or ()
+    if sum(map(len, words)) <= LONG_TEXT:
+        return tokenize_bad_words(words, tokenizer)
+    return await asyncio.to_thread(tokenize_bad_words, words, tokenizer)
 
 
 def render(request: ChatRequest, template: ChatTemplate, variables: Mapping[str, Any]) -> str:

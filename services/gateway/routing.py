@@ -49,8 +49,9 @@ E = TypeVar("E", bound=RoutedEngine)
 def hash_blocks(tokens: "array[int]", block_size: int, parent: int = 0) -> list[int]:
     """Return a hash for each full block of int32 `tokens`, which depends on all tokens up to its end.
 
-    `parent` is the hash of the block before them. Python's own hash is the fastest, and good enough: where two prefixes
-    have the same hash, a choice is wrong, and without its secret key nobody can make such prefixes.
+    `parent` is the hash of the block before them, or of the `cache_salt` before the first. Python's own hash is the
+    fastest, and good enough: where two prefixes have the same hash, a choice is wrong, and without its secret key
+    nobody can make such prefixes.
     """
     data, width = tokens.tobytes(), block_size * tokens.itemsize
     hashes = []
@@ -96,16 +97,16 @@ class Router:
 
     def __init__(self, policy: RoutingPolicy = "cache_aware") -> None:
         self._policy = policy
-        self._caches: WeakKeyDictionary[RoutedEngine, tuple[tuple[str, int], CachedBlocks]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[RoutedEngine, tuple[tuple[str, int, int], CachedBlocks]] = WeakKeyDictionary()
         self._num_chosen = 0
 
-    def choose(self, engines: Sequence[E], prompt: "array[int]", sampling: Sampling) -> E:
-        """Return one of `engines`, of which there is at least one, for a request."""
+    def choose(self, engines: Sequence[E], prompt: "array[int]", sampling: Sampling, salt: str = "") -> E:
+        """Return one of `engines`, of which there is at least one, for a request. `salt` is its `cache_salt`."""
         self._num_chosen += 1
         if self._policy == "round_robin":
             return engines[self._num_chosen % len(engines)]
         takes_hits = sampling.prompt_logprobs < 0 and len(engines) > 1  # otherwise it would make no difference
-        hashes = cache(lambda block_size: hash_blocks(prompt, block_size))
+        hashes = cache(lambda block_size: hash_blocks(prompt, block_size, hash(salt)))
 
         def cost(engine: E) -> tuple[int, int, int]:
             blocks, num_cached = self._cached_blocks(engine), 0
@@ -115,26 +116,28 @@ class Router:
 
         return min(engines, key=cost)  # the first one, if they are equal in all three
 
-    def note(self, engine: RoutedEngine, prompt: "array[int]", outputs: Iterable["array[int]"]) -> None:
+    def note(self, engine: RoutedEngine, prompt: "array[int]", outputs: Iterable["array[int]"], salt: str = "") -> None:
         """Note that an engine has computed outputs of a prompt: all their tokens but the last."""
         blocks = self._cached_blocks(engine)
         if self._policy != "cache_aware" or not blocks.block_size:
             return
         if not (computed := [output for output in outputs if output]):
             return
-        hashes = hash_blocks(prompt, blocks.block_size)
-        rest, parent = prompt[len(hashes) * blocks.block_size :], hashes[-1] if hashes else 0
+        hashes = hash_blocks(prompt, blocks.block_size, hash(salt))
+        rest, parent = prompt[len(hashes) * blocks.block_size :], hashes[-1] if hashes else hash(salt)
         for output in computed:
             blocks.use(hash_blocks(rest + output[:-1], blocks.block_size, parent))
         blocks.use(hashes)  # once for all outputs, since there may be a thousand, and last: an engine frees it last
 
     def _cached_blocks(self, engine: RoutedEngine) -> CachedBlocks:
-        """Return what is cached at an engine: nothing yet, if its scheduler or worker is another one than before."""
+        """Return what is cached at an engine: nothing yet, if its scheduler or worker is another one than before, or
+        its cache was reset.
+        """
         welcome, status = engine.welcome, engine.status
         if welcome is None or status is None or not status.snapshot.prefix_caching:
             return NO_CACHE
         snapshot = status.snapshot
-        incarnation = (welcome.boot_id, snapshot.worker_losses)
+        incarnation = (welcome.boot_id, snapshot.worker_losses, snapshot.prefix_resets)
         known, blocks = self._caches.get(engine, (None, NO_CACHE))
         if known != incarnation:
             blocks = CachedBlocks(min(snapshot.blocks, MAX_BLOCKS), snapshot.block_size)

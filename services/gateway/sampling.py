@@ -19,7 +19,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "prompt_logprobs", "skip_special_tokens",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
 

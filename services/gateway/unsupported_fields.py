@@ -36,9 +36,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     # vLLM's
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "ec_transfer_params": ({},),

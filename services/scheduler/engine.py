@@ -146,6 +146,11 @@ class Engine:
         """Let the worker go, which has answered every plan: running sequences wait for the next one."""
         self._core.end_epoch()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks."""
+        logger.info("the prefix cache is reset")
+        self._core.reset_prefix_cache()
+
     def drain(self) -> None:
         """Accept no new requests from now on."""
         self._core.drain()

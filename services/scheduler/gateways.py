@@ -28,10 +28,12 @@ from shared.protocol import (
     Accepted,
     Heartbeat,
     Hello,
+    PrefixCacheReset,
     Progress,
     ProgressRow,
     Refusal,
     Refused,
+    ResetPrefixCache,
     Status,
     Submit,
     UnknownGateway,
@@ -101,6 +103,13 @@ class Origin(Struct, frozen=True):
     request_id: str  # that its client sees
 
 
+class Reset(Struct, frozen=True):
+    """A gateway's demand to reset the prefix cache."""
+
+    gateway: Gateway
+    id: int  # by which the gateway knows the answer
+
+
 class Gateways:
     """The gateways' side of the scheduler. `short_of_cpu` tells whether the scheduler is short of CPU."""
 
@@ -118,10 +127,10 @@ class Gateways:
         """True if nothing waits to be sent."""
         return not any(gateway.has_unsent for gateway in self._gateways.values())
 
-    def receive(self, max_messages: int, now: float) -> list[Submit | Abort]:
-        """Read at most `max_messages`, and return the requests and aborts among them under the engine's ids."""
+    def receive(self, max_messages: int, now: float) -> list[Submit | Abort | Reset]:
+        """Read at most `max_messages`. Return the requests and aborts among them under the engine's ids, and resets."""
         self._drop_disconnected()
-        requests: list[Submit | Abort] = []
+        requests: list[Submit | Abort | Reset] = []
         size = 0
         for _ in range(max_messages):
             if size > MAX_TURN_BYTES or (message := self._listener.receive()) is None:
@@ -142,6 +151,10 @@ class Gateways:
         origin = self._origins.get(id)
         if origin is not None:
             origin.gateway.accepted.append(origin.id)
+
+    def confirm(self, reset: Reset) -> None:
+        """Queue the news for its gateway that the prefix cache was reset."""
+        reset.gateway.outbox.append(encode(PrefixCacheReset(reset.id)))
 
     def refuse(self, refused: Refused) -> None:
         """Forget a request that the engine refused, and queue the refusal for its gateway."""
@@ -200,7 +213,7 @@ class Gateways:
             if gateway.stuck_since is not None:
                 gateway.stuck_since += seconds
 
-    def _handle(self, message: Message, now: float) -> Submit | Abort | None:
+    def _handle(self, message: Message, now: float) -> Submit | Abort | Reset | None:
         gateway = self._gateways.get(message.peer)
         try:
             content = decode_from_gateway(message.body)
@@ -223,6 +236,8 @@ class Gateways:
                 return self._submit(gateway, content)
             case Abort():
                 return self._abort(gateway, content)
+            case ResetPrefixCache():
+                return Reset(gateway, content.id)
 
     def _handle_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         identity = heartbeat.identity.encode()

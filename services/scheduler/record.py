@@ -110,7 +110,13 @@ class Left(Struct, frozen=True, array_like=True, tag=9):
     now: float
 
 
-Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained | Left
+class Reset(Struct, frozen=True, array_like=True, tag=10):
+    """`reset_prefix_cache`."""
+
+    now: float
+
+
+Input = Began | Submitted | Aborted | Planned | Committed | Lost | Drained | Left | Reset
 Entry = Input | Ended
 
 _encoder = msgspec.msgpack.Encoder()

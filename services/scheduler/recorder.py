@@ -40,6 +40,7 @@ from services.scheduler.record import (
     Left,
     Lost,
     Planned,
+    Reset,
     Submitted,
     digest,
     pack_entry,
@@ -263,6 +264,10 @@ class RecordedScheduler(Scheduler):
         else:
             self._record(Committed(now, result))
         return super().commit(result)
+
+    def reset_prefix_cache(self) -> None:
+        self._record(Reset(self._recorder.clock()))
+        super().reset_prefix_cache()
 
     def drain(self) -> None:
         self._record(Drained(self._recorder.clock()))

@@ -16,6 +16,7 @@ from services.scheduler.record import (
     Lost,
     Planned,
     Record,
+    Reset,
     Submitted,
     plan_digest,
     state_digest,
@@ -85,6 +86,8 @@ def _apply(core: Scheduler, entry: Input) -> Outcome:
             return core.lose_worker(now, out_of_memory=out_of_memory)
         case Left():
             core.end_epoch()
+        case Reset():
+            core.reset_prefix_cache()
         case Drained():
             core.drain()
     return None

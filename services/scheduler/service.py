@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.engine import Engine
 from services.scheduler.exporter import WorkerMetrics
-from services.scheduler.gateways import Gateways
+from services.scheduler.gateways import Gateways, Reset
 from services.scheduler.throughput import Throughput
 from services.scheduler.workers import WorkerEvent, WorkerLost, WorkerReady, WorkerResult, Workers
 from shared.admin import DrainState
@@ -174,9 +174,13 @@ class Service:
         while self._workers.ready and (plan := engine.plan(now)) is not None:
             self._workers.send(plan, engine.encode(plan), now)
 
-    def _handle_request(self, request: Submit | Abort, now: float) -> None:
+    def _handle_request(self, request: Submit | Abort | Reset, now: float) -> None:
         engine = self.engine
-        if engine is None:
+        if isinstance(request, Reset):
+            if engine is not None:
+                engine.reset_prefix_cache()
+            self._gateways.confirm(request)
+        elif engine is None:
             if isinstance(request, Submit):
                 reason = "the engine has not started yet"
                 self._gateways.refuse(Refused(request.id, Refusal.NOT_READY, reason))

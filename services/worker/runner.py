@@ -24,7 +24,6 @@ from kernels.ops import Ops
 from services.worker.batch import Batch, build_batch, prepare_inputs
 from services.worker.config import WorkerConfig
 from services.worker.decode_graphs import Capture, DecodeGraphs, graph_sizes
-from services.worker.grammars import SequenceGrammars
 from services.worker.interface import OutOfMemory, WorkerInfo
 from services.worker.kv_memory import kv_memory
 from services.worker.launched_step import LaunchedStep, StepOutputs, StepTimer
@@ -32,6 +31,7 @@ from services.worker.logprobs import StagedLogprobs, prompt_logprobs, sampled_lo
 from services.worker.models.load import LoadedModel
 from services.worker.sampler import Sampler, StagedSampling, build_sampling_batch
 from services.worker.sequence_states import SequenceStates, StateChanges
+from services.worker.token_masks import TokenMasks
 from services.worker.transfers import Section, StepBuffer
 from services.worker.warmup import StepMemory, kernel_plans, largest_plan, largest_sizes, warm_up
 from shared.errors import ModelError
@@ -66,7 +66,7 @@ class _EpochState:
     caches: list[tuple[Tensor, Tensor]]
     sequences: SequenceStates
     sampler: Sampler
-    grammars: SequenceGrammars
+    masks: TokenMasks
 
 
 class _Sampling(NamedTuple):
@@ -139,7 +139,7 @@ class ModelRunner:
         sizes = replace(message, epoch=Epoch("", 0))
         if self._state is not None and self._sizes == sizes:
             self._state.sequences.clear()
-            self._state.grammars.clear()
+            self._state.masks.clear()
             return
         self._state = self._sizes = self._graphs = None  # frees the old memory before the new is taken
         with _naming_settings(f"for {message.num_blocks} blocks of KV"):
@@ -168,18 +168,18 @@ class ModelRunner:
         timer = StepTimer(self.device)
         tokens = sum(row.count for row in plan.rows)
         with _naming_settings(f"in a step of {tokens} tokens and {len(plan.rows)} sequences"):
-            self._state.grammars.update(plan)
+            self._state.masks.update(plan)
             outputs = self._compute(self._stage(plan, self._state), self._state)
             step = LaunchedStep(plan, outputs, timer)
-            self._state.grammars.expect(outputs.slots, step)
+            self._state.masks.expect(outputs.slots, step)
             return step
 
     def _allocate(self, message: Configure) -> _EpochState:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
         sequences = SequenceStates(message, self._model.shape.vocab_size, self.device)
-        grammars = SequenceGrammars(self._load_compiler, self._model.shape.vocab_size, torch.get_num_threads())
-        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops), grammars)
+        masks = TokenMasks(self._load_compiler, self._model.shape.vocab_size, torch.get_num_threads())
+        return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops), masks)
 
     def _layout(self, block_size: int) -> KVLayout:
         shape = self._model.shape
@@ -283,7 +283,7 @@ class ModelRunner:
         staged = sampling.tokens
         masks = None
         if len(staged.masked):
-            masks, outputs.errors = state.grammars.masks(staged.masked.slots, state.sampler.num_required(staged.masked))
+            masks, outputs.errors = state.masks.masks(staged.masked.slots, state.sampler.num_required(staged.masked))
         tokens = state.sampler.sample(logits, staged, None if masks is None else masks.to(self.device))
         state.sequences.store_tokens(staged.slots.tensor, staged.positions.tensor, tokens)
         outputs.slots, outputs.tokens = staged.batch.slots.tolist(), tokens

@@ -1,7 +1,7 @@
 """The sampler: samples tokens from rows of logits.
 
     raw logits ─▶ log-probabilities (logprobs.py)
-        └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ `Ops.sample`, with the masks of grammars.py
+        └─▶ bias, stop tokens masked before min_tokens ─▶ penalties ─▶ `Ops.sample`, with the masks of token_masks.py
 
 A token is the maximum of logit + Gumbel noise, a function of (seed, sample, output position, token), so it depends
 only on the logits, parameters and position of its own row. Rows with bias, masks or penalties are copied and edited.
@@ -67,20 +67,20 @@ class Sampler:
         """Add what sampling `batch` needs on the device to `buffer`."""
         states, slots = self._states, batch.slots
         below_min_tokens = batch.positions - states.prompt_len[slots] < states.min_tokens[slots]
-        below_min_tokens &= ~states.has_grammar[slots]  # whose masks see to that
+        below_min_tokens &= ~states.has_mask[slots]  # which sees to that
         is_edited = below_min_tokens | states.has_penalties[slots] | states.has_logit_bias[slots]
         if is_edited.any():
             order = np.argsort(is_edited, kind="stable")
             batch, below_min_tokens = batch.subset(order), below_min_tokens[order]
         num_unedited = len(batch) - int(is_edited.sum())
-        has_grammar = states.has_grammar[batch.slots]
-        masks = np.where(has_grammar, np.cumsum(has_grammar) - 1, -1)
+        has_mask = states.has_mask[batch.slots]
+        masks = np.where(has_mask, np.cumsum(has_mask) - 1, -1)
         unedited, edited = batch.subset(slice(num_unedited)), batch.subset(slice(num_unedited, None))
         return StagedSampling(
             batch=batch,
             slots=buffer.add(batch.slots),
             positions=buffer.add(batch.positions),
-            masked=batch.subset(has_grammar),
+            masked=batch.subset(has_mask),
             unedited=(
                 self._stage_parameters(unedited, unedited.rows, masks[:num_unedited], buffer) if num_unedited else None
             ),
@@ -165,7 +165,7 @@ class StagedSampling:
     batch: SamplingBatch
     slots: Section  # (N,) int64
     positions: Section  # (N,) int64
-    masked: SamplingBatch  # the tokens of sequences that have grammars
+    masked: SamplingBatch  # the tokens of sequences that have masks
     unedited: "_Parameters | None"
     edited: "_Parameters | None"
     edits: "_Edits | None"  # of the logits of the edited tokens

@@ -49,7 +49,7 @@ class SequenceStates:
         self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.num_logprobs, self.num_prompt_logprobs = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
         self.has_logit_bias, self.has_penalties = np.zeros(slots, bool), np.zeros(slots, bool)
-        self.has_grammar = np.zeros(slots, bool)
+        self.has_mask = np.zeros(slots, bool)
         self.sampling: list[Sampling | None] = [None] * slots
 
     def clear(self) -> None:
@@ -116,12 +116,17 @@ class SequenceStates:
         self.has_logit_bias[slot] = bool(sampling.logit_bias)
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self.has_penalties[slot] = penalties != (1, 0, 0)
-        self.has_grammar[slot] = bool(sampling.grammar)
+        self.has_mask[slot] = is_masked(sampling)
 
     def _write_tables(self, writes: Sequence[TableWrite], changes: "StateChanges", *, after_copies: bool) -> None:
         for write in writes:
             table = self.block_tables[write.slot, write.index :]
             changes.write(table, np.array(write.blocks, np.int32), after_copies=after_copies)
+
+
+def is_masked(sampling: Sampling) -> bool:
+    """Return whether the tokens that may be sampled are limited to those of a mask."""
+    return bool(sampling.grammar or sampling.allowed_tokens or sampling.bad_words)
 
 
 class StateChanges:

@@ -77,6 +77,7 @@ class FakeEngineRequest:
     engine = "0"
     samples_before = 0
     request_id = ""
+    cache_salt = ""
 
     def __init__(self, backend: "FakeBackend", tokens: "array[int]", sampling: Sampling, n: int, priority: int) -> None:
         self.tokens, self.sampling, self.n, self.priority = list(tokens), sampling, n, priority
@@ -173,6 +174,12 @@ class FakeBackend:
         self.pause_at = -1  # step that waits for `go_on`
         self.go_on = asyncio.Event()
         self.submitted = asyncio.Event()
+        self.num_resets = 0  # of the prefix cache
+
+    async def reset_prefix_cache(self) -> None:
+        if not self.is_ready:
+            raise Unavailable("the engine at ipc://engine is not connected")
+        self.num_resets += 1
 
     async def first_welcome(self) -> Welcome:
         if self.welcome is None:
@@ -195,11 +202,12 @@ class FakeBackend:
         priority: int,
         samples_before: int = 0,
         request_id: str = "",
+        cache_salt: str = "",
     ) -> AsyncIterator[FakeEngineRequest]:
         assert isinstance(tokens, array)
         assert tokens.typecode == "i"
         request = FakeEngineRequest(self, tokens, sampling, n, priority)
-        request.samples_before, request.request_id = samples_before, request_id
+        request.samples_before, request.request_id, request.cache_salt = samples_before, request_id, cache_salt
         self.requests.append(request)
         self.submitted.set()
         try:

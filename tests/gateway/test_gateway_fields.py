@@ -15,6 +15,9 @@ BEAMS, TOOLS, REASONING = "test_gateway_beam_search", "test_gateway_tools", "tes
 PROOFS = {
     "add_generation_prompt": (CHATS, "test_without_a_generation_prompt_the_message_is_closed"),
     "add_special_tokens": (CHATS, "test_a_template_that_prints_bos_gives_one_only"),
+    "allowed_token_ids": (LIMITS, "test_allowed_tokens_and_bad_words_reach_the_engine"),
+    "bad_words": (LIMITS, "test_allowed_tokens_and_bad_words_reach_the_engine"),
+    "cache_salt": (LIMITS, "test_a_salt_reaches_the_engine"),
     "chat_template_kwargs": (CHATS, "test_template_variables_reach_the_template"),
     "continue_final_message": (CHATS, "test_a_message_is_continued"),
     "continuous_usage_stats": (STREAMS, "test_continuous_usage_grows_with_the_chunks"),

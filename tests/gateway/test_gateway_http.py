@@ -38,8 +38,8 @@ def routes(client: Client) -> list[tuple[str, str]]:
 )  # fmt: skip
 async def test_every_route_needs_the_key_but_for_a_written_list(headers: dict[str, str]) -> None:
     """GTW-01."""
-    async with serve(api_key=["other", "secret"]) as client:
-        assert len(routes(client)) >= 9
+    async with serve(api_key=["other", "secret"], enable_reset_prefix_cache=True) as client:
+        assert len(routes(client)) >= 10
         for method, path in routes(client):
             async with client.request(method, path, headers=headers) as response:
                 assert (response.status == 401) == (path not in OPEN_PATHS)
@@ -435,6 +435,25 @@ async def test_while_no_engine_answers_requests_are_refused_for_now() -> None:
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"
         assert (await (await client.get("/v1/models")).json())["data"][0]["max_model_len"] is None
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true"])
+async def test_the_prefix_cache_is_reset_if_that_is_enabled(path: str) -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client, client.post(path) as response:
+        assert response.status == 404
+    assert backend.num_resets == 0
+    async with serve(backend, enable_reset_prefix_cache=True) as client:
+        async with client.post(path) as response:
+            assert (response.status, await response.json()) == (200, {"success": True})
+        assert backend.num_resets == 1
+        backend.is_ready = False
+        async with client.post(path) as response:
+            assert response.status == 503
+            assert "is not connected" in (await error_of(response))["message"]
+        async with client.get(path) as response:
+            assert response.status == 405
+    assert backend.num_resets == 1
 
 
 async def test_version_is_a_string() -> None:

@@ -18,10 +18,11 @@ from services.gateway.config import GatewayConfig
 from services.gateway.prompt import chat_prompt
 from services.gateway.served_model import ServedModel
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
+from shared.protocol import pack_token_set
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
 from shared.text.tokenizer import Tokenizer
-from tests.gateway.fakes import TOKENIZER, VOCAB, Client, FakeBackend, endless, ids, says, serve, texts
+from tests.gateway.fakes import EOS, TOKENIZER, VOCAB, Client, FakeBackend, endless, ids, says, serve, texts
 from tests.text.vocabulary import CHATML, make_backend, write_model_folder
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -230,6 +231,10 @@ async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:
         stops = [5] * 1000
         await client.complete(prompt=["a"] * 60, stop_token_ids=stops, max_tokens=1)
         await refuses(client, PATHS[0], {"prompt": ["a"] * 70, "stop_token_ids": stops}, "prompt", "65536")
+        await refuses(client, PATHS[0], {"prompt": ["a"] * 70, "allowed_token_ids": stops}, "prompt", "65536")
+        words = [chr(ord("a") + at) * 60 for at in range(26)]  # some 3,000 tokens
+        await client.complete(prompt=["a"] * 20, bad_words=words, max_tokens=1)
+        await refuses(client, PATHS[0], {"prompt": ["a"] * 30, "bad_words": words}, "prompt", "65536")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -240,8 +245,11 @@ async def test_lists_that_each_prompt_carries_have_a_limit_together() -> None:
         ("stop", ["a"] * 5),
         ("stop", "a" * 1025),
         ("logit_bias", {str(at): 1 for at in range(16_385)}),
+        ("allowed_token_ids", [1] * 262_145),
+        ("bad_words", ["a"] * 129),
+        ("bad_words", ["a" * 257]),
     ],
-    ids=["stop_token_ids", "stop", "long stop", "logit_bias"],
+    ids=["stop_token_ids", "stop", "long stop", "logit_bias", "allowed_token_ids", "bad_words", "long bad word"],
 )
 async def test_lists_and_strings_have_a_limit(path: str, field: str, value: Any) -> None:
     """LOOP-01: the number is checked before anything loops over them, and is in the error."""
@@ -405,6 +413,70 @@ async def test_a_valid_bias_reaches_the_engine(path: str) -> None:
     ):
         assert response.status == 200
     assert backend.requests[0].sampling.logit_bias == [(3, 5.0), (10, -100.0)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_allowed_tokens_and_bad_words_reach_the_engine(path: str) -> None:
+    backend = FakeBackend()
+    fields = body(path, allowed_token_ids=[VOCAB - 1, 3, EOS, 3], bad_words=["two", "\n"])
+    async with serve(backend) as client, client.post(path, json=fields) as response:
+        assert response.status == 200
+    (request,) = backend.requests
+    assert request.sampling.allowed_tokens == pack_token_set([EOS, 3, VOCAB - 1])
+    assert request.sampling.bad_words == [ids("two"), ids(" two"), ids("\n")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+        ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids", f"from 0 to {VOCAB - 1}"),
+        ({"allowed_token_ids": [-1, 5]}, "allowed_token_ids", f"from 0 to {VOCAB - 1}"),
+        ({"allowed_token_ids": [2**70]}, "allowed_token_ids", f"from 0 to {VOCAB - 1}"),
+        ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]", ""),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1}, "min_tokens", "min_tokens forbids"),
+        ({"allowed_token_ids": [EOS, 3], "bad_words": ["</s>", "<|im_end|>"]}, "bad_words", "rule out all"),
+        ({"bad_words": [""]}, "bad_words", "empty"),
+        ({"bad_words": "two"}, "bad_words", ""),
+        ({"bad_words": [5]}, "bad_words[0]", ""),
+        ({"bad_words": ["x" * 100]}, "bad_words", "at most 64 tokens"),
+        ({"bad_words": [f"{at:03}" for at in range(65)]}, "bad_words", "at most 128 sequences of tokens, got 130"),
+    ],
+)
+async def test_tokens_that_leave_nothing_or_are_none(path: str, fields: dict[str, Any], param: str, words: str) -> None:
+    async with serve() as client:
+        await refuses(client, path, body(path, **fields), param, words)
+
+
+async def test_many_bad_words_are_tokenized_off_the_loop_and_few_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    encode_all = Tokenizer.encode_all
+
+    def note_thread(self: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        if len(texts) > 1:
+            threads.append(threading.current_thread() is threading.main_thread())
+        return encode_all(self, texts, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode_all", note_thread)
+    async with serve() as client:
+        await client.complete(prompt="x", bad_words=["two"])
+        await refuses(client, PATHS[0], {"prompt": "x", "bad_words": ["y" * 256] * 100}, "bad_words")
+    assert threads == [True, False]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_salt_reaches_the_engine(path: str) -> None:
+    backend = FakeBackend()
+    async with serve(backend) as client:
+        for salt in ("x", "ä/@\0" * 32, None):
+            async with client.post(path, json=body(path, cache_salt=salt)) as response:
+                assert response.status == 200
+        for wrong in ("", "x" * 129, 5, ["x"]):
+            await refuses(client, path, body(path, cache_salt=wrong), "cache_salt")
+        half = json.dumps(body(path, cache_salt="\ud800")).encode()  # of a surrogate pair, which is no text
+        assert (await client.refused(path, half))[0] == 400
+    assert [request.cache_salt for request in backend.requests if request.cache_salt] == ["x", "ä/@\0" * 32]
 
 
 @pytest.mark.parametrize("path", PATHS)

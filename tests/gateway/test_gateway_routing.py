@@ -34,10 +34,14 @@ class FakeEngine:
 
 
 def chosen(
-    router: Router, engines: list[FakeEngine], prompt: "array[int]" = PROMPT, sampling: Sampling = GREEDY
+    router: Router,
+    engines: list[FakeEngine],
+    prompt: "array[int]" = PROMPT,
+    sampling: Sampling = GREEDY,
+    salt: str = "",
 ) -> int:
     """Return the index of the chosen engine."""
-    return engines.index(router.choose(engines, prompt, sampling))
+    return engines.index(router.choose(engines, prompt, sampling, salt))
 
 
 def test_the_longest_cached_prefix_wins() -> None:
@@ -120,12 +124,36 @@ def test_the_last_token_of_an_output_is_not_cached() -> None:
     assert chosen(router, engines, PROMPT[:5] + ANSWER[:9]) == 1
 
 
-@pytest.mark.parametrize(("boot_id", "worker_losses"), [("2", 0), ("1", 1)], ids=["scheduler", "worker"])
-def test_what_was_cached_is_forgotten_with_scheduler_and_worker(boot_id: str, worker_losses: int) -> None:
+def test_requests_of_different_salts_share_no_prefix() -> None:
+    router, engines = Router(), [FakeEngine(1), FakeEngine(1), FakeEngine()]
+    router.note(engines[0], PROMPT, [ANSWER])
+    router.note(engines[1], PROMPT, [ANSWER], "a")
+    assert chosen(router, engines) == 0
+    assert chosen(router, engines, salt="a") == 1
+    assert chosen(router, engines, salt="b") == 2
+    assert chosen(router, engines, PROMPT[:BLOCK] + ANSWER, salt="a") == 2, "a short prefix is not worth it"
+
+
+def test_an_output_behind_a_prompt_that_fills_no_block_has_its_salt_too() -> None:
+    router, engines = Router(), [FakeEngine(), FakeEngine()]
+    router.note(engines[1], PROMPT[: BLOCK - 1], [ANSWER], "a")
+    router.note(engines[0], ANSWER, [ANSWER], "a")  # so that its cache is not the emptier one
+    prompt = PROMPT[: BLOCK - 1] + ANSWER
+    assert (chosen(router, engines, prompt, salt="a"), chosen(router, engines, prompt)) == (1, 1)
+    engines[1].load = 1
+    assert chosen(router, engines, prompt) == 0
+
+
+@pytest.mark.parametrize(
+    ("boot_id", "changes"),
+    [("2", {}), ("1", {"worker_losses": 1}), ("1", {"prefix_resets": 1})],
+    ids=["scheduler", "worker", "reset"],
+)
+def test_what_was_cached_is_forgotten_with_scheduler_worker_and_reset(boot_id: str, changes: dict[str, int]) -> None:
     router, engines = Router(), [FakeEngine(1), FakeEngine()]
     router.note(engines[0], PROMPT, [ANSWER])
     assert chosen(router, engines) == 0
-    engines[0].show(boot_id, worker_losses=worker_losses)
+    engines[0].show(boot_id, **changes)
     assert chosen(router, engines) == 1
 
 

@@ -17,8 +17,9 @@ from transformers import OPTForCausalLM
 from kernels.cpu import extension
 from quire import LLM, SamplingParams
 from services.worker.interface import PendingStep
-from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
+from shared.errors import ConfigError, EngineFailure, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan
+from shared.text.bad_words import tokenize_bad_words
 from tests.models.gptq_awq_writer import Scheme, save_packed
 from tests.text.vocabulary import make_vocabulary
 
@@ -69,6 +70,63 @@ def test_it_continues_as_transformers_does(llm: LLM, folder: Path) -> None:
     ids = llm.get_tokenizer().encode(PROMPTS[0])
     expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected.tolist()
+
+
+@pytest.mark.parametrize(("prompt", "words"), [(PROMPTS[0], ["Pa is", "France is"]), (PROMPTS[1], ["FFF", "cap"])])
+def test_bad_words_and_allowed_tokens_work_as_in_transformers(
+    llm: LLM, folder: Path, prompt: str, words: list[str]
+) -> None:
+    """The model says the words if it may. Most are several tokens, of which the first ones may come."""
+    model, tokenizer = OPTForCausalLM.from_pretrained(folder), llm.get_tokenizer()
+    ids = tokenizer.encode(prompt)
+
+    def reference(**options: Any) -> list[int]:
+        result = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, **options)
+        return list(result[0, len(ids) :].tolist())
+
+    def tokens(**options: Any) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=24, **options)
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+
+    assert all(word in tokenizer.decode(tokens()) for word in words)
+    expected = reference(bad_words_ids=tokenize_bad_words(words, tokenizer))
+    assert tokens(bad_words=words) == expected
+    assert not any(word in tokenizer.decode(expected) for word in words)
+    some = list(range(5, 60, 3))
+    expected = reference(prefix_allowed_tokens_fn=lambda batch, seen: some)
+    assert tokens(allowed_token_ids=some) == expected
+    assert set(expected) <= set(some)
+    both = tokens(allowed_token_ids=some, bad_words=words, logit_bias={some[0]: 100, 4: 100}, repetition_penalty=1.5)
+    assert set(both) == {some[0]}
+
+
+def test_samples_and_prompts_of_a_batch_have_their_own_bad_words(llm: LLM) -> None:
+    """Neither n, penalties, preemptions nor neighbours matter: an output never has a bad word."""
+    words = ["o", "th", "qu"]
+    params = [
+        SamplingParams(temperature=1.2, max_tokens=40, n=3, seed=at, ignore_eos=True, frequency_penalty=0.1, **fields)
+        for at, fields in enumerate([{}, {"bad_words": words}, {"bad_words": ["e"]}])
+    ]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    free, banned, other = [[one.token_ids for one in output.outputs] for output in outputs]
+    sequences = tokenize_bad_words(words, llm.get_tokenizer())
+    assert any(contains(ids, word) for ids in (*free, *other) for word in sequences)
+    assert not any(contains(ids, word) for ids in banned for word in sequences)
+    assert len({tuple(ids) for ids in banned}) == 3
+
+
+def contains(ids: list[int], word: list[int]) -> bool:
+    return any(ids[at : at + len(word)] == word for at in range(len(ids)))
+
+
+def test_an_output_of_which_bad_words_leave_nothing_is_an_error(llm: LLM) -> None:
+    digits = [id for id in range(320) if llm.get_tokenizer().decode([id]) in {"1", "2"}]
+    params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=digits, bad_words=["11", "12", "21", "22"])
+    with pytest.raises(EngineFailure, match="bad_words rule out"):
+        llm.generate(PROMPTS[0], params, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="bad_words rule out"):
+        llm.generate(PROMPTS[0], msgspec.structs.replace(params, bad_words=["1", "2"]), use_tqdm=False)
+    assert texts(llm, PROMPTS[0], GREEDY) == alone(llm, GREEDY)[:1]
 
 
 def test_prompts_come_as_text_ids_and_mappings(llm: LLM) -> None:
@@ -286,6 +344,24 @@ def test_a_repeated_prompt_is_found_in_the_cache_unless_that_is_off(folder: Path
             cached = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
         assert cached[0] == 0
         assert (cached[1] > 0) is caching
+
+
+def test_prompts_of_one_salt_share_a_cache_until_it_is_reset(folder: Path) -> None:
+    with LLM(folder, kv_cache_memory=0.05, num_threads=1) as llm:
+
+        def cached(**salt: str) -> int:
+            (output,) = llm.generate({"prompt": " ".join(PROMPTS), **salt}, GREEDY, use_tqdm=False)
+            return output.num_cached_tokens
+
+        assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+        assert cached() == cached(cache_salt="a") == cached(cache_salt="b") > 0
+        assert llm.reset_prefix_cache()
+        assert [cached(), cached(cache_salt="a")] == [0, 0]
+        assert cached() > 0
+        with pytest.raises(InvalidRequest, match="cache_salt"):
+            cached(cache_salt="")
+    with pytest.raises(QuireError, match="closed"):
+        llm.reset_prefix_cache()
 
 
 def test_without_max_tokens_it_runs_to_the_end_of_the_context(folder: Path) -> None:

@@ -160,6 +160,14 @@ def test_the_variable_of_vllm_makes_the_server_batch_invariant() -> None:
     assert not settings.read({"batch_invariant": False}, {"VLLM_BATCH_INVARIANT": "1"}).worker.batch_invariant
 
 
+def test_the_variable_of_vllm_lets_clients_reset_the_prefix_cache() -> None:
+    assert not settings.read({}, {"VLLM_SERVER_DEV_MODE": "0"}).gateway.enable_reset_prefix_cache
+    result = settings.read({}, {"VLLM_SERVER_DEV_MODE": "1"})
+    assert "--enable-reset-prefix-cache" in settings.service_arguments(result.gateway)
+    other = {"VLLM_SERVER_DEV_MODE": "1", "QUIRE_ENABLE_RESET_PREFIX_CACHE": "false"}
+    assert not settings.read({}, other).gateway.enable_reset_prefix_cache
+
+
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [

@@ -9,7 +9,7 @@ from services.scheduler.config import MAX_BLOCKS, SchedulerConfig, count_blocks,
 from services.scheduler.engine import Engine
 from shared.config import load
 from shared.errors import ConfigError
-from shared.protocol import Refusal, Refused, Sampling
+from shared.protocol import Refusal, Refused, Sampling, pack_token_set
 from tests.scheduler.examples import MODEL, REGISTER, submit
 
 
@@ -77,6 +77,10 @@ def test_every_setting_reaches_the_core() -> None:
         ([-1, 5], Sampling(5, 0), "the model has no token -1"),
         ([5], Sampling(5, 0, stop_token_ids=[3, 100]), "the model has no token 100"),
         ([5], Sampling(5, 0, logit_bias=[(3, 1.0), (-7, 1.0)]), "the model has no token -7"),
+        ([5], Sampling(5, 0, allowed_tokens=pack_token_set([0, 99]), bad_words=[[99], [0, 99]]), ""),
+        ([5], Sampling(5, 0, allowed_tokens=pack_token_set([0, 100])), "the model has no token 100"),
+        ([5], Sampling(5, 0, allowed_tokens=b"\0\0"), "no token is allowed"),
+        ([5], Sampling(5, 0, bad_words=[[1], [1, 100]]), "the model has no token 100"),
         ([5], Sampling(5, 0, logprobs=65), "at most 64 log-probabilities are reported for a token"),
         ([5], Sampling(5, 0, prompt_logprobs=1 << 40), "at most 20 log-probabilities are reported for a token"),
     ],

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.scheduler import gateways as module
-from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_RESUMED_AGE, MAX_ROWS, MAX_TURN_BYTES, Gateways
+from services.scheduler.gateways import MAX_CLOCK_SKEW, MAX_RESUMED_AGE, MAX_ROWS, MAX_TURN_BYTES, Gateways, Reset
 from shared.liveness import GATEWAY_TIMEOUT, GRACE_PERIOD
 from shared.protocol import (
     VERSION,
@@ -19,11 +19,13 @@ from shared.protocol import (
     Heartbeat,
     Hello,
     ModelInfo,
+    PrefixCacheReset,
     ProcessStats,
     Progress,
     ProgressRow,
     Refusal,
     Refused,
+    ResetPrefixCache,
     Snapshot,
     Status,
     Submit,
@@ -56,7 +58,7 @@ class GatewaysHarness:
         """The engine's ids of the requests whose gateways are known."""
         return list(self.gateways._origins)
 
-    def receive(self, now: float = 0.0, max_messages: int = 100) -> list[Submit | Abort]:
+    def receive(self, now: float = 0.0, max_messages: int = 100) -> list[Submit | Abort | Reset]:
         return self.gateways.receive(max_messages, now)
 
     def submit(self, peer: bytes, id: int, n: int = 1) -> int:
@@ -449,3 +451,15 @@ def test_what_is_dropped_is_counted_by_its_reason(harness: GatewaysHarness) -> N
         DropReason.UNKNOWN_SENDER: 3,  # of A, which was given up, the abort too
         DropReason.NOT_ADMITTED: 1,
     }
+
+
+def test_a_reset_is_confirmed_to_the_gateway_that_asked(harness: GatewaysHarness) -> None:
+    harness.net.hear(A, ResetPrefixCache(7), 1)
+    harness.net.hear(B, ResetPrefixCache(7), 2)
+    first, second = harness.receive()
+    assert isinstance(first, Reset)
+    assert isinstance(second, Reset)
+    harness.gateways.confirm(second)
+    assert (harness.flush(A), harness.flush(B)) == ([], [PrefixCacheReset(7)])
+    harness.gateways.confirm(first)
+    assert harness.flush(A) == [PrefixCacheReset(7)]

@@ -321,6 +321,7 @@ def test_an_engine_records_if_it_is_told_to(tmp_path: Path) -> None:
     assert engine.submit(submit(1, max_tokens=2), 1.0) is None
     while (plan := engine.plan(2.0)) is not None:
         engine.commit(answer(plan))
+    engine.reset_prefix_cache()
     engine.lose_worker(3.0)
     assert isinstance(engine.configure(REGISTER), Configure)
     engine.end_epoch()
@@ -331,7 +332,7 @@ def test_an_engine_records_if_it_is_told_to(tmp_path: Path) -> None:
     assert (record.head.engine, record.head.model, record.head.limits) == ("east", "m", engine.limits)
     kinds = [type(entry).__name__ for entry in record.entries]
     steps = ["Planned", "Committed"] * 2
-    assert kinds == ["Began", "Submitted", *steps, "Lost", "Began", "Left", "Aborted", "Drained", "Ended"]
+    assert kinds == ["Began", "Submitted", *steps, "Reset", "Lost", "Began", "Left", "Aborted", "Drained", "Ended"]
     core = load_core(record)
     assert len(list(replay(record, core))) == len(record.entries) - 1
     assert core.snapshot() == engine.snapshot

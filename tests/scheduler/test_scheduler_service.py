@@ -8,9 +8,11 @@ from shared.protocol import (
     Abort,
     Configure,
     Leave,
+    PrefixCacheReset,
     Progress,
     Refusal,
     Refused,
+    ResetPrefixCache,
     Snapshot,
     StepPlan,
     StepResult,
@@ -38,6 +40,26 @@ def test_requests_before_the_first_worker_are_refused_and_no_gateway_is_welcomed
     assert not any(isinstance(message, Welcome | Progress) for message in messages)
     assert harness.service.model == ""
     assert harness.serves()
+
+
+def test_a_reset_of_the_prefix_cache_is_confirmed_with_and_without_an_engine() -> None:
+    harness = SchedulerHarness()
+    gateway = harness.connect(GOOD)
+    harness.gateways.hear(GOOD, ResetPrefixCache(1), gateway)
+    harness.turn()
+    assert confirmed(harness) == [PrefixCacheReset(1)]
+    harness.configured(WORKER, harness.register(WORKER))
+    harness.turn()
+    assert harness.service.snapshot.prefix_resets == 0, "there was nothing to forget"
+    harness.gateways.hear(GOOD, ResetPrefixCache(2), gateway)
+    harness.turn()
+    assert confirmed(harness) == [PrefixCacheReset(2)]
+    assert harness.service.snapshot.prefix_resets == 1
+
+
+def confirmed(harness: SchedulerHarness) -> list[object]:
+    messages = harness.gateways.take(GOOD, decode_to_gateway)
+    return [message for message in messages if isinstance(message, PrefixCacheReset)]
 
 
 def test_a_drain_ends_nothing_until_the_service_is_told_to_stop() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.params import MAX_N, SamplingParams
+from shared.params import MAX_N, SamplingParams, cache_salt
 from shared.protocol import Sampling
 
 
@@ -35,6 +35,8 @@ def to_sampling(params: SamplingParams, *, prompt_len: int = 10, max_model_len: 
         ("prompt_logprobs", [-1, 21]),
         ("stop", ["", ["a", ""], ["a"] * 5, "a" * 1025]),
         ("logit_bias", [{1: 100.5}, {1: -101.0}, {1: math.nan}]),
+        ("allowed_token_ids", [[]]),
+        ("bad_words", [["a", ""], ["a" * 257], ["a"] * 129]),
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> None:
@@ -62,6 +64,8 @@ REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"
         *((field, [None]) for field in ("n", "top_k", "min_tokens", *REAL)),
         ("stop", [5, ["a", 5], [None], b"a", {"a": 1}.__iter__(), np.array("a")]),
         ("stop_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [None], range(1025)]),
+        ("allowed_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [1, None], range(262_145)]),
+        ("bad_words", ["a", b"a", 5, [5], ["a", None], {"a": 1}.__iter__()]),
         ("logit_bias", [5, [1], {1: "x"}, {1: None}, {1: True}, {1.5: 1}, {None: 1}, {True: 1},
                         dict.fromkeys(range(16_385), 1)]),
     ],
@@ -81,6 +85,8 @@ def test_whole_numbers_may_be_written_in_other_ways() -> None:
         for value in (5.0, np.int64(5), np.uint8(5)):
             kept = getattr(SamplingParams(**{field: value}), field)
             assert (type(kept), kept) == (int, 5)
+    allowed = to_sampling(SamplingParams(allowed_token_ids=np.array([8, 3]))).allowed_tokens
+    assert allowed == to_sampling(SamplingParams(allowed_token_ids=[8.0, 3])).allowed_tokens == bytes([8, 1])
     params = SamplingParams(
         stop_token_ids=np.array([3, 4]), logit_bias={np.int32(5): np.float32(0.5)}, min_p=np.float32(0)
     )
@@ -126,6 +132,8 @@ def test_a_key_of_the_bias_that_is_no_token_is_named_with_the_range(key: Any) ->
         ("logprobs", [None, 0, 20]),
         ("stop", [None, "a", ["a", "b", "c", "d"], []]),
         ("logit_bias", [None, {}, {1: -100.0, 2: 100.0}]),
+        ("allowed_token_ids", [None, [0], [49, 3, 3], range(50)]),
+        ("bad_words", [None, [], ["a" * 256] * 128, (" ", "\n")]),
     ],
 )
 def test_values_in_range_are_taken(field: str, values: list[Any]) -> None:
@@ -276,3 +284,54 @@ def test_a_default_limit_gives_way_to_the_room_that_the_prompt_leaves(
     assert requested.to_sampling(prompt_len=10, default_max_tokens=default, **limits).max_tokens == 2
     with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, which is 5"):
         SamplingParams(max_tokens=None, min_tokens=6).to_sampling(prompt_len=10, default_max_tokens=5, **limits)
+
+
+@pytest.mark.parametrize("ids", [[50], [-1], [3, 2**70], [3, -(2**70)]])
+def test_allowed_tokens_beyond_the_vocabulary_are_named_with_the_range(ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="allowed_token_ids must hold token ids from 0 to 49") as caught:
+        to_sampling(SamplingParams(allowed_token_ids=ids))
+    assert caught.value.param == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("fields", "bad_words", "param"),
+    [
+        ({"allowed_token_ids": [5, 6]}, [[5], [6]], "bad_words"),
+        ({"allowed_token_ids": [2, 3], "min_tokens": 1}, [], "min_tokens"),
+        ({"allowed_token_ids": [2, 5], "min_tokens": 1}, [[5]], "min_tokens"),
+        ({"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1}, [], "min_tokens"),
+    ],
+)
+def test_parameters_that_leave_no_token_are_refused(
+    fields: dict[str, Any], bad_words: list[list[int]], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _with_bad_words(SamplingParams(**fields), bad_words)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "bad_words"),
+    [
+        ({"allowed_token_ids": [5, 6]}, [[5], [6, 5]]),
+        ({"allowed_token_ids": [2]}, []),
+        ({"allowed_token_ids": [2], "min_tokens": 1, "ignore_eos": True}, []),
+        ({"min_tokens": 1}, [[5], [6]]),
+    ],
+)
+def test_parameters_that_leave_a_token_are_taken(fields: dict[str, Any], bad_words: list[list[int]]) -> None:
+    assert _with_bad_words(SamplingParams(**fields), bad_words).bad_words == bad_words
+
+
+def _with_bad_words(params: SamplingParams, bad_words: list[list[int]]) -> Sampling:
+    return params.to_sampling(
+        prompt_len=10, max_model_len=100, vocab_size=50, eos_token_ids=[2, 3], bad_words=bad_words
+    )
+
+
+def test_a_cache_salt_is_a_short_text() -> None:
+    assert (cache_salt(None), cache_salt("x"), cache_salt("ä" * 128)) == ("", "x", "ä" * 128)
+    for value in ("", "x" * 129, 5, b"x", ["x"], True):
+        with pytest.raises(InvalidRequest, match="cache_salt must be a text of 1 to 128 characters") as caught:
+            cache_salt(value)
+        assert caught.value.param == "cache_salt"

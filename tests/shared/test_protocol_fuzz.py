@@ -86,7 +86,9 @@ def test_no_value_is_beyond_its_range(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "most"), [(10, protocol.MAX_LOGIT_BIAS), (12, 2 * protocol.MAX_STOP_TOKEN_IDS)], ids=["biases", "stops"]
+    ("field", "most"),
+    [(10, protocol.MAX_LOGIT_BIAS), (12, 2 * protocol.MAX_STOP_TOKEN_IDS), (17, protocol.MAX_BAD_WORDS)],
+    ids=["biases", "stops", "bad words"],
 )
 def test_lists_of_a_request_are_as_short_as_the_api_allows(field: int, most: int) -> None:
     """PRC-26: so a longer one costs no time before it is refused."""
@@ -95,6 +97,27 @@ def test_lists_of_a_request_are_as_short_as_the_api_allows(field: int, most: int
     protocol.decode_from_gateway(changed(whole, (4, field - 1), [one] * most))
     with pytest.raises(ProtocolError):
         protocol.decode_from_gateway(changed(whole, (4, field - 1), [one] * (most + 1)))
+
+
+def test_texts_and_bad_words_of_a_request_are_as_long_as_the_api_allows() -> None:
+    """PRC-26: so a longer one costs no time before it is refused."""
+    whole = encode(EXAMPLES["FROM_GATEWAY.Submit"])
+    longest: list[tuple[tuple[int, ...], object, object]] = [
+        ((4, 15), bytes(protocol.MAX_VOCAB_SIZE // 8), b"\0"),
+        ((4, 16, 0), [1] * protocol.MAX_BAD_WORD_TOKENS, [1]),
+        ((13,), "x" * protocol.MAX_CACHE_SALT, "x"),
+    ]
+    for path, value, more in longest:
+        protocol.decode_from_gateway(changed(whole, path, value))
+        with pytest.raises(ProtocolError):
+            protocol.decode_from_gateway(changed(whole, path, value + more))  # type: ignore[operator]
+    with pytest.raises(ProtocolError):
+        protocol.decode_from_gateway(changed(whole, (4, 16, 0), []))
+
+
+def test_token_sets_have_a_bit_for_each_token() -> None:
+    assert protocol.pack_token_set([]) == b""
+    assert protocol.pack_token_set([0, 9, 3]) == bytes([0b1001, 0b10])
 
 
 @pytest.mark.parametrize("whole", WHOLE, ids=list(EXAMPLES))

@@ -16,12 +16,14 @@ from shared.protocol import (
     Leave,
     ModelInfo,
     NewSequence,
+    PrefixCacheReset,
     ProcessStats,
     Progress,
     ProgressRow,
     Refusal,
     Refused,
     Register,
+    ResetPrefixCache,
     Row,
     SampledRow,
     Sampling,
@@ -37,6 +39,7 @@ from shared.protocol import (
     TokenLogprobs,
     UnknownGateway,
     Welcome,
+    pack_token_set,
     pack_tokens,
 )
 
@@ -58,6 +61,8 @@ SAMPLING = Sampling(
     logprobs=1,
     prompt_logprobs=0,
     grammar="start: A",
+    allowed_tokens=pack_token_set([1, 9]),
+    bad_words=[[3], [4, 5]],
 )
 LOGPROBS = [TokenLogprobs(-0.5, 2, [4, 5], [-0.25, -0.5])]
 TOKENS = pack_tokens([1, 2, 70_000])
@@ -67,17 +72,19 @@ PROCESS = ProcessStats(0.5, 12.5, 3.25)
 
 FROM_GATEWAY: list[Struct] = [
     Hello(1, "gateway-1-a"),
-    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION),
+    Submit(9, TOKENS, 2, SAMPLING, 2, 3, -1, 1.5, 5, True, "chatcmpl-7", SUSPICION, "salt"),
     Abort(9, 3),
     Heartbeat("gateway-1-a", PROCESS),
+    ResetPrefixCache(9),
 ]
 TO_GATEWAY: list[Struct] = [
     Welcome(1, "0", "b007", MODEL, 4096, 128),
     Progress([ProgressRow(9, 3, 5, [42], LOGPROBS, LOGPROBS, FinishReason.ERROR, 16, "why", SCHEDULING)]),
     Refused(9, Refusal.QUEUE_FULL, "full", 2.5),
-    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31), PROCESS),
+    Status(True, False, Snapshot(*range(1, 25), [1, 2, 3], 26, 27.5, 28, 29, True, 31, 32), PROCESS),
     Accepted([9, 10]),
     UnknownGateway(),
+    PrefixCacheReset(9),
 ]
 TO_WORKER: list[Struct] = [
     Configure(EPOCH, 16, 1000, 128, 4096, 640),

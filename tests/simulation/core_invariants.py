@@ -2,10 +2,9 @@
 
 from collections import Counter
 
-from simulated_worker import EMPTY, SimulatedWorker, cell
+from simulated_worker import SimulatedWorker, before_first, cell
 
 from services.scheduler.core import Scheduler
-from services.scheduler.core.prefix import ROOT
 from services.scheduler.core.sequence import Sequence, State
 
 
@@ -100,11 +99,11 @@ def _check_blocks(core: Scheduler, holders: list[Sequence]) -> None:
 def _check_index(core: Scheduler, worker: SimulatedWorker) -> None:
     """Check that each published block holds the cells of exactly the tokens that its key names."""
     index, size = core._block_manager.index, core._block_manager.block_size
-    ends = {ROOT: EMPTY}
+    ends: dict[int, int] = {}
     for (parent, content), entry in sorted(index._entries.items(), key=lambda item: item[1].node):
-        if parent not in ends:
+        if isinstance(parent, int) and parent not in ends:
             continue  # the block before it is forgotten, so nobody can find it
-        value, cells = ends[parent], []
+        value, cells = before_first(parent) if isinstance(parent, str) else ends[parent], []
         for token in memoryview(content).cast("i"):
             value = cell(value, token)
             cells.append(value)

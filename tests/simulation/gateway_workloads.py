@@ -13,6 +13,7 @@ from workloads import random_limits
 from services.gateway.backend import Backend
 from services.gateway.engine_request import MAX_LOSSES, EngineRequest
 from services.scheduler.core import Limits
+from shared.errors import Unavailable
 from shared.protocol import FinishReason, ProgressRow, Sampling, Submit
 
 FAULTS = ["scheduler died", "all died", "worker died", "both died", "drained", "ended", "cut", "given up", "late"]
@@ -26,17 +27,19 @@ def run(seed: int) -> Counter[str]:
     shorter = replace(limits, max_model_len=limits.max_model_len - rng.choice([0, 0, limits.max_model_len // 2]))
     engines = {address: rng.choice([limits, shorter]) for address in addresses[1:]} | {addresses[0]: limits}
     with simulated(network, clock):
-        return asyncio.run(_run(rng, network, clock, engines))
+        return asyncio.run(_run(rng, network, clock, engines, Random(f"cache of {seed}")))
 
 
-async def _run(rng: Random, network: Network, clock: Clock, engines: dict[str, Limits]) -> Counter[str]:
+async def _run(
+    rng: Random, network: Network, clock: Clock, engines: dict[str, Limits], cache_rng: Random
+) -> Counter[str]:
     """`engines` are the limits of each engine, by address. Some may have a shorter context than others."""
     poison: dict[int, int] = {}
     schedulers = [
         SimulatedScheduler(address, limits, network, clock, rng, poison) for address, limits in engines.items()
     ]
     async with Backend(list(engines)) as backend, asyncio.TaskGroup() as clients:
-        script = _Script(rng, clock, schedulers, backend, clients)
+        script = _Script(rng, clock, schedulers, backend, clients, cache_rng)
         for _ in range(rng.randint(20, 200)):
             script.move()
             await let_others_run(rng.randint(0, 3))
@@ -61,7 +64,13 @@ class _Script:
         schedulers: list[SimulatedScheduler],
         backend: Backend,
         tasks: asyncio.TaskGroup,
+        cache_rng: Random,
     ) -> None:
+        """`cache_rng` decides about salts and resets of the prefix cache, so that the rest stays as it is."""
+        self.cache_rng = cache_rng
+        self.salts = cache_rng.choice([[""], ["", "1", "2"]])
+        self.resets: list[asyncio.Task[None]] = []
+        self.reset_share = cache_rng.choice([0.0, 0.02])  # of events
         self.rng, self.clock, self.schedulers, self.backend, self.tasks = rng, clock, schedulers, backend, tasks
         self.connections: list[SimulatedConnection] = backend._connections  # type: ignore[assignment]
         for connection in self.connections:
@@ -81,6 +90,8 @@ class _Script:
         """Let one thing happen."""
         rng = self.rng
         self.clock.now += rng.choice([0.0, 0.001, 0.01])
+        if self.cache_rng.random() < self.reset_share:
+            self.resets.append(self.tasks.create_task(self._reset_prefix_cache()))
         roll = rng.random()
         if self.draining:
             self._drain()
@@ -99,7 +110,7 @@ class _Script:
         """Let everything work again, until all clients are served, within a bound on turns."""
         bound = 200 + 8 * sum(client.work for client in self.clients)
         patience = self.rng.randint(0, 20) if self.clients_leave else bound
-        while not all(task.done() for task in self.clients.values()):
+        while not all(task.done() for task in (*self.clients.values(), *self.resets)):
             await self._work()
             bound -= 1
             patience -= 1
@@ -113,7 +124,7 @@ class _Script:
     def check_finished(self) -> None:
         """Check that each sample has ended as it should, and nothing is left of it."""
         backend = self.backend
-        num_losses = sum(connection.num_losses for connection in self.connections)
+        num_losses = self._num_losses()
         for client in self.clients:
             self.seen[client.outcome] += 1
             failed = [one for one in client.samples.values() if one.finish_reason is FinishReason.ERROR]
@@ -132,9 +143,29 @@ class _Script:
         for scheduler in self.schedulers:
             scheduler.check_finished()
             self.seen += scheduler.deaths
-        assert not any(connection._requests for connection in self.connections), "ids are forgotten"
+        assert not any(one._requests or one._resets for one in self.connections), "ids are forgotten"
         assert (backend._waiting, backend._fingerprints) == ({}, {})
         self.seen["resumed"] += int(backend.losses.resumed._value.get())
+
+    async def _reset_prefix_cache(self) -> None:
+        """Reset all engines' prefix caches, which succeeds if each of them lives until then."""
+        num_resets, num_losses = self._num_resets(), self._num_losses()
+        lost = any(one.welcome is None or one._lost.done() for one in self.connections)
+        try:
+            await self.backend.reset_prefix_cache()
+        except Unavailable:
+            assert lost or self._num_losses() > num_losses, "it fails only if an engine is lost"
+            self.seen["not reset"] += 1
+        else:
+            done = [now > before for now, before in zip(self._num_resets(), num_resets, strict=True)]
+            assert all(done), "every engine has done it"
+            self.seen["reset"] += 1
+
+    def _num_resets(self) -> list[int]:
+        return [one.num_resets for one in self.schedulers]
+
+    def _num_losses(self) -> int:
+        return sum(one.num_losses for one in self.connections)
 
     def _fault(self) -> None:
         rng, scheduler, connection = self.rng, self.rng.choice(self.schedulers), self.rng.choice(self.connections)
@@ -264,6 +295,7 @@ class _Script:
             n=n,
             stops={sample: rng.randint(1, 4) for sample in range(n) if rng.random() < 0.2},
             waits=rng.random() < 0.5,
+            salt=self.cache_rng.choice(self.salts),
             priority=rng.randint(-2, 2) if self.schedulers[0].limits.policy == "priority" else 0,
             samples_before=rng.choice([0, 0, 0, 1, 7]),
         )

@@ -200,6 +200,8 @@ class SimulatedEngine:
         self.plans: list[StepPlan] = []  # of the epoch
         self.now = 1000.0
         self.poison: dict[int, int] = {}  # seed: position at which computing it kills the worker
+        self.salts: dict[int, str] = {}  # by seed
+        self._forgotten_steps = 0  # steps of the epoch before the last reset of the prefix cache
         self.suspicions = SuspicionCheck()
         self._checked = checked
         self._on_rows = on_rows
@@ -223,8 +225,10 @@ class SimulatedEngine:
                 limits.max_num_seqs,
                 limits.max_model_len,
                 limits.max_num_batched_tokens,
-            )
+            ),
+            self.salts,
         )
+        self._forgotten_steps = 0
         self.plans = []
         self.check()
 
@@ -254,6 +258,14 @@ class SimulatedEngine:
         assert self.core.plan(self.now) is None, "no plan without a worker"
         self.check()
 
+    def reset_prefix_cache(self) -> None:
+        """Have the core forget all cached blocks. From now on, nothing that is computed already may be found."""
+        self.core.reset_prefix_cache()
+        assert self.core.snapshot().blocks_cached == 0
+        self._forgotten_steps = self.worker.num_steps if self.worker is not None else 0
+        self.events["resets"] += 1
+        self.check()
+
     def submit(
         self,
         prompt: list[int],
@@ -269,6 +281,7 @@ class SimulatedEngine:
         stops: list[int] = [],  # noqa: B006 - read only
         min_tokens: int = 0,
         prompt_logprobs: int = -1,
+        salt: str = "",
     ) -> Refused | int:
         """Submit a request. Return the refusal, or its id."""
         self._ids += 1
@@ -280,7 +293,18 @@ class SimulatedEngine:
             prompt_logprobs=prompt_logprobs,
         )
         tokens, came = pack_tokens(prompt + output), arrival or self.now
-        request = Submit(self._ids, tokens, len(prompt), sampling, n, sample, priority, came, samples_before)
+        request = Submit(
+            self._ids,
+            tokens,
+            len(prompt),
+            sampling,
+            n,
+            sample,
+            priority,
+            came,
+            samples_before,
+            cache_salt=salt,
+        )
         return self.submit_request(request) or self._ids
 
     def submit_request(self, request: Submit) -> Refused | None:
@@ -290,9 +314,11 @@ class SimulatedEngine:
             assert refused.id == request.id
             return refused
         self.suspicions.submit(request, self.core)
+        self.salts[request.sampling.seed] = request.cache_salt
         tokens, prompt_len = unpack_tokens(request.tokens).tolist(), request.prompt_len
         for index in range(request.sample, request.sample + request.n):
-            oracle = expected_output(tokens, prompt_len, sampling_of(request.sampling, index), index)
+            sampling = sampling_of(request.sampling, index)
+            oracle = expected_output(tokens, prompt_len, sampling, index, request.cache_salt)
             self.clients[request.id, index] = Client(oracle, tokens[prompt_len:], prompt_len)
         self.check()
         return None
@@ -325,6 +351,7 @@ class SimulatedEngine:
         self.plans.append(plan)
         self._count_events(plan)
         self.results.append(self.worker.execute(plan))
+        self._check_admitted(plan)
         self.check()
         if self._kills_worker(plan):
             self.lose_worker()
@@ -383,6 +410,15 @@ class SimulatedEngine:
         for finish_reason in FinishReason:
             ends = sum(client.finish_reason is finish_reason for client in self.clients.values())
             assert getattr(state, f"finished_{finish_reason.value}") == ends
+
+    def _check_admitted(self, plan: StepPlan) -> None:
+        """Check that the sequences that enter slots find nothing that was to be forgotten."""
+        assert self.worker is not None
+        admitted = {new.slot: new for new in plan.new_sequences}
+        for row in plan.rows:
+            if row.slot in admitted and row.start:
+                assert self.worker.oldest_step(row) > self._forgotten_steps, "nothing from before the reset is found"
+                self.events["hits of a salt"] += self.salts[admitted[row.slot].sampling.seed] != ""
 
     def _count_events(self, plan: StepPlan) -> None:
         self.events["plans"] += 1

@@ -26,7 +26,7 @@ from services.gateway.engine_request import EngineRequest
 from services.scheduler import gateways
 from services.scheduler.core import Limits
 from services.scheduler.core.sequence import Sequence
-from services.scheduler.gateways import Gateways
+from services.scheduler.gateways import Gateways, Reset
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.protocol import (
     VERSION,
@@ -158,6 +158,7 @@ class SimulatedScheduler:
         self.engine: SimulatedEngine | None = None  # made when the first worker comes
         self.up = self.draining = False
         self.boots = 0
+        self.num_resets = 0  # of the prefix cache
         self.deaths: Counter[str] = Counter()  # what the sequences were doing that a death has hit
         self.high_water = rng.choice([1, 3, 1000])
         self._network, self._clock, self._rng = network, clock, rng
@@ -283,7 +284,12 @@ class SimulatedScheduler:
         self._network.close(self.address, linger=linger)
 
     def _handle(self, request: Any) -> None:
-        if self.engine is None:
+        if isinstance(request, Reset):
+            if self.engine is not None:
+                self.engine.reset_prefix_cache()
+            self.num_resets += 1
+            self.gateways.confirm(request)
+        elif self.engine is None:
             if isinstance(request, Submit):
                 self.gateways.refuse(Refused(request.id, Refusal.NOT_READY, ""))
         elif not isinstance(request, Submit):
@@ -305,10 +311,20 @@ class GatewayClient:
     """
 
     def __init__(
-        self, prompt: list[int], sampling: Sampling, *, n: int, stops: dict[int, int], waits: bool, **options: int
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        n: int,
+        stops: dict[int, int],
+        waits: bool,
+        salt: str,
+        **options: int,
     ) -> None:
         self.samples = {
-            sample: Client(expected_output(prompt, len(prompt), sampling_of(sampling, sample), sample), [], len(prompt))
+            sample: Client(
+                expected_output(prompt, len(prompt), sampling_of(sampling, sample), sample, salt), [], len(prompt)
+            )
             for sample in range(n)
         }
         self.promised = False  # an engine has accepted the request
@@ -317,13 +333,15 @@ class GatewayClient:
         self.request: EngineRequest | None = None
         self.seed = sampling.seed  # unlike that of any other client
         self.work = n * (len(prompt) + sampling.max_tokens + 1)
-        self._tokens, self._sampling, self._n, self._options = array("i", prompt), sampling, n, options
+        self._tokens, self._sampling, self._n = array("i", prompt), sampling, n
+        self._salt, self._options = salt, options
         self._stops, self._waits = stops, waits
 
     async def run(self, backend: Backend) -> None:
         """Run the request to its end, like a handler of the API."""
         try:
-            async with backend.submit(self._tokens, self._sampling, n=self._n, **self._options) as self.request:
+            submission = backend.submit(self._tokens, self._sampling, n=self._n, cache_salt=self._salt, **self._options)
+            async with submission as self.request:
                 if self._waits:
                     await self.request.wait_accepted()
                     self.promised = True

@@ -3,12 +3,13 @@
 A cell of memory is a digest of all tokens up to its position, made from the previous cell, read through the block
 table, and the token. The next token is a digest of all cells read back, the output so far, and the noise of its seed,
 sample and output position. So a wrong table, a block reused too early, a bad share or a lost token changes what is
-sampled. `expected_output` computes the output of one sequence without blocks and without a scheduler.
+sampled. What stands before the first cell is a digest of the request's `cache_salt`, so a block of another salt changes
+it as well. `expected_output` computes the output of one sequence without blocks and without a scheduler.
 
 The worker applies plans in the order that the protocol documents and refuses those that break its rules.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from shared.protocol import (
@@ -28,6 +29,11 @@ from shared.protocol import (
 VOCABULARY = 7  # small, so that different sequences have equal blocks
 EMPTY = 1
 UNWRITTEN = -1
+
+
+def before_first(salt: str) -> int:
+    """Return what stands before the first cell of a sequence."""
+    return hash((EMPTY, *salt.encode())) if salt else EMPTY
 
 
 def cell(previous: int, token: int) -> int:
@@ -59,11 +65,13 @@ class ExpectedOutput(NamedTuple):
     scores: list[TokenLogprobs]  # of the prompt, from position 1
 
 
-def expected_output(tokens: list[int], prompt_len: int, sampling: Sampling, sample: int) -> ExpectedOutput:
+def expected_output(
+    tokens: list[int], prompt_len: int, sampling: Sampling, sample: int, salt: str = ""
+) -> ExpectedOutput:
     """Return the output of one sequence that runs alone, computed without blocks or a scheduler."""
     cells: list[int] = []
     for token in tokens:
-        cells.append(cell(cells[-1] if cells else EMPTY, token))
+        cells.append(cell(cells[-1] if cells else before_first(salt), token))
     scores = [score(cells[i - 1], tokens[i]) for i in range(1, prompt_len)] if sampling.prompt_logprobs >= 0 else []
     output = tokens[prompt_len:]
     while len(output) < sampling.max_tokens:
@@ -86,18 +94,23 @@ class Slot:
 
 
 class SimulatedWorker:
-    """Executes plans over memory of the configured sizes. Raise AssertionError for one that breaks the rules."""
+    """Executes plans over memory of the configured sizes. Raise AssertionError for one that breaks the rules.
 
-    def __init__(self, configure: Configure) -> None:
+    `salts` are those of requests, by their seeds: plans do not have them.
+    """
+
+    def __init__(self, configure: Configure, salts: Mapping[int, str] = {}) -> None:
         self.configure = configure
         self.pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_blocks)]
+        self.computed_in = [[0] * configure.block_size for _ in range(configure.num_blocks)]  # steps, from 1
         self.slots: dict[int, Slot] = {}
-        self._step = 0
+        self.num_steps = 0
+        self._salts = salts
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute one step, in the documented order."""
-        assert (plan.epoch, plan.step) == (self.configure.epoch, self._step), "plans come in order"
-        self._step += 1
+        assert (plan.epoch, plan.step) == (self.configure.epoch, self.num_steps), "plans come in order"
+        self.num_steps += 1
         for slot in plan.released_slots:
             del self.slots[slot]
         for new in plan.new_sequences:
@@ -134,6 +147,7 @@ class SimulatedWorker:
         assert len(set(destinations)) == len(destinations), "a block is written once"
         for source, destination in copies:
             self.pages[destination] = list(self.pages[source])
+            self.computed_in[destination] = list(self.computed_in[source])
 
     def _check(self, rows: list[Row]) -> None:
         assert rows, "a step has rows"
@@ -151,10 +165,12 @@ class SimulatedWorker:
 
     def _compute(self, row: Row) -> None:
         slot, size = self.slots[row.slot], self.configure.block_size
+        first = before_first(self._salts.get(slot.sampling.seed, ""))
         for position in range(row.start, row.start + row.count):
             last = position - 1
-            before = self.pages[slot.table[last // size]][last % size] if position else EMPTY
+            before = self.pages[slot.table[last // size]][last % size] if position else first
             self.pages[slot.table[position // size]][position % size] = cell(before, slot.tokens[position])
+            self.computed_in[slot.table[position // size]][position % size] = self.num_steps
 
     def _answer(self, row: Row, children: dict[int, list[int]]) -> list[SampledRow]:
         slot, end = self.slots[row.slot], row.start + row.count
@@ -170,6 +186,11 @@ class SimulatedWorker:
             answers.append(SampledRow(index, [token], None, scores if one is slot else None))
             one.tokens.append(token)
         return answers
+
+    def oldest_step(self, row: Row) -> int:
+        """Return the step that has computed the oldest cell before a row; a very late one if the row is the first."""
+        slot, size = self.slots[row.slot], self.configure.block_size
+        return min((self.computed_in[slot.table[at // size]][at % size] for at in range(row.start)), default=1 << 60)
 
     def _read(self, slot: Slot, end: int) -> list[int]:
         size = self.configure.block_size

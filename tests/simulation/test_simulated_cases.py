@@ -206,12 +206,12 @@ def test_equal_hashes_do_not_make_equal_blocks() -> None:
     # -1 and -2 have one hash in Python, and so have these keys; the index compares what was hashed
     from array import array
 
-    from services.scheduler.core.prefix import ROOT, PrefixIndex
+    from services.scheduler.core.prefix import PrefixIndex
 
     index = PrefixIndex(1)
     for token in range(300):  # more than any hash of 8 bits could tell apart
-        index.publish(ROOT, array("i", [token]), token)
-    assert [index.match_prefix(array("i", [token]))[0].block for token in range(300)] == list(range(300))
+        index.publish("", array("i", [token]), token)
+    assert [index.match_prefix(array("i", [token]), "")[0].block for token in range(300)] == list(range(300))
 
 
 def test_hits_are_counted_in_tokens_of_whole_blocks() -> None:
@@ -398,3 +398,48 @@ def test_scoring_a_prompt_samples_nothing() -> None:
     engine.check_finished()
     assert len(engine.clients[id, 0].scores) == 639
     assert engine.core.snapshot().generation_tokens == 0
+
+
+def _hits(engine: SimulatedEngine, salt: str = "") -> int:
+    """Return the cached tokens of the same long prompt under a salt. It runs alone."""
+    id = engine.accept(_prompt(64), 2, salt=salt)
+    engine.run(20)
+    return engine.clients[id, 0].cached_tokens
+
+
+def test_prompts_find_those_of_their_salt_only() -> None:
+    engine = SimulatedEngine(_limits())
+    assert [_hits(engine, salt) for salt in ("", "1", "2", "1", "2", "")] == [0, 0, 0, 63, 63, 63]
+    engine.check_finished()
+
+
+def test_a_reset_forgets_what_is_free_and_what_runs() -> None:
+    engine = SimulatedEngine(_limits(max_num_batched_tokens=40))
+    assert [_hits(engine), _hits(engine)] == [0, 63]
+    engine.reset_prefix_cache()
+    assert [_hits(engine), _hits(engine)] == [0, 63]
+    running = engine.accept(_prompt(640 - 50, 5), 50)
+    for _ in range(3):
+        engine.step()
+    engine.reset_prefix_cache()  # in the middle of its prompt
+    engine.run(100)
+    assert engine.clients[running, 0].cached_tokens == 0
+    again = engine.accept(_prompt(640 - 50, 5), 50)
+    engine.run(100)
+    assert engine.clients[again, 0].cached_tokens == 0, "nothing of the one that was running is found"
+    assert engine.core.snapshot().prefix_resets == 2
+    engine.check_finished()
+
+
+def test_a_reset_forgets_what_a_preempted_sequence_is_still_computing() -> None:
+    """Its block is filled by a plan that is in flight at the reset, and would be found when it comes back."""
+    engine = SimulatedEngine(_limits(max_num_seqs=1, policy="priority"))
+    low = engine.accept(_prompt(64), 9, priority=5)
+    engine.plan()
+    engine.accept(_prompt(64, 3), 9)
+    engine.plan()
+    assert engine.core.snapshot().preemptions == 1
+    engine.reset_prefix_cache()
+    engine.run(100)  # which checks that nothing from before is found
+    assert engine.clients[low, 0].finish_reason is FinishReason.LENGTH
+    engine.check_finished()

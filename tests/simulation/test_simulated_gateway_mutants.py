@@ -134,6 +134,18 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a request goes where it does not fit": [
         (f"{BACKEND}._candidates", "length <= welcome.max_model_len", "True"),
     ],
+    "a request forgets its salt": [(f"{REQUEST}._submit", "cache_salt=self.cache_salt", "cache_salt=''")],
+    "a resubmission forgets its salt": [
+        (f"{REQUEST}._submit", "cache_salt=self.cache_salt", "cache_salt='' if self.accepted else self.cache_salt"),
+    ],
+    "a reset waits for an engine that is gone": [
+        (f"{CONNECTION}._run_connection", "reset.set_exception(Unavailable(reason))", "pass"),
+    ],
+    "a reset does not wait for its answer": [(f"{CONNECTION}.reset_prefix_cache", "await reset", "pass")],
+    "a reset is not confirmed": [("scheduler.gateways:Gateways.confirm", "reset.gateway.outbox.append", "repr")],
+    "a reset leaves out engines": [
+        (f"{BACKEND}.reset_prefix_cache", "in self._connections", "in self._connections[:1]"),
+    ],
     "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],
 }
 

@@ -113,6 +113,27 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a prompt to be scored takes hits": [
         ("block_manager:BlockManager.may_hit", "and sequence.sampling.prompt_logprobs < 0", "")
     ],
+    "salts are ignored": [
+        ("block_manager:BlockManager.match_prefix", "sequence.request.cache_salt", '""'),
+        ("block_manager:BlockManager.allocate", "sequence.request.cache_salt", '""'),
+    ],
+    "blocks are published without their salt": [
+        ("block_manager:BlockManager.allocate", "sequence.request.cache_salt", '""'),
+    ],
+    "blocks are found without their salt": [
+        ("block_manager:BlockManager.match_prefix", "sequence.request.cache_salt", '""'),
+    ],
+    "a reset leaves the index": [("block_manager:BlockManager.reset_prefix_cache", "self.index.clear()", "pass")],
+    "a reset forgets only what is free": [
+        (
+            "block_manager:BlockManager.reset_prefix_cache",
+            "self.index.clear()",
+            "[self.index.forget(block) for block in self.pool._free]",
+        ),
+    ],
+    "what was computed before a reset is published after it": [
+        ("block_manager:BlockManager.reset_prefix_cache", "sequence.table.publish_at = NEVER", "pass"),
+    ],
     "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
     "a preempted sequence that is back gets two rows": [
         ("planner:Planner._share_budget", "sorted(running, key", "sorted(chunked, key"),

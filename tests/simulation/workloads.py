@@ -13,7 +13,7 @@ def run(seed: int) -> SimulatedEngine:
     """Run one workload from beginning to end. Raise AssertionError if an invariant is broken."""
     rng = Random(seed)
     engine = SimulatedEngine(random_limits(rng))
-    script = _Script(rng, engine)
+    script = _Script(rng, engine, Random(f"cache of {seed}"))
     for _ in range(rng.randint(4, 40)):
         script.move()
     script.finish()
@@ -46,8 +46,12 @@ def random_limits(rng: Random) -> Limits:
 class _Script:
     """The random calls of a workload, and the conditions that its outcome must meet."""
 
-    def __init__(self, rng: Random, engine: SimulatedEngine) -> None:
+    def __init__(self, rng: Random, engine: SimulatedEngine, cache_rng: Random) -> None:
+        """`cache_rng` decides about salts and resets of the prefix cache, so that the rest stays as it is."""
         self.rng = rng
+        self.cache_rng = cache_rng
+        self.salts = cache_rng.choice([[""], [""], ["", "1", "2"]])
+        self.resets = cache_rng.choice([0.0, 0.0, 0.05, 0.3])  # the share of calls before which there is one
         self.engine = engine
         self.prefixes = [self._tokens(rng.randint(1, 24)) for _ in range(2)]
         self.losses = 0
@@ -61,6 +65,8 @@ class _Script:
         """Make one random call."""
         rng, engine = self.rng, self.engine
         engine.now += rng.choice([0.0, 0.001, 0.01])
+        if self.cache_rng.random() < self.resets:
+            engine.reset_prefix_cache()
         roll = rng.random()
         if roll < 0.3:
             self._submit()
@@ -135,6 +141,7 @@ class _Script:
             stops=stops,
             min_tokens=min_tokens,
             prompt_logprobs=scores,
+            salt=self.cache_rng.choice(self.salts),
         )
         if isinstance(outcome, Refused):
             assert not output

@@ -79,6 +79,8 @@ def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load)
     for count, limit in ((sampling.logprobs, MAX_CANDIDATES), (sampling.prompt_logprobs, MAX_LOGPROBS)):
         if count > limit:
             return f"at most {limit} log-probabilities are reported for a token"
+    if sampling.allowed_tokens and not any(sampling.allowed_tokens):
+        return "no token is allowed"
     if (unknown := _unknown_token(tokens, sampling, limits.vocab_size)) is not None:
         return f"the model has no token {unknown}"
     if load.id_in_use:
@@ -98,7 +100,9 @@ def _violation(submit: Submit, tokens: "array[int]", limits: Limits, load: Load)
 
 def _unknown_token(tokens: "array[int]", sampling: Sampling, vocab_size: int) -> int | None:
     """Return a token id of the request that is not in the vocabulary, or None if all are."""
-    for ids in (tokens, sampling.stop_token_ids, [token for token, _ in sampling.logit_bias]):
+    highest_allowed = max(int.from_bytes(sampling.allowed_tokens, "little").bit_length() - 1, 0)
+    biased = [token for token, _ in sampling.logit_bias]
+    for ids in (tokens, sampling.stop_token_ids, biased, [highest_allowed], *sampling.bad_words):
         for extreme in (min(ids, default=0), max(ids, default=0)):  # much faster than checking each id
             if not 0 <= extreme < vocab_size:
                 return extreme

@@ -14,11 +14,12 @@ It owns how tables begin, grow, are shared and are given back. It does not decid
   of a prompt, which more requests share, is evicted after what follows it. The others are of no use and are taken next.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from services.scheduler.core.blocks import BlockPool
 from services.scheduler.core.plan_builder import PlanBuilder
-from services.scheduler.core.prefix import ROOT, Entry, PrefixIndex
+from services.scheduler.core.prefix import Entry, PrefixIndex
 from services.scheduler.core.sequence import Sequence
 
 NEVER = 1 << 62
@@ -59,7 +60,7 @@ class BlockManager:
     def match_prefix(self, sequence: Sequence, spare: int) -> Allocation:
         """Return what it takes to compute all tokens of a waiting sequence and leave `spare` blocks free."""
         tokens, size = sequence.tokens, self.block_size
-        hits = self.index.match_prefix(tokens) if self.may_hit(sequence) else []
+        hits = self.index.match_prefix(tokens, sequence.request.cache_salt) if self.may_hit(sequence) else []
         copied = hits.pop() if len(hits) * size == len(tokens) else None  # one token is always left to compute
         num_new = -(-len(tokens) // size) - len(hits)
         num_free_needed = num_new + sum(self.pool.is_free(entry.block) for entry in hits)
@@ -81,7 +82,7 @@ class BlockManager:
         table = sequence.table
         table.blocks = [entry.block for entry in allocation.hits] + [self._take() for _ in range(allocation.num_new)]
         num_cached = len(allocation.hits) * size
-        table.last_node = allocation.hits[-1].node if allocation.hits else ROOT
+        table.last_node = allocation.hits[-1].node if allocation.hits else sequence.request.cache_salt
         table.publish_at = num_cached + size if self.prefix_caching else NEVER
         if allocation.copied is not None:
             builder.copy_block(allocation.copied.block, table.blocks[-1])
@@ -131,6 +132,12 @@ class BlockManager:
             content = sequence.tokens[start : table.publish_at]
             table.last_node = self.index.publish(table.last_node, content, table.blocks[start // size])
             table.publish_at += size
+
+    def reset_prefix_cache(self, holders: Iterable[Sequence]) -> None:
+        """Forget all published blocks. What `holders`, all sequences with tables, have computed is never published."""
+        self.index.clear()
+        for sequence in holders:
+            sequence.table.publish_at = NEVER
 
     def num_exclusive(self, sequence: Sequence) -> int:
         """Return how many blocks would come free if the sequence gave its table back."""

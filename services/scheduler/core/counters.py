@@ -29,6 +29,7 @@ class Counters(Struct):
     finished_abort: int = 0
     finished_error: int = 0
     worker_losses: int = 0
+    prefix_resets: int = 0
 
     def count_step(self, num_computed: int, num_generated: int) -> None:
         """Count a step that computed `num_computed` positions and generated `num_generated` tokens."""
@@ -75,3 +76,7 @@ class Counters(Struct):
     def count_worker_loss(self) -> None:
         """Count a worker that died, hung or failed."""
         self.worker_losses += 1
+
+    def count_prefix_reset(self) -> None:
+        """Count a time that all cached blocks were forgotten on demand."""
+        self.prefix_resets += 1

@@ -2,15 +2,16 @@
 
 It is a trie written as a dict. The key of a block is (node of the block before it, bytes of its own tokens). That is
 the content itself, with no hash that could collide, so a hit is always right. A node is a number, new for each block
-that is published and never used again. When a block is forgotten, blocks published behind it cannot be reached any
+that is published and never used again. Before the first block of a prompt stands its request's `cache_salt`, a text, so
+prompts of different salts share no block. When a block is forgotten, blocks published behind it cannot be reached any
 more; they are dropped when they are taken. The index does not know who holds a block.
 """
 
 from array import array
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-ROOT = 0
-"""The node that stands before every first block."""
+Node: TypeAlias = int | str
+"""What stands before a block: a published block's number, or the `cache_salt` before every first block."""
 
 
 class Entry(NamedTuple):
@@ -27,9 +28,9 @@ class PrefixIndex:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._entries: dict[tuple[int, bytes], Entry] = {}
-        self._keys: dict[int, tuple[int, bytes]] = {}  # of the published blocks
-        self._last_node = ROOT
+        self._entries: dict[tuple[Node, bytes], Entry] = {}
+        self._keys: dict[int, tuple[Node, bytes]] = {}  # of the published blocks
+        self._last_node = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -37,10 +38,11 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def match_prefix(self, tokens: "array[int]") -> list[Entry]:
+    def match_prefix(self, tokens: "array[int]", salt: str) -> list[Entry]:
         """Return the published blocks that hold the beginning of `tokens`, in order, up to the first missing one."""
         hits: list[Entry] = []
-        size, node = self._block_size, ROOT
+        size = self._block_size
+        node: Node = salt
         for start in range(0, len(tokens) - size + 1, size):
             entry = self._entries.get((node, tokens[start : start + size].tobytes()))
             if entry is None:
@@ -49,7 +51,7 @@ class PrefixIndex:
             node = entry.node
         return hits
 
-    def publish(self, parent: int, tokens: "array[int]", block: int) -> int:
+    def publish(self, parent: Node, tokens: "array[int]", block: int) -> int:
         """Publish `block` behind the node `parent`. Return the node to publish the next block behind.
 
         If the same content is published already, that stays, and `block` remains private to its holder. If another
@@ -68,6 +70,11 @@ class PrefixIndex:
         key = self._keys.pop(block, None)
         if key is not None:
             del self._entries[key]
+
+    def clear(self) -> None:
+        """Drop all blocks. What is published behind one of them from now on cannot be reached."""
+        self._entries.clear()
+        self._keys.clear()
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._entries)} blocks>"

@@ -169,6 +169,7 @@ class Scheduler:
             request.samples_before,
             sample_spacing(self.limits),
             request.request_id,
+            request.cache_salt,
         )
         self._next_serial += 1
         first = self._queues.add(accepted, tokens, list(range(request.sample, request.sample + request.n)))
@@ -216,6 +217,11 @@ class Scheduler:
         )
         self._note_ends(progress_rows)
         return progress_rows
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks. Nothing that was computed before is found by a sequence admitted from now on."""
+        self._counters.count_prefix_reset()
+        self._block_manager.reset_prefix_cache([*self._queues.running.items, *self._queues.stopping])
 
     def drain(self) -> None:
         """Accept no new requests from now on."""

@@ -25,6 +25,7 @@ from enum import Enum
 
 import msgspec
 
+from services.scheduler.core.prefix import Node
 from shared.protocol import FinishReason, Sampling, SchedulingInfo, Suspicion, TokenLogprobs
 
 Key = tuple[float, float, int, int]
@@ -116,7 +117,7 @@ class BlockTable:
         self.blocks: list[int] = []
         self.num_writable = 0  # positions below this one can be written without a new block
         self.publish_at = 0  # value of `num_computed` at which the next block is full and can be published
-        self.last_node = 0  # node in the prefix index of the block before that one
+        self.last_node: Node = ""  # in the prefix index, of the block before that one
         self.num_pending_free = 0  # blocks that come free when the sequence has stopped
 
 
@@ -274,6 +275,7 @@ class Request:
 
     __slots__ = (
         "accepted_at",
+        "cache_salt",
         "id",
         "order_key",
         "priority",
@@ -297,11 +299,13 @@ class Request:
         samples_before: int = 0,
         sample_spacing: float = 0.0,
         request_id: str = "",
+        cache_salt: str = "",
     ) -> None:
         self.id = id
         self.request_id = request_id  # the id that the client sees
         self.prompt_len = prompt_len
         self.sampling = sampling
+        self.cache_salt = cache_salt
         self.order_key = order_key
         self.priority = priority
         self.accepted_at = accepted_at

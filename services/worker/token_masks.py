@@ -1,0 +1,207 @@
+"""`TokenMasks`: which tokens running sequences may sample, by their grammars, `allowed_tokens` and `bad_words`.
+
+A mask has a bit for each token. What it allows is a function of the sequence's output: a matcher follows a grammar, and
+a bad word is ruled out where its beginning is the end of the output. So its last token has to be seen before the next
+mask is known. On a GPU that token is known on the host only when its step is done, so `masks` waits for it, while the
+device computes the next forward pass; it waits for no sequence whose mask stays the same. If a sequence comes back
+after a preemption or from another worker, it starts from its output so far.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
+from torch import Tensor
+
+from services.worker.sequence_states import Ints, is_masked
+from shared.errors import QuireError
+from shared.protocol import Sampling, StepPlan, unpack_tokens
+from shared.text.grammars import GrammarCompiler, first_lines
+
+Words = npt.NDArray[np.uint32]
+
+WORD = 32
+"""Tokens of a word of a mask."""
+
+NOTHING_LEFT = "no token may come next: bad_words rule out all that is allowed"
+
+
+class SampledTokens(Protocol):
+    """A step that was launched."""
+
+    def sampled_tokens(self) -> Sequence[int]:
+        """Wait for the step. Return its tokens, one for each that was sampled."""
+
+
+class Masks(NamedTuple):
+    """The tokens that some sequences may sample, and why a sequence cannot go on."""
+
+    words: Tensor  # (M, V / 32) int32 on the host
+    errors: dict[int, str]  # by slot
+
+
+class _Sequence:
+    """A running sequence that may not sample every token."""
+
+    def __init__(self, sampling: Sampling, output: list[int], num_words: int, matcher: LLMatcher | None) -> None:
+        """`output` are the tokens so far, and `matcher` has seen none of them. There is one if there is a grammar."""
+        self.sampling = sampling
+        self.output = output  # that has been seen
+        self.matcher = matcher
+        self._allowed = _as_words(sampling.allowed_tokens, num_words)  # less the bad words of one token
+        _take(self._allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
+        self._bad_ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens by those before
+        for word in sampling.bad_words:
+            if len(word) > 1:
+                self._bad_ends[tuple(word[:-1])].append(word[-1])
+        self._lengths = {len(begin) for begin in self._bad_ends}
+        if matcher is not None and output:
+            matcher.consume_tokens(output)
+
+    @property
+    def follows(self) -> bool:
+        """Whether its mask depends on its output."""
+        return self.matcher is not None or bool(self._bad_ends)
+
+    def see(self, token: int) -> None:
+        """Follow its output by one token."""
+        if self.matcher is not None:
+            if self.matcher.is_stopped():  # it has ended, and this step was planned before that
+                return
+            self.matcher.consume_token(token)
+        self.output.append(token)
+
+    def restrict(self, words: Words) -> None:
+        """Take from a mask what `allowed_tokens` and `bad_words` rule out now."""
+        words &= self._allowed
+        ends = (self._bad_ends.get(tuple(self.output[-length:]), ()) for length in self._lengths)
+        _take(words, list(itertools.chain.from_iterable(ends)))
+
+
+class TokenMasks:
+    """The masks of sequences by slot, for a model with `vocab_size` logits a position.
+
+    `load_compiler` is called when the first sequence has a grammar. It raises `QuireError` if there is no compiler.
+    """
+
+    def __init__(self, load_compiler: Callable[[], GrammarCompiler], vocab_size: int, num_threads: int) -> None:
+        self._load_compiler = load_compiler
+        self._num_words = -(-vocab_size // WORD)
+        self._executor = LLExecutor(num_threads)
+        self._sequences: dict[int, _Sequence] = {}
+        self._failures: dict[int, str] = {}  # of sequences that have no matcher
+        self._pending: tuple[SampledTokens, list[tuple[_Sequence, int]]] | None = None  # tokens not seen yet
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._sequences, self._failures, self._pending = {}, {}, None
+
+    def update(self, plan: StepPlan) -> None:
+        """Follow the sequences that `plan` adds and forks, and no more those that it releases."""
+        for slot in plan.released_slots:
+            self._drop(slot)
+        for new in plan.new_sequences:
+            self._drop(new.slot)
+            if is_masked(new.sampling):
+                self._start(new.slot, new.sampling, unpack_tokens(new.tokens)[new.prompt_len :].tolist())
+        for fork in plan.forks:
+            for child, _ in fork.children:
+                self._drop(child)
+                self._fork(fork.parent, child)
+
+    def masks(self, slots: Ints, num_required: Ints) -> Masks:
+        """Return the masks of `slots` (M,), which are masked. `num_required` (M,) are output tokens that must come
+        before an end, unless nothing else may come.
+        """
+        rows = {row: self._sequences[slot] for row, slot in enumerate(slots.tolist()) if slot in self._sequences}
+        if any(sequence.follows for sequence in rows.values()):
+            self._see_pending()
+        words = np.full((len(slots), self._num_words), 2**WORD - 1, np.uint32)
+        self._follow_grammars({row: one.matcher for row, one in rows.items() if one.matcher is not None}, words)
+        errors = {slot: self._failures[slot] for slot in slots.tolist() if slot in self._failures}
+        for row, sequence in rows.items():
+            if error := _restrict(words[row], sequence, num_required[row] > 0):
+                errors[int(slots[row])] = error
+        return Masks(torch.from_numpy(words.view(np.int32)), errors)
+
+    def expect(self, slots: Sequence[int], step: SampledTokens) -> None:
+        """Take the tokens of `slots` from a step that samples one for each, when they are needed."""
+        self._see_pending()
+        sequences = ((self._sequences.get(slot), index) for index, slot in enumerate(slots))
+        followed = [(one, index) for one, index in sequences if one is not None and one.follows]
+        self._pending = (step, followed) if followed else None
+
+    def _follow_grammars(self, matchers: Mapping[int, LLMatcher], words: Words) -> None:
+        """Set rows of `words` to what their grammars allow."""
+        if not matchers:
+            return
+        masks = np.empty((len(words), self._load_compiler().mask_words), np.int32)
+        fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, matcher in matchers.items()], masks)
+        width = min(self._num_words, masks.shape[1])  # logits are padded to more tokens than there are
+        for row in matchers:
+            words[row, :width], words[row, width:] = masks[row, :width].view(np.uint32), 0
+
+    def _see_pending(self) -> None:
+        if self._pending is None:
+            return
+        (step, followed), self._pending = self._pending, None
+        tokens = step.sampled_tokens()
+        for sequence, index in followed:
+            sequence.see(tokens[index])
+
+    def _start(self, slot: int, sampling: Sampling, output: list[int]) -> None:
+        try:
+            matcher = self._load_compiler().matcher(sampling.grammar) if sampling.grammar else None
+        except QuireError as error:
+            self._failures[slot] = str(error)
+            return
+        self._sequences[slot] = _Sequence(sampling, output, self._num_words, matcher)
+
+    def _fork(self, parent: int, child: int) -> None:
+        self._see_pending()
+        if parent in self._sequences:
+            self._start(child, self._sequences[parent].sampling, list(self._sequences[parent].output))
+        elif parent in self._failures:
+            self._failures[child] = self._failures[parent]
+
+    def _drop(self, slot: int) -> None:
+        self._sequences.pop(slot, None)
+        self._failures.pop(slot, None)
+
+
+def _restrict(words: Words, sequence: _Sequence, must_go_on: bool) -> str:
+    """Take from a mask what does not come from a grammar. Return why the sequence cannot go on; empty if it can."""
+    if sequence.matcher is not None and sequence.matcher.is_error():
+        return f"the grammar cannot be followed: {first_lines(sequence.matcher.get_error())}"
+    sequence.restrict(words)
+    if not words.any():
+        words[:] = 2**WORD - 1  # a token is sampled all the same, and does not count
+        return NOTHING_LEFT
+    if must_go_on:
+        rest = words.copy()
+        _take(rest, sequence.sampling.stop_token_ids)
+        if rest.any():
+            words[:] = rest
+    return ""
+
+
+def _as_words(tokens: bytes, num_words: int) -> Words:
+    """Return a `TokenSet` as a mask; an empty one allows all."""
+    if not tokens:
+        return np.full(num_words, 2**WORD - 1, np.uint32)
+    return np.frombuffer(tokens.ljust(num_words * WORD // 8, b"\0"), "<u4").astype(np.uint32)
+
+
+def _take(words: Words, tokens: Sequence[int]) -> None:
+    """Take `tokens` from a mask."""
+    if not tokens:
+        return
+    ids = np.array(tokens, np.int64)
+    ids = ids[ids < len(words) * WORD]
+    np.bitwise_and.at(words, ids // WORD, ~np.left_shift(np.uint32(1), (ids % WORD).astype(np.uint32)))

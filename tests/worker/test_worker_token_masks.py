@@ -1,0 +1,292 @@
+"""Tests the masks of running sequences: what they allow, forks, resumed outputs, errors, when tokens are read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.token_masks import Masks, TokenMasks
+from shared.errors import ModelError
+from shared.protocol import Epoch, Fork, NewSequence, Sampling, StepPlan, pack_token_set, pack_tokens
+from shared.structured_outputs import StructuredOutputsParams
+from shared.text.grammars import GrammarCompiler, grammar_text
+from tests.text.vocabulary import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+COMPILER = GrammarCompiler(TOKENIZER)
+(EOS,) = TOKENIZER.eos_token_ids
+(A,) = TOKENIZER.encode("a")  # a stop token of all sequences
+VOCAB = TOKENIZER.vocab_size + 70  # padded, as the vocabularies of models are
+EPOCH = Epoch("test", 1)
+
+
+class Step:
+    """A step whose tokens are known, and which counts how often they are read."""
+
+    def __init__(self, *texts: str) -> None:
+        self.tokens = [EOS if text == "end" else TOKENIZER.encode(text)[0] for text in texts]
+        self.reads = 0
+
+    def sampled_tokens(self) -> Sequence[int]:
+        self.reads += 1
+        return self.tokens
+
+
+@pytest.fixture
+def running() -> TokenMasks:
+    return TokenMasks(lambda: COMPILER, VOCAB, 1)
+
+
+def regex(expression: str) -> str:
+    return grammar_text(StructuredOutputsParams(regex=expression))
+
+
+def enter(
+    running: TokenMasks, slot: int, expression: str = "", output: str = "", allowed: str = "", bad: Sequence[str] = ()
+) -> None:
+    """Let a sequence enter a slot: `allowed` are its allowed tokens, "." for the end, and `bad` its bad words."""
+    prompt = [5, 6, 7]
+    sampling = Sampling(
+        max_tokens=9,
+        seed=0,
+        stop_token_ids=[EOS, A],
+        grammar=regex(expression) if expression else "",
+        allowed_tokens=pack_token_set([EOS if one == "." else TOKENIZER.encode(one)[0] for one in allowed]),
+        bad_words=[TOKENIZER.encode(word) for word in bad],
+    )
+    tokens = pack_tokens(prompt + TOKENIZER.encode(output))
+    running.update(plan(new_sequences=[NewSequence(slot, tokens, len(prompt), [], sampling, 0)]))
+
+
+def plan(**changes: Any) -> StepPlan:
+    return StepPlan(EPOCH, 0, [], **changes)
+
+
+def masks(running: TokenMasks, *slots: int, required: Sequence[int] | None = None) -> Masks:
+    count = len(slots)
+    return running.masks(np.array(slots), np.array(required) if required else np.zeros(count, np.int64))
+
+
+def allowed(running: TokenMasks, slot: int, required: int = 0) -> str:
+    """Return the characters that may come next in a slot, and "." if it may end."""
+    words = masks(running, slot, required=[required]).words.numpy()
+    assert words.shape == (1, -(-VOCAB // 32))
+    ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    return "".join(sorted("." if id == EOS else TOKENIZER.decode([id]) for id in ids))
+
+
+def test_a_sequence_is_followed_token_by_token(running: TokenMasks) -> None:
+    enter(running, 3, "ab?")
+    assert allowed(running, 3) == "a"
+    running.expect([9, 3], Step("x", "a"))
+    assert allowed(running, 3) == ".b"
+    running.expect([3], Step("b"))
+    assert allowed(running, 3) == "."
+    running.expect([3], Step("end"))
+    running.expect([3], Step("end"))  # of a step that was planned before the end was known
+    assert masks(running, 3).errors == {}
+
+
+def test_tokens_are_read_when_they_are_needed_and_once(running: TokenMasks) -> None:
+    enter(running, 0, "ab")
+    enter(running, 1)
+    step, other = Step("x", "a"), Step("x")
+    running.expect([1, 0], step)
+    assert step.reads == 0
+    assert allowed(running, 0) == allowed(running, 0) == "b"
+    assert step.reads == 1
+    running.expect([1], other)  # has no sequence with a grammar
+    assert allowed(running, 0) == "b"
+    assert other.reads == 0
+
+
+def test_steps_are_read_in_their_order(running: TokenMasks) -> None:
+    enter(running, 0, "ab[cd]")
+    running.expect([0], Step("a"))
+    running.expect([0], Step("b"))
+    assert allowed(running, 0) == "cd"
+
+
+def test_a_resumed_output_goes_on_where_it_was(running: TokenMasks) -> None:
+    enter(running, 0, "one two[ab]", "one two")
+    assert allowed(running, 0) == "ab"
+    running.update(plan(released_slots=[0]))
+    enter(running, 0, "x")
+    assert allowed(running, 0) == "x"
+
+
+def test_children_go_on_by_themselves(running: TokenMasks) -> None:
+    enter(running, 0, "a[bc][de]")
+    running.expect([0], Step("a"))
+    running.update(plan(forks=[Fork(0, [(1, 1), (2, 2)])]))
+    running.expect([0, 1, 2], Step("b", "c", "x"))
+    assert allowed(running, 0) == allowed(running, 1) == "de"
+    assert list(masks(running, 0, 1, 2).errors) == [2]
+
+
+def test_an_end_waits_for_min_tokens_if_anything_else_may_come(running: TokenMasks) -> None:
+    """GDD-05: what is whole ends, and does not wait for more tokens than there can be."""
+    enter(running, 0, "ab?")
+    running.expect([0], Step("a"))
+    assert allowed(running, 0, required=5) == "b"
+    running.expect([0], Step("b"))
+    assert allowed(running, 0, required=4) == "."
+    enter(running, 1, "[abc]")
+    assert allowed(running, 1, required=1) == "bc"
+    assert allowed(running, 1) == "abc"
+
+
+def test_an_output_that_exceeds_a_limit_ends_alone(running: TokenMasks) -> None:
+    """The library's caches have limits, which sequences with the same grammar must not share."""
+    expensive = r"x(\w{1,300}|[a-z0-9]{0,700}b){1,100}"
+    for slot in (0, 1):
+        enter(running, slot, expensive)
+    running.expect([0, 1], Step("x", "x"))
+    for _ in range(300):
+        if masks(running, 0).errors:
+            break
+        running.expect([0], Step("a"))
+    assert list(masks(running, 0, 1).errors) == [0]
+    enter(running, 2, expensive)
+    assert not masks(running, 1, 2).errors
+
+
+def test_a_token_that_is_not_allowed_ends_the_sequence(running: TokenMasks) -> None:
+    """GDD-07."""
+    enter(running, 0, "ab")
+    enter(running, 1, "ab")
+    running.expect([0, 1], Step("x", "a"))
+    result = masks(running, 0, 1)
+    assert list(result.errors) == [0]
+    assert "cannot be followed" in result.errors[0]
+    assert allowed(running, 1) == "b"
+
+
+def test_only_padding_is_not_allowed_by_any_text(running: TokenMasks) -> None:
+    enter(running, 0, "(.|\n)*")
+    words = masks(running, 0).words.numpy()
+    ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert ids.max() < TOKENIZER.vocab_size
+    assert len(ids) > 200
+
+
+def test_without_a_compiler_a_sequence_ends_with_the_reason() -> None:
+    def fail() -> GrammarCompiler:
+        raise ModelError("no tokenizer here")
+
+    running = TokenMasks(fail, VOCAB, 1)
+    enter(running, 0, "a")
+    running.update(plan(forks=[Fork(0, [(1, 1)])]))
+    assert masks(running, 0, 1).errors == dict.fromkeys((0, 1), "no tokenizer here")
+    running.update(plan(released_slots=[0, 1]))
+    enter(running, 2)
+    running.clear()
+
+
+def missing(running: TokenMasks, slot: int) -> str:
+    """Return the characters that may not come next in a slot without allowed tokens, and "." if it may not end."""
+    words = masks(running, slot).words.numpy()
+    ids = np.flatnonzero(~np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)).tolist()
+    return "".join(sorted("." if id == EOS else TOKENIZER.decode([id]) for id in ids))
+
+
+def test_only_allowed_tokens_may_come_and_an_end_only_if_it_is_one(running: TokenMasks) -> None:
+    enter(running, 0, allowed="bc")
+    enter(running, 1, allowed="b.")
+    assert (allowed(running, 0), allowed(running, 1)) == ("bc", ".b")
+    running.expect([0, 1], Step("b", "b"))
+    assert (allowed(running, 0), allowed(running, 1)) == ("bc", ".b")
+
+
+def test_a_bad_word_of_one_token_never_comes(running: TokenMasks) -> None:
+    enter(running, 0, bad=["b", "d"])
+    assert missing(running, 0) == "bd"
+    running.expect([0], Step("x"))
+    assert missing(running, 0) == "bd"
+
+
+def test_a_longer_one_lacks_its_last_token_where_the_output_ends_with_the_rest(running: TokenMasks) -> None:
+    enter(running, 0, bad=["xyz", "yw", "z"])
+    seen = []
+    for text in "yxyzxxyy":
+        running.expect([0], Step(text))
+        seen.append(missing(running, 0))
+    assert seen == ["wz", "z", "wz", "z", "z", "z", "wz", "wz"]
+    enter(running, 1, bad=["xyz", "xyv"])
+    assert missing(running, 1) == ""
+    for text in "xxy":
+        running.expect([1], Step(text))
+    assert missing(running, 1) == "vz"
+
+
+def test_the_prompt_is_no_part_of_the_output(running: TokenMasks) -> None:
+    last = TOKENIZER.decode([7])
+    enter(running, 0, bad=[f"{last}b"])
+    assert missing(running, 0) == ""
+    running.expect([0], Step(last))
+    assert missing(running, 0) == "b"
+
+
+def test_a_word_that_was_begun_before_a_preemption_is_known(running: TokenMasks) -> None:
+    enter(running, 0, bad=["xyz"], output="bxy")
+    assert missing(running, 0) == "z"
+    running.update(plan(released_slots=[0]))
+    enter(running, 0, bad=["xyz"], output="bx")
+    assert missing(running, 0) == ""
+
+
+def test_children_of_a_fork_have_bad_words_of_their_own(running: TokenMasks) -> None:
+    enter(running, 0, bad=["xy", "b"], allowed="bxyz")
+    running.update(plan(forks=[Fork(0, [(1, 1)])]))
+    running.expect([0, 1], Step("x", "z"))
+    assert (allowed(running, 0), allowed(running, 1)) == ("xz", "xyz")
+
+
+def test_masks_are_of_all_reasons_together(running: TokenMasks) -> None:
+    enter(running, 0, "[bcd]{4}", allowed="bc.", bad=["bc"])
+    assert allowed(running, 0) == "bc"
+    running.expect([0], Step("b"))
+    assert allowed(running, 0) == "b"
+    enter(running, 1, "b[cd]", output="b")
+    assert allowed(running, 1) == "cd"
+
+
+def test_stop_tokens_wait_for_min_tokens_if_anything_else_is_allowed(running: TokenMasks) -> None:
+    enter(running, 0, allowed="abc.")
+    assert (allowed(running, 0, required=1), allowed(running, 0)) == ("bc", ".abc")
+    enter(running, 1, allowed="a.")
+    assert allowed(running, 1, required=1) == ".a"
+    enter(running, 2, bad=["b"])
+    assert A not in _ids(masks(running, 2, required=[1]))
+    assert A in _ids(masks(running, 2))
+
+
+def _ids(masks: Masks) -> list[int]:
+    return np.flatnonzero(np.unpackbits(masks.words.numpy().view(np.uint8), bitorder="little")).tolist()
+
+
+def test_a_sequence_of_which_bad_words_leave_nothing_ends_alone(running: TokenMasks) -> None:
+    enter(running, 0, "xyz", bad=["yz"])
+    enter(running, 1, allowed="xy", bad=["xx", "xy"])
+    running.expect([0, 1], Step("x", "y"))
+    assert masks(running, 0, 1).errors == {}
+    running.expect([0, 1], Step("y", "x"))
+    result = masks(running, 0, 1)
+    assert list(result.errors) == [0, 1]
+    assert all("bad_words" in error for error in result.errors.values())
+    assert result.words.numpy().all(), "the sampler needs some token"
+
+
+def test_what_depends_on_no_token_waits_for_none(running: TokenMasks) -> None:
+    enter(running, 0, allowed="bc", bad=["b"])
+    enter(running, 1, bad=["xy"])
+    step, other = Step("b", "x"), Step("b")
+    running.expect([0, 1], step)
+    assert allowed(running, 0) == "c"
+    assert step.reads == 0
+    assert missing(running, 1) == "y"
+    assert step.reads == 1
+    running.expect([0], other)
+    assert missing(running, 1) == "y"
+    assert other.reads == 0
