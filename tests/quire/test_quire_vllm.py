@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import settings, vllm, vllm_settings
-from quire.llm import translate_arguments
+from quire.arguments import translate_arguments
 from shared.config import flag_parser
 from shared.errors import ConfigError
 

@@ -1,0 +1,224 @@
+"""`RequestBuilder`: makes requests of the prompts, conversations and parameters that a caller of `LLM` passes.
+
+Nothing runs here. What is wrong with one of the arguments is said before any request of the call reaches the engine.
+"""
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict
+
+import msgspec
+
+from quire.arguments import (
+    NO_MEDIA,
+    PromptType,
+    Tokenization,
+    as_list,
+    check_type,
+    priorities,
+    refuse,
+    token_ids,
+)
+from quire.pending_request import PendingRequest
+from services.gateway.served_model import TextParts
+from services.gateway.tools import check_tools, for_template
+from services.scheduler.core import Limits
+from shared.errors import InvalidRequest, ModelError, brief
+from shared.params import SamplingParams
+from shared.text.grammars import GrammarCompiler
+from shared.text.template import CONTENT_FORMATS, ChatTemplate
+from shared.text.truncation import Truncation
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat.
+
+    `chat_template` (Jinja) is used instead of the model's. `chat_template_content_format` is `auto`, `string` or
+    `openai`. `continue_final_message` continues the last message, and needs `add_generation_prompt` to be false.
+    `tools` are functions in OpenAI's form, for the template, which gets `chat_template_kwargs` too.
+    """
+
+    chat_template: str | None
+    chat_template_content_format: str
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
+class Prompt(NamedTuple):
+    """A prompt as text, or None if it came as token ids, and as token ids, which are not truncated yet."""
+
+    text: str | None
+    tokens: list[int]
+
+
+class RequestBuilder:
+    """Builds requests for an engine with these `limits`. Unseeded ones draw their seeds from `seed`."""
+
+    def __init__(self, text: TextParts, limits: Limits, *, max_logprobs: int, seed: int | None) -> None:
+        self.tokenizer, self.template, self.defaults = text
+        self._limits = limits
+        self._max_logprobs = max_logprobs
+        self._grammars: GrammarCompiler | None = None  # made when the first output has to follow one
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+
+    def default_params(self) -> SamplingParams:
+        """Return the parameters of calls that have none."""
+        return SamplingParams(**self.defaults.as_dict())
+
+    def prompts(self, prompts: PromptType | Sequence[PromptType], tokenization: Tokenization) -> list[Prompt]:
+        """Return a prompt, or each of several, as token ids."""
+        return [self._prompt(prompt, tokenization) for prompt in as_list(prompts)]
+
+    def conversations(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[list[Prompt], Tokenization]:
+        """Return a conversation, or each of several, as a prompt, and how prompts are truncated."""
+        refuse("mm_processor_kwargs", mm_processor_kwargs, NO_MEDIA)
+        check_type("messages", messages, Sequence, "a list of messages, or of such lists")
+        check_type("chat_template_kwargs", chat_template_kwargs, (Mapping, type(None)), "a mapping")
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        template = self._template(chat_template, chat_template_content_format)
+        variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
+        # the template has written the special tokens
+        tokenization = Tokenization.read(tokenization_kwargs, add_special_tokens=False)
+        prompts = []
+        for conversation in [messages] if single else messages:
+            check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
+            text = template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+            prompts.append(Prompt(text, self.tokenizer.encode(text, tokenization.add_special_tokens)))
+        return prompts, tokenization
+
+    def build(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        tokenization: Tokenization,
+    ) -> list[PendingRequest]:
+        """Return a request for each prompt. Raise `InvalidRequest` if one of them cannot be served."""
+        each = zip(prompts, self._per_prompt(params, len(prompts)), priorities(priority, len(prompts)), strict=True)
+        return [self._request(prompt, params, priority, tokenization) for prompt, params, priority in each]
+
+    def _per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        """Return checked copies, since a caller may have changed fields, or may do so while requests wait."""
+        if params is None or isinstance(params, SamplingParams):
+            return [self.default_params() if params is None else params.clone()] * num_prompts
+        check_type("sampling_params", params, Sequence, "a SamplingParams, or a list of one for each prompt")
+        if len(params) != num_prompts:
+            message = f"there are {num_prompts} prompts, but {len(params)} sampling_params"
+            raise InvalidRequest(message, "sampling_params")
+        for one in params:
+            check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
+        return [one.clone() for one in params]
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, priority: int, tokenization: Tokenization
+    ) -> PendingRequest:
+        limits = self._limits
+        if priority and limits.policy == "fcfs":
+            raise InvalidRequest("priority needs LLM(scheduling_policy='priority')", "priority")
+        self._check_logprobs(params)
+        limit = tokenization.truncate_prompt_tokens
+        truncation = Truncation.of(
+            params.truncate_prompt_tokens if limit is None else limit,
+            tokenization.truncation_side,
+            max_tokens=params.max_tokens,
+            max_model_len=limits.max_model_len,
+        )
+        tokens = prompt.tokens if truncation is None else truncation.cut(prompt.tokens)
+        if params.seed is None or params.seed == -1:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+        sampling = params.to_sampling(
+            prompt_len=len(tokens),
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            grammar=self._grammar(params),
+        )
+        id = next(self._ids)
+        return PendingRequest(id, prompt.text, tokens, params, sampling, self.tokenizer, priority=priority)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._max_logprobs:
+                raise InvalidRequest(f"{name} must be at most max_logprobs, {self._max_logprobs}, got {count}", name)
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
+        if params.structured_outputs is None:
+            return ""
+        self._grammars = self._grammars or GrammarCompiler(self.tokenizer)
+        return self._grammars.compile(params.structured_outputs)
+
+    def _template(self, source: str | None, content_format: str) -> ChatTemplate:
+        """Return the template of a chat: the model's, unless the caller has another one or another format."""
+        check_type("chat_template", source, (str, type(None)), "a text")
+        if content_format not in ("auto", *CONTENT_FORMATS):
+            formats = ", ".join(("auto", *CONTENT_FORMATS))
+            raise InvalidRequest(
+                f"chat_template_content_format must be one of {formats}, got {brief(content_format)}",
+                "chat_template_content_format",
+            )
+        if source is None and content_format == "auto":
+            return self.template
+        try:
+            return self.template.variant(source, content_format)
+        except ModelError as error:
+            raise InvalidRequest(f"chat_template: {error}", "chat_template") from error
+
+    def _prompt(self, prompt: PromptType, tokenization: Tokenization) -> Prompt:
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif not isinstance(prompt, Mapping):
+            prompt = {"prompt_token_ids": prompt}
+        if unknown := prompt.keys() - {"prompt", "prompt_token_ids"}:
+            raise InvalidRequest(f"a prompt cannot have {brief(sorted(map(str, unknown)))}", "prompt")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None:
+            check_type("prompt", text, str, "a text")
+        if ids is not None:
+            tokens = token_ids(ids, self._limits.vocab_size)
+        elif text is not None:
+            tokens = self.tokenizer.encode(text, tokenization.add_special_tokens)
+        else:
+            raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", "prompt")
+        if not tokens:
+            raise InvalidRequest("a prompt must have at least one token", "prompt")
+        return Prompt(text, tokens)
+
+
+def _tool_variables(tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables by which a template gets the tools. Raise `InvalidRequest` if it would not show them."""
+    if not tools:
+        return {"tools": None}
+    check_type("tools", tools, Sequence, "a list of tools")
+    check_tools(tools, None)
+    if template.exists and not template.shows_tools:
+        raise InvalidRequest("tools: the chat template does not show them; pass another as chat_template", "tools")
+    return {"tools": for_template(tools)}
