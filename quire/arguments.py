@@ -132,10 +132,11 @@ def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) 
     own, notes = vllm.translate(arguments, python=True)
     for line in notes:
         logger.info("%s", line)
-    for name in own:
-        if name not in settings and name not in OTHER_SETTINGS:
-            raise ConfigError(f"LLM has no argument {name}")
-    return {name: _as_flag(value) for name, value in own.items()}
+    taken = {name: _as_flag(value) for name, value in own.items() if name in settings or name in OTHER_SETTINGS}
+    for name in own.keys() - taken.keys():
+        if own[name] not in ("", False):
+            raise ConfigError(f"LLM has no argument {name}, which is a setting of the server")
+    return taken
 
 
 def _as_flag(value: Any) -> Any:

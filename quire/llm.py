@@ -44,8 +44,8 @@ class LLM:
     """Load `model` (a folder, a .gguf file or a Hugging Face name; empty: the embedded one) and generate from it.
 
     Every argument but `seed` is a setting of the server with the same name, default and bounds; `others` may be those
-    of `OTHER_SETTINGS`, and vLLM's. Of environment variables only VLLM_BATCH_INVARIANT counts. An unseeded request
-    draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
+    of `OTHER_SETTINGS`, and vLLM's; `hf_token` is put into the environment as HF_TOKEN. Of environment variables only
+    VLLM_BATCH_INVARIANT counts, and those of Hugging Face. An unseeded request draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
     from several threads take turns. All runs in this process, so a script needs no `if __name__ == "__main__"`. Raise
     `ConfigError` for an argument that is not supported, and `ModelError` for a model that cannot be loaded.
 
@@ -139,6 +139,8 @@ class LLM:
     def close(self) -> None:
         """Free the model's memory. The object cannot generate any more."""
         with self._lock:
+            if self._engine is not None:
+                self._engine.close()
             self._engine = None
             self._queue.clear()
 
