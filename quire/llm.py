@@ -45,9 +45,10 @@ class LLM:
 
     Every argument but `seed` is a setting of the server with the same name, default and bounds; `others` may be those
     of `OTHER_SETTINGS`, and vLLM's; `hf_token` is put into the environment as HF_TOKEN. Of environment variables only
-    VLLM_BATCH_INVARIANT counts, and those of Hugging Face. An unseeded request draws its seed from `seed`, so that a script gives the same outputs each time it runs; None makes them differ. Calls
-    from several threads take turns. All runs in this process, so a script needs no `if __name__ == "__main__"`. Raise
-    `ConfigError` for an argument that is not supported, and `ModelError` for a model that cannot be loaded.
+    VLLM_BATCH_INVARIANT counts, and those of Hugging Face. An unseeded request draws its seed from `seed`, so that a
+    script gives the same outputs each time it runs; None makes them differ. Calls from several threads take turns. All
+    runs in this process, so a script needs no `if __name__ == "__main__"`. Raise `ConfigError` for an argument that is
+    not supported, and `ModelError` for a model that cannot be loaded.
 
     Methods raise `InvalidRequest`, which names the argument, before anything runs. A method of vLLM's that is not here
     is an `AttributeError` that says why.
