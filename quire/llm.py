@@ -310,7 +310,8 @@ def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm
                     if pending.apply(row, now):
                         engine.abort(row.id, row.sample)
                     if pending.text.finished:
-                        bar.count_finished(open_requests.pop(row.id))
+                        del open_requests[row.id]
+                        bar.count_finished(len(pending.tokens), pending.text.num_output_tokens)
     except BaseException:
         engine.reset(list(open_requests))
         raise

@@ -7,8 +7,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.pending_request import PendingRequest
-
 
 class ProgressBar:
     """Shows a tqdm bar for the time of a `with` block.
@@ -31,10 +29,10 @@ class ProgressBar:
     ) -> None:
         self.bar.close()
 
-    def count_finished(self, request: PendingRequest) -> None:
-        """Advance the bar by one prompt, and update the speeds."""
-        self.input_tokens += len(request.tokens)
-        self.output_tokens += request.text.num_output_tokens
+    def count_finished(self, input_tokens: int, output_tokens: int) -> None:
+        """Advance the bar by one prompt of so many tokens, with so many of output, and update the speeds."""
+        self.input_tokens += input_tokens
+        self.output_tokens += output_tokens
         seconds = max(time.monotonic() - self.started, 1e-9)
         speeds = f"input {self.input_tokens / seconds:.1f} toks/s, output {self.output_tokens / seconds:.1f} toks/s"
         self.bar.set_postfix_str(speeds, refresh=False)
