@@ -1,6 +1,6 @@
 """The results of `LLM`: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample.
 
-They have vLLM's fields. Those about what Quire does not have (adapters, encoders, transfers) are always None.
+They have vLLM's fields. Those about what Quire does not have (adapters, encoders, transfers, ...) are always None.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ TokenDistribution = dict[int, Logprob]
 """Log-probabilities at one position, by token id: of the token that stands there, and of the likeliest tokens."""
 
 
-class CompletionOutput(Struct, frozen=True, kw_only=True):
+class CompletionOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The output of one sample. `token_ids` includes the token that ended it, which `text` leaves out."""
 
     index: int
@@ -35,6 +35,9 @@ class CompletionOutput(Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
     lora_request: None = None
     routed_experts: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         """Return whether the sample has ended."""
@@ -53,7 +56,7 @@ class RequestStateStats(Struct, frozen=True, kw_only=True):
     first_token_latency: float  # seconds from the arrival to the first token
 
 
-class RequestOutput(Struct, frozen=True, kw_only=True):
+class RequestOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The output of one prompt. `prompt` is None if it was given as token ids."""
 
     request_id: str
@@ -64,10 +67,13 @@ class RequestOutput(Struct, frozen=True, kw_only=True):
     finished: bool
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     metrics: RequestStateStats | None = None
+    prompt_token_id_logprobs: None = None
+    num_cache_creation_tokens: None = None
     lora_request: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
 
 
 def distribution(entry: LogprobEntry, *, with_text: bool = True) -> TokenDistribution | None:

@@ -37,7 +37,9 @@ class PendingRequest:
         self.sampling = sampling
         self.priority = priority
         self.text = RequestText(tokenizer, self.tokens, params, sampling.stop_token_ids)
-        self._logprobs: list[list[LogprobEntry]] = [[] for _ in self.text.samples]
+        self._logprobs: list[list[TokenDistribution] | FlatLogprobs] = [
+            FlatLogprobs() if params.flat_logprobs else [] for _ in self.text.samples
+        ]
         self._times = _Times()
 
     def submit(self, now: float) -> Submit:
@@ -57,7 +59,8 @@ class PendingRequest:
         """Take in a row. Return whether the text has ended the sample, so that it has to be aborted."""
         self._times.note(row, now)
         _, stopped = self.text.apply(row)
-        self._logprobs[row.sample] += self.text.samples[row.sample].take_logprobs()
+        for entry in self.text.samples[row.sample].take_logprobs():
+            self._logprobs[row.sample].append(self._distribution(entry) or {})
         return stopped
 
     def output(self) -> RequestOutput:
@@ -76,28 +79,25 @@ class PendingRequest:
     def _prompt_logprobs(self) -> Sequence[TokenDistribution | None] | None:
         if self.params.prompt_logprobs is None:
             return None
-        distributions = self._distributions(self.text.prompt_logprobs())
+        distributions = [self._distribution(entry) for entry in self.text.prompt_logprobs()]
         return FlatLogprobs(distributions) if self.params.flat_logprobs else distributions
 
     def _completion(self, index: int) -> CompletionOutput:
-        sample, entries = self.text.samples[index], self._logprobs[index]
+        sample, logprobs = self.text.samples[index], self._logprobs[index]
+        own = (found[token].logprob for token, found in zip(sample.token_ids, logprobs, strict=False))
         requested = self.params.num_logprobs is not None
         return CompletionOutput(
             index=index,
             text=sample.text,
             token_ids=sample.token_ids,
-            cumulative_logprob=fsum(entry.logprob or 0.0 for entry in entries) if requested else None,
-            logprobs=self._output_logprobs(entries) if requested else None,
+            cumulative_logprob=fsum(own) if requested else None,
+            logprobs=logprobs if requested else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
 
-    def _output_logprobs(self, entries: Sequence[LogprobEntry]) -> Sequence[TokenDistribution]:
-        distributions = self._distributions(entries)
-        return FlatLogprobs(distributions) if self.params.flat_logprobs else [found or {} for found in distributions]
-
-    def _distributions(self, entries: Sequence[LogprobEntry]) -> list[TokenDistribution | None]:
-        return [distribution(entry, with_text=self.params.detokenize) for entry in entries]
+    def _distribution(self, entry: LogprobEntry) -> TokenDistribution | None:
+        return distribution(entry, with_text=self.params.detokenize)
 
 
 class _Times:

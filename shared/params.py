@@ -110,6 +110,9 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             self._set(name, real)
         for name in BOOLEAN_FIELDS:
             self._set(name, boolean)
+        demand = self.structured_outputs
+        is_demand = demand is None or isinstance(demand, StructuredOutputsParams)
+        _check(is_demand, "structured_outputs", "must be a StructuredOutputsParams", demand)
 
     def _set(self, name: str, convert: Any) -> None:
         """Replace a field's value by its converted one."""

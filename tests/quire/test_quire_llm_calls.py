@@ -114,11 +114,13 @@ def test_prompts_as_vllms_types(llm: LLM) -> None:
 
 def test_results_have_vllms_fields(llm: LLM) -> None:
     (output,) = greedy(llm, PROMPTS[0])
-    fields = "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics lora_request encoder_prompt "
-    fields += "encoder_prompt_token_ids num_cached_tokens kv_transfer_params"
+    fields = "request_id prompt prompt_token_ids prompt_logprobs prompt_token_id_logprobs outputs finished metrics "
+    fields += "lora_request encoder_prompt encoder_prompt_token_ids num_cached_tokens num_cache_creation_tokens "
+    fields += "kv_transfer_params ec_transfer_params"
     assert all(hasattr(output, name) for name in fields.split())
     (sample,) = output.outputs
-    fields = "index text token_ids cumulative_logprob logprobs finish_reason stop_reason lora_request routed_experts"
+    fields = "index text token_ids cumulative_logprob logprobs routed_experts finish_reason stop_reason lora_request "
+    fields += "sampling_mask spec_decode_metrics weight_versions"
     assert all(hasattr(sample, name) for name in fields.split())
     assert sample.finished()
     stats = output.metrics

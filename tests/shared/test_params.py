@@ -71,6 +71,7 @@ REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"
         ("stop_token_ids", [5, np.array(5), "12", ["1"], [1.5], [True], [None], range(1025)]),
         ("logit_bias", [5, [1], {1: "x"}, {1: None}, {1: True}, {1.5: 1}, {None: 1}, {True: 1},
                         dict.fromkeys(range(16_385), 1)]),
+        ("structured_outputs", [{"json_object": True}, "json", 5]),
     ],
 )  # fmt: skip
 def test_values_of_other_types_name_their_field(field: str, values: list[Any]) -> None:
