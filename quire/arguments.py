@@ -37,8 +37,6 @@ OTHER_SETTINGS = frozenset(
 )
 """Settings of the server that `LLM` takes besides the parameters of its constructor."""
 
-NO_ADAPTERS, NO_MEDIA = "adapters are not supported", "only text is served"
-
 
 logger = logging.getLogger(__name__)
 

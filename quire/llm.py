@@ -7,7 +7,7 @@ vLLM's names. Other arguments of vLLM are accepted or refused as its flags are: 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 from tqdm import tqdm
 
 from quire import vllm
-from quire.arguments import NO_ADAPTERS, NO_MEDIA, PromptType, Tokenization, refuse, translate_arguments
+from quire.arguments import PromptType, translate_arguments
 from quire.engine import InProcessEngine
 from quire.llm_metrics import Metric, read_metrics
 from quire.outputs import RequestOutput
 from quire.pending_request import PendingRequest
 from quire.progress_bar import ProgressBar
-from quire.request_builder import ChatMessage, ChatOptions, RequestBuilder
+from quire.request_builder import ChatMessage, ChatOptions, Params, PromptOptions, RequestBuilder
 from services.gateway.config import GatewayConfig
 from services.gateway.served_model import TextParts
 from services.scheduler.config import SchedulerConfig
@@ -177,71 +177,56 @@ class LLM:
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Continue each prompt. Return one output for each, in the prompts' order.
 
-        `sampling_params` are one for all prompts, or one for each, and so are priorities, of which lower ones run first
-        if `scheduling_policy` is `priority`. `tokenization_kwargs` can have `add_special_tokens`,
-        `truncate_prompt_tokens` and `truncation_side`.
+        `sampling_params` are one for all prompts, or one for each.
         """
         with self._lock:
-            requests = self._requests(
-                prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
-            )
+            requests = self._builder.from_prompts(prompts, sampling_params, **options)
             return run(self._running(), requests, use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through a chat template. `ChatOptions` are those of vLLM.
+        """Answer a conversation, or each of several, through a chat template.
 
         The text of an output is all that the model wrote, calls of tools included.
         """
         with self._lock:
-            requests = self._chat_requests(messages, sampling_params, lora_request, None, options)
+            requests = self._builder.from_messages(messages, sampling_params, **options)
             return run(self._running(), requests, use_tqdm=use_tqdm)
 
     def enqueue(
         self,
         prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        sampling_params: Params = None,
+        *,
         use_tqdm: UseTqdm = True,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PromptOptions],
     ) -> list[str]:
-        """Keep prompts for `wait_for_completion`. Return the `request_id` of each. There is no bar, which is quick."""
+        """Keep prompts for `wait_for_completion`. Return the `request_id` of each. It is too quick to show a bar."""
         with self._lock:
-            requests = self._requests(
-                prompts, sampling_params, lora_request, priority, tokenization_kwargs, mm_processor_kwargs
-            )
-            return self._enqueue(requests)
+            return self._enqueue(self._builder.from_prompts(prompts, sampling_params, **options))
 
     def enqueue_chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
-        priority: Sequence[int] | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[str]:
         """Keep conversations for `wait_for_completion`, as `enqueue` does."""
         with self._lock:
-            return self._enqueue(self._chat_requests(messages, sampling_params, lora_request, priority, options))
+            return self._enqueue(self._builder.from_messages(messages, sampling_params, **options))
 
     def wait_for_completion(
         self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: UseTqdm = True
@@ -261,32 +246,6 @@ class LLM:
         if self._engine is None:
             raise QuireError("this LLM is closed")
         return self._engine
-
-    def _requests(
-        self,
-        prompts: PromptType | Sequence[PromptType],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: Any,
-        priority: Sequence[int] | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        mm_processor_kwargs: Any,
-    ) -> list[PendingRequest]:
-        refuse("lora_request", lora_request, NO_ADAPTERS)
-        refuse("mm_processor_kwargs", mm_processor_kwargs, NO_MEDIA)
-        tokenization = Tokenization.read(tokenization_kwargs, add_special_tokens=True)
-        return self._builder.build(self._builder.prompts(prompts, tokenization), params, priority, tokenization)
-
-    def _chat_requests(
-        self,
-        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        lora_request: Any,
-        priority: Sequence[int] | None,
-        options: ChatOptions,
-    ) -> list[PendingRequest]:
-        refuse("lora_request", lora_request, NO_ADAPTERS)
-        prompts, tokenization = self._builder.conversations(messages, **options)
-        return self._builder.build(prompts, params, priority, tokenization)
 
     def _enqueue(self, requests: Sequence[PendingRequest]) -> list[str]:
         self._running()

@@ -6,12 +6,11 @@ Nothing runs here. What is wrong with one of the arguments is said before any re
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
 from quire.arguments import (
-    NO_MEDIA,
     PromptType,
     Tokenization,
     as_list,
@@ -31,9 +30,25 @@ from shared.text.template import CONTENT_FORMATS, ChatTemplate
 from shared.text.truncation import Truncation
 
 ChatMessage: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""Parameters for all prompts, or for each; None: the model's defaults."""
 
 
-class ChatOptions(TypedDict, total=False):
+class PromptOptions(TypedDict, total=False):
+    """Options of a call.
+
+    `priority` has a number for each prompt; lower ones run first, if `scheduling_policy` is `priority`.
+    `tokenization_kwargs` can have `add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`. The other two
+    are refused unless they ask for nothing.
+    """
+
+    priority: Sequence[int] | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    lora_request: None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
+class ChatOptions(PromptOptions, total=False):
     """Options of a chat.
 
     `chat_template` (Jinja) is used instead of the model's. `chat_template_content_format` is `auto`, `string` or
@@ -47,8 +62,6 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
-    tokenization_kwargs: Mapping[str, Any] | None
-    mm_processor_kwargs: Mapping[str, Any] | None
 
 
 class Prompt(NamedTuple):
@@ -73,13 +86,17 @@ class RequestBuilder:
         """Return the parameters of calls that have none."""
         return SamplingParams(**self.defaults.as_dict())
 
-    def prompts(self, prompts: PromptType | Sequence[PromptType], tokenization: Tokenization) -> list[Prompt]:
-        """Return a prompt, or each of several, as token ids."""
-        return [self._prompt(prompt, tokenization) for prompt in as_list(prompts)]
+    def from_prompts(
+        self, prompts: PromptType | Sequence[PromptType], params: Params, **options: Unpack[PromptOptions]
+    ) -> list[PendingRequest]:
+        """Return a request for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
+        tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=True)
+        return self._build(self.prompts(prompts, tokenization), params, tokenization, options)
 
-    def conversations(
+    def from_messages(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        params: Params,
         *,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -87,18 +104,16 @@ class RequestBuilder:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[list[Prompt], Tokenization]:
-        """Return a conversation, or each of several, as a prompt, and how prompts are truncated."""
-        refuse("mm_processor_kwargs", mm_processor_kwargs, NO_MEDIA)
+        **options: Unpack[PromptOptions],
+    ) -> list[PendingRequest]:
+        """Return a request for a conversation, or for each of several. Raise as `from_prompts` does."""
         check_type("messages", messages, Sequence, "a list of messages, or of such lists")
         check_type("chat_template_kwargs", chat_template_kwargs, (Mapping, type(None)), "a mapping")
         single = bool(messages) and isinstance(messages[0], Mapping)
         template = self._template(chat_template, chat_template_content_format)
         variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
         # the template has written the special tokens
-        tokenization = Tokenization.read(tokenization_kwargs, add_special_tokens=False)
+        tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=False)
         prompts = []
         for conversation in [messages] if single else messages:
             check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
@@ -109,22 +124,23 @@ class RequestBuilder:
                 variables=variables,
             )
             prompts.append(Prompt(text, self.tokenizer.encode(text, tokenization.add_special_tokens)))
-        return prompts, tokenization
+        return self._build(prompts, params, tokenization, options)
 
-    def build(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        tokenization: Tokenization,
+    def prompts(self, prompts: PromptType | Sequence[PromptType], tokenization: Tokenization) -> list[Prompt]:
+        """Return a prompt, or each of several, as token ids."""
+        return [self._prompt(prompt, tokenization) for prompt in as_list(prompts)]
+
+    def _build(
+        self, prompts: Sequence[Prompt], params: Params, tokenization: Tokenization, options: PromptOptions
     ) -> list[PendingRequest]:
-        """Return a request for each prompt. Raise `InvalidRequest` if one of them cannot be served."""
-        each = zip(prompts, self._per_prompt(params, len(prompts)), priorities(priority, len(prompts)), strict=True)
-        return [self._request(prompt, params, priority, tokenization) for prompt, params, priority in each]
+        refuse("lora_request", options.get("lora_request"), "adapters are not supported")
+        refuse("mm_processor_kwargs", options.get("mm_processor_kwargs"), "only text is served")
+        all_params = self._per_prompt(params, len(prompts))
+        all_priorities = priorities(options.get("priority"), len(prompts))
+        each = zip(prompts, all_params, all_priorities, strict=True)
+        return [self._request(prompt, one, priority, tokenization) for prompt, one, priority in each]
 
-    def _per_prompt(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
+    def _per_prompt(self, params: Params, num_prompts: int) -> list[SamplingParams]:
         """Return checked copies, since a caller may have changed fields, or may do so while requests wait."""
         if params is None or isinstance(params, SamplingParams):
             return [self.default_params() if params is None else params.clone()] * num_prompts
