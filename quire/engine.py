@@ -71,8 +71,7 @@ class InProcessEngine:
         """Free the model's memory. Nothing may be called after that."""
         self._in_flight.clear()
         del self.runner
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # so that another engine of this process finds the memory free
+        torch.cuda.empty_cache()  # so that another engine of this process finds the memory free
 
     def reset(self, ids: Iterable[int]) -> None:
         """Forget the requests `ids` and all steps in flight."""

@@ -4,7 +4,6 @@ They have vLLM's fields. Those about what Quire does not have (adapters, encoder
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from msgspec import Struct
 
@@ -81,7 +80,7 @@ def distribution(entry: LogprobEntry, *, with_text: bool = True) -> TokenDistrib
     if entry.logprob is None:
         return None
 
-    def logprob(item: Any) -> Logprob:
-        return Logprob(item.logprob, item.rank, item.token if with_text else None)
-
-    return {item.id: logprob(item) for item in (entry, *entry.top)}
+    own = Logprob(entry.logprob, entry.rank, entry.token if with_text else None)
+    return {entry.id: own} | {
+        other.id: Logprob(other.logprob, other.rank, other.token if with_text else None) for other in entry.top
+    }

@@ -114,8 +114,9 @@ class RequestBuilder:
         variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
         # the template has written the special tokens
         tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=False)
+        conversations: Sequence[Any] = [messages] if single else messages
         prompts = []
-        for conversation in [messages] if single else messages:
+        for conversation in conversations:
             check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
             text = template.render(
                 conversation,

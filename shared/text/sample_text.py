@@ -57,6 +57,7 @@ class SampleText:
         self._params = params
         self._stops = params.stop_strings
         self._stop_ids = frozenset(stop_token_ids)
+        prompt = prompt if params.detokenize else ()
         self._detokenizer = Detokenizer(
             tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None, shown_special=shown_special
         )

@@ -38,7 +38,7 @@ class Truncation(Struct, frozen=True):
             return None
         length = whole("truncate_prompt_tokens", length)
         num_output = 1 if max_tokens is None else max_tokens
-        if length == -1 and max_tokens is None and default_max_tokens in range(1, max_model_len):
+        if length == -1 and max_tokens is None and default_max_tokens and default_max_tokens < max_model_len:
             num_output = default_max_tokens
         limit = max_model_len - num_output
         if limit < 1:
