@@ -30,7 +30,7 @@ def check_model(
     load_format: WeightFormat | Literal["dummy"] = "auto",
     model_impl: ModelImpl = "auto",
     tokenizer: Path | None = None,
-    template: str | None = None,
+    template: str | Path | None = None,
 ) -> None:
     """Raise `ModelError` if the model in `folder` cannot be served.
 

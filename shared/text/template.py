@@ -90,16 +90,16 @@ class ChatTemplate:
         cls,
         folder: Path,
         special: Mapping[str, str],
-        override: str | None = None,
+        override: str | Path | None = None,
         *,
         content_format: str = "auto",
         variables: Mapping[str, Any] = {},
     ) -> "ChatTemplate":
         """Return the template of a model folder, or `override`. Raise `ModelError` if it cannot be used.
 
-        `override` is the path of a file, or a template itself, which is known by its braces.
+        `override` is the path of a file, or, as a string, a template itself, which is known by its braces.
         """
-        if override and "{" in override:
+        if isinstance(override, str) and "{" in override:
             return cls(override, special, content_format=content_format, variables=variables)
         file = Path(override) if override else None
         try:
