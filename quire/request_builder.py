@@ -65,10 +65,10 @@ class ChatOptions(PromptOptions, total=False):
 
 
 class Prompt(NamedTuple):
-    """A prompt as text, or None if it came as token ids, and as token ids, which are not truncated yet."""
+    """A prompt as text, or None if it came as token ids only. `ids` are None if the text is still to be encoded."""
 
     text: str | None
-    tokens: list[int]
+    ids: list[int] | None = None
 
 
 class RequestBuilder:
@@ -91,7 +91,7 @@ class RequestBuilder:
     ) -> list[PendingRequest]:
         """Return a request for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
         tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=True)
-        return self._build(self.prompts(prompts, tokenization), params, tokenization, options)
+        return self._build([self._prompt(prompt) for prompt in as_list(prompts)], params, tokenization, options)
 
     def from_messages(
         self,
@@ -124,12 +124,8 @@ class RequestBuilder:
                 continue_final_message=continue_final_message,
                 variables=variables,
             )
-            prompts.append(Prompt(text, self.tokenizer.encode(text, tokenization.add_special_tokens)))
+            prompts.append(Prompt(text))
         return self._build(prompts, params, tokenization, options)
-
-    def prompts(self, prompts: PromptType | Sequence[PromptType], tokenization: Tokenization) -> list[Prompt]:
-        """Return a prompt, or each of several, as token ids."""
-        return [self._prompt(prompt, tokenization) for prompt in as_list(prompts)]
 
     def _build(
         self, prompts: Sequence[Prompt], params: Params, tokenization: Tokenization, options: PromptOptions
@@ -167,7 +163,7 @@ class RequestBuilder:
             max_tokens=params.max_tokens,
             max_model_len=limits.max_model_len,
         )
-        tokens = prompt.tokens if truncation is None else truncation.cut(prompt.tokens)
+        tokens = self._tokens(prompt, truncation, tokenization.add_special_tokens)
         if params.seed is None or params.seed == -1:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         sampling = params.to_sampling(
@@ -179,6 +175,21 @@ class RequestBuilder:
         )
         id = next(self._ids)
         return PendingRequest(id, prompt.text, tokens, params, sampling, self.tokenizer, priority=priority)
+
+    def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a prompt, or those that are kept of it. Special tokens that are added are among them."""
+        if prompt.ids is not None:
+            tokens = prompt.ids if truncation is None else truncation.cut(prompt.ids)
+        elif truncation is None:
+            tokens = self.tokenizer.encode(prompt.text or "", add_special_tokens)
+        else:
+            length, keep_start = truncation.max_tokens, truncation.keep_start
+            tokens, _ = self.tokenizer.encode_part(
+                prompt.text or "", length, keep_start=keep_start, add_special_tokens=add_special_tokens
+            )
+        if not tokens:
+            raise InvalidRequest("a prompt must have at least one token", "prompt")
+        return tokens
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -209,7 +220,7 @@ class RequestBuilder:
         except ModelError as error:
             raise InvalidRequest(f"chat_template: {error}", "chat_template") from error
 
-    def _prompt(self, prompt: PromptType, tokenization: Tokenization) -> Prompt:
+    def _prompt(self, prompt: PromptType) -> Prompt:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
@@ -220,15 +231,9 @@ class RequestBuilder:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None:
             check_type("prompt", text, str, "a text")
-        if ids is not None:
-            tokens = token_ids(ids, self._limits.vocab_size)
-        elif text is not None:
-            tokens = self.tokenizer.encode(text, tokenization.add_special_tokens)
-        else:
+        if text is None and ids is None:
             raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", "prompt")
-        if not tokens:
-            raise InvalidRequest("a prompt must have at least one token", "prompt")
-        return Prompt(text, tokens)
+        return Prompt(text, None if ids is None else token_ids(ids, self._limits.vocab_size))
 
 
 def _tool_variables(tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def test_what_is_enqueued_runs_together_later(llm: LLM) -> None:
 
 
 def test_what_is_enqueued_keeps_its_parameters(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, seed=1)
     llm.enqueue("Hello", params)
     params.max_tokens = 5
     llm.enqueue("Hello", params)
@@ -308,6 +308,7 @@ def test_the_template_can_be_set_for_all_chats(folder: Path, tmp_path: Path, lit
     template = source if literal else file
     with LLM(folder, chat_template=template, default_chat_template_kwargs={"mood": "glad"}, **settings) as own:
         assert own.chat(HELLO, GREEDY, use_tqdm=False)[0].prompt == "glad:Hello!"
+        assert own.chat(HELLO, GREEDY, use_tqdm=False, chat_template="{{ mood }}!")[0].prompt == "glad!"
         assert own.get_tokenizer().chat_template == source
 
 

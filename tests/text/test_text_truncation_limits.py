@@ -6,6 +6,7 @@ import pytest
 
 from shared.errors import InvalidRequest
 from shared.text.truncation import Truncation
+from tests.text.vocabulary import make_tokenizer
 
 IDS = list(range(10))
 
@@ -64,3 +65,13 @@ def test_an_output_as_long_as_the_context_leaves_no_room() -> None:
     with pytest.raises(InvalidRequest, match="leaves no room for a prompt") as caught:
         cut(-1, max_tokens=8)
     assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize(("keep_start", "kept"), [(False, [8, 9]), (True, [0, 1])])
+def test_of_a_text_the_tokens_that_are_added_stay(keep_start: bool, kept: list[int]) -> None:
+    """As in transformers: the model expects its BOS."""
+    tokenizer = make_tokenizer(bos=True)
+    bos, *content = tokenizer.encode("0123456789")
+    ids, was_cut = tokenizer.encode_part("0123456789", 3, keep_start=keep_start)
+    assert (ids, was_cut) == ([bos, *(content[at] for at in kept)], True)
+    assert tokenizer.encode_part("01", 3) == ([bos, *content[:2]], False)
