@@ -57,7 +57,7 @@ def main() -> None:
             f"| {streams} | {' | '.join(f'{value:.0f}' for value in fastest)} | {statistics.median(ratios):.3f} "
             f"| {min(ratios):.3f} to {max(ratios):.3f} |"
         )
-    compiler = GrammarCompiler(llm.get_tokenizer())
+    compiler = GrammarCompiler(llm.tokenizer)
     seconds = [compile_seconds(compiler, RECORD | {"title": str(at)}) for at in range(20)]
     print(f"\nA new schema: {1e3 * statistics.median(seconds):.2f} ms to compile, of which there are two.")
 

@@ -6,11 +6,22 @@ The names are imported on use: `LLM` needs torch, which takes seconds to import,
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.arguments import TextPrompt, TokensPrompt
+    from quire.flat_logprobs import FlatLogprobs
     from quire.llm import LLM
-    from quire.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
+    from quire.llm_metrics import Counter, Gauge, Histogram, Metric
+    from quire.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        RequestStateStats,
+    )
     from shared.beam_params import BeamSearchParams
     from shared.params import SamplingParams
     from shared.structured_outputs import StructuredOutputsParams
+    from shared.vllm_params import RequestOutputKind
 
 __all__ = [
     "LLM",
@@ -18,23 +29,40 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "Counter",
+    "FlatLogprobs",
+    "Gauge",
+    "Histogram",
     "Logprob",
+    "Metric",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestStateStats",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
-_MODULES = {
-    "LLM": "quire.llm",
-    "BeamSearchOutput": "quire.outputs",
-    "BeamSearchParams": "shared.beam_params",
-    "BeamSearchSequence": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
-    "Logprob": "quire.outputs",
-    "RequestOutput": "quire.outputs",
-    "SamplingParams": "shared.params",
-    "StructuredOutputsParams": "shared.structured_outputs",
+_NAMES = {
+    "quire.arguments": ("TextPrompt", "TokensPrompt"),
+    "quire.flat_logprobs": ("FlatLogprobs",),
+    "quire.llm": ("LLM",),
+    "quire.llm_metrics": ("Counter", "Gauge", "Histogram", "Metric"),
+    "quire.outputs": (
+        "BeamSearchOutput",
+        "BeamSearchSequence",
+        "CompletionOutput",
+        "Logprob",
+        "RequestOutput",
+        "RequestStateStats",
+    ),
+    "shared.beam_params": ("BeamSearchParams",),
+    "shared.params": ("SamplingParams",),
+    "shared.structured_outputs": ("StructuredOutputsParams",),
+    "shared.vllm_params": ("RequestOutputKind",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

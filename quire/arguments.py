@@ -1,13 +1,84 @@
-"""Checks and converts the arguments of `LLM`. For a wrong one, raise an `InvalidRequest` that names it."""
+"""Checks and converts the arguments of `LLM` and its methods. An error names the argument."""
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
-from shared.errors import InvalidRequest, brief
+from msgspec import Struct
 
-PromptType: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; a mapping may have a `cache_salt`. Ids may be an
-integer array of numpy or torch; one with two dimensions holds a prompt in each row. vLLM has the same name for it."""
+from quire import vllm
+from shared.errors import ConfigError, InvalidRequest, brief
+from shared.params import boolean, whole
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. Prompts share cached blocks only if their salts are equal."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. `prompt` is its text, which is only shown in the result."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+"""Text, token ids, or one of the two mappings. Ids may be an integer array of numpy or torch; one with two dimensions
+holds a prompt in each row. vLLM has the same names."""
+
+OTHER_SETTINGS = frozenset(
+    {"chat_template", "chat_template_content_format", "default_chat_template_kwargs", "served_model_name"}
+    | {"generation_config", "override_generation_config", "max_logprobs"}
+    | {"scheduling_policy", "priority_ageing", "async_scheduling"}
+)
+"""Settings of the server that `LLM` takes besides the parameters of its constructor."""
+
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenization(Struct, frozen=True):
+    """How the prompts of one call become token ids: `tokenization_kwargs`."""
+
+    add_special_tokens: bool
+    truncate_prompt_tokens: Any  # checked, like the side, by `Truncation`
+    truncation_side: Any
+
+    @classmethod
+    def read(cls, options: Any, *, add_special_tokens: bool) -> "Tokenization":
+        """Return the options over the defaults. Raise `InvalidRequest` for a wrong or unknown one."""
+        options = {} if options is None else options
+        check_type("tokenization_kwargs", options, Mapping, "a mapping")
+        if unknown := options.keys() - set(cls.__struct_fields__):
+            names = ", ".join(cls.__struct_fields__)
+            raise InvalidRequest(
+                f"tokenization_kwargs can have {names}, not {brief(sorted(map(str, unknown)))}", "tokenization_kwargs"
+            )
+        adds = boolean("add_special_tokens", options.get("add_special_tokens", add_special_tokens))
+        return cls(adds, options.get("truncate_prompt_tokens"), options.get("truncation_side"))
+
+
+def priorities(values: Any, num_prompts: int) -> list[int]:
+    """Return the priority of each prompt; None means 0 for all. Raise `InvalidRequest` for anything else."""
+    if values is None:
+        return [0] * num_prompts
+    check_type("priority", values, Sequence, "a list with a whole number for each prompt")
+    if len(values) != num_prompts:
+        raise InvalidRequest(f"there are {num_prompts} prompts, but {len(values)} priorities", "priority")
+    return [whole("priority", value) for value in values]
+
+
+def refuse(name: str, value: Any, reason: str) -> None:
+    """Raise `InvalidRequest`, naming the argument, unless it asks for nothing."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    if any(item is not None and item != {} for item in items):
+        raise InvalidRequest(f"{name} is not supported: {reason}; got {brief(value)}", name)
 
 
 def as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
@@ -48,3 +119,28 @@ def check_type(name: str, value: object, types: type | tuple[type, ...], descrip
     """Raise `InvalidRequest`, naming the argument, unless `value` is of one of `types`, which `description` names."""
     if not isinstance(value, types):
         raise InvalidRequest(f"{name} must be {description}, got {brief(value)}", name)
+
+
+def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not None, with vLLM's settings in `others` under Quire's names.
+
+    Raise `ConfigError` for one that is not supported.
+    """
+    arguments = {name: value for name, value in {**settings, **others}.items() if value is not None}
+    if str(num_engines := arguments.pop("data_parallel_size", 1)) != "1":
+        raise ConfigError(f"data_parallel_size={num_engines} is not supported: LLM is one engine")
+    own, notes = vllm.translate(arguments, python=True)
+    for line in notes:
+        logger.info("%s", line)
+    taken = {name: _as_flag(value) for name, value in own.items() if name in settings or name in OTHER_SETTINGS}
+    for name in own.keys() - taken.keys():
+        if own[name] not in ("", False):
+            raise ConfigError(f"LLM has no argument {name}, which is a setting of the server")
+    return taken
+
+
+def _as_flag(value: Any) -> Any:
+    """Return a path as text and a mapping as JSON, as flags have them."""
+    if isinstance(value, Path):
+        return str(value)
+    return json.dumps(value) if isinstance(value, dict) else value

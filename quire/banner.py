@@ -60,4 +60,4 @@ def authorization(keys: Sequence[str], variable: str | None) -> str:
 
 def has_chat_template(config: GatewayConfig, folder: Path) -> bool:
     """Return whether the model has a chat template."""
-    return ChatTemplate.load(folder, {}, Path(config.chat_template) if config.chat_template else None).exists
+    return ChatTemplate.load(folder, {}, config.chat_template).exists

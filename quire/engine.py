@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
+import torch
 from msgspec.structs import replace
 
 from services.scheduler.config import SchedulerConfig
@@ -69,6 +70,12 @@ class InProcessEngine:
             if row.finish_reason is FinishReason.ERROR:
                 raise EngineFailure(row.detail)
         return rows
+
+    def close(self) -> None:
+        """Free the model's memory. Nothing may be called after that."""
+        self._in_flight.clear()
+        del self.runner
+        torch.cuda.empty_cache()  # so that another engine of this process finds the memory free
 
     def reset(self, ids: Iterable[int]) -> None:
         """Forget the requests `ids` and all steps in flight."""

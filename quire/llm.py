@@ -4,50 +4,56 @@ It uses the scheduler core, the runner and the text handling of the server, with
 vLLM's names. Other arguments of vLLM are accepted or refused as its flags are: see `quire.vllm`.
 """
 
-import itertools
-import logging
 import os
-import random
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
-import msgspec
+from tqdm import tqdm
 
 from quire import vllm
-from quire.arguments import PromptType, as_list, check_type, token_ids
+from quire.arguments import PromptType, translate_arguments
 from quire.engine import InProcessEngine
+from quire.llm_metrics import Metric, read_metrics
 from quire.outputs import BeamSearchOutput, RequestOutput
-from quire.pending_beams import PendingBeams, run_beams
+from quire.pending_beams import run_beams
 from quire.pending_request import PendingRequest
 from quire.progress_bar import ProgressBar
+from quire.request_builder import ChatMessage, ChatOptions, Params, PromptOptions, RequestBuilder
+from services.gateway.config import GatewayConfig
+from services.gateway.served_model import TextParts
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from shared.beam_params import BeamSearchParams
 from shared.config import resolve
-from shared.errors import ConfigError, InvalidRequest, QuireError, brief
-from shared.hub.checkpoint import locate, locate_tokenizer
-from shared.params import SamplingParams, cache_salt, whole
-from shared.text.bad_words import tokenize_bad_words
-from shared.text.grammars import GrammarCompiler
-from shared.text.sampling_defaults import SamplingDefaults
-from shared.text.template import ChatTemplate
+from shared.errors import InvalidRequest, QuireError, brief
+from shared.hub.checkpoint import locate
+from shared.hub.embedded import EMBEDDED
+from shared.params import SamplingParams, whole
 from shared.text.tokenizer import Tokenizer
 
-ChatMessage: TypeAlias = Mapping[str, Any]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
+UseTqdm: TypeAlias = bool | Callable[..., "tqdm[Any]"]
+"""Whether to show a progress bar, or what makes it."""
 
 
 class LLM:
     """Load `model` (a folder, a .gguf file or a Hugging Face name; empty: the embedded one) and generate from it.
 
-    Every argument but `seed` is a setting of the server with the same name, default and bounds. Of environment
-    variables only VLLM_BATCH_INVARIANT counts. An unseeded request draws its seed from `seed`, so that a script gives
-    the same outputs each time it runs; None makes them differ. Calls from several threads take turns. Raise
-    `ConfigError` for an argument that is not supported, and `ModelError` for a model that cannot be loaded.
+    Every argument but `seed` is a setting of the server with the same name, default and bounds; `others` may be those
+    of `OTHER_SETTINGS`, and vLLM's; `hf_token` is put into the environment as HF_TOKEN. Of environment variables only
+    VLLM_BATCH_INVARIANT counts, and those of Hugging Face. An unseeded request draws its seed from `seed`, so that a
+    script gives the same outputs each time it runs; None makes them differ. Calls from several threads take turns. All
+    runs in this process, so a script needs no `if __name__ == "__main__"`. Raise `ConfigError` for an argument that is
+    not supported, and `ModelError` for a model that cannot be loaded.
+
+    Methods raise `InvalidRequest`, which names the argument, before anything runs. A method of vLLM's that is not here
+    is an `AttributeError` that says why.
     """
 
     def __init__(
@@ -102,20 +108,28 @@ class LLM:
             "tokenizer_revision": tokenizer_revision,
             "download_dir": download_dir,
         }
+        if isinstance(token := others.pop("hf_token", None), str):  # True: the one that is stored on this machine
+            os.environ["HF_TOKEN"] = token
         arguments = translate_arguments(settings, others)
         scheduler = resolve(SchedulerConfig, arguments, {})
         worker = resolve(WorkerConfig, arguments, vllm.own_variables(os.environ))
-        folder = locate(str(model), revision, download_dir)
-        tokenizer_folder = locate_tokenizer(str(tokenizer), tokenizer_revision, download_dir) if tokenizer else folder
-        self._tokenizer = Tokenizer.load(tokenizer_folder, folder if tokenizer else None)
-        self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.special)
-        self._template.sanity_check()
-        self._grammars: GrammarCompiler | None = None  # made when the first output has to follow one
-        self._defaults = SamplingDefaults.load(folder)
-        self._seeds = random.Random(seed)
-        self._ids = itertools.count()
+        text = resolve(GatewayConfig, arguments, {})
+        parts = TextParts.load(text, locate(text.model, text.revision, text.download_dir))
+        self._name = text.served_model_name[0] if text.served_model_name else text.model or EMBEDDED
         self._lock = threading.Lock()
         self._engine: InProcessEngine | None = InProcessEngine(scheduler, worker)
+        limits = self._engine.limits
+        self._builder = RequestBuilder(parts, limits, max_logprobs=text.max_logprobs, seed=seed)
+        self._queue: list[PendingRequest] = []  # enqueued, not run yet
+        self._hf_tokenizer: PreTrainedTokenizerFast | None = None
+
+    def __repr__(self) -> str:
+        return f"LLM(model={self._name!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError`, with the reason for a method of vLLM's."""
+        reason = vllm.METHODS.get(name)
+        raise AttributeError(f"LLM.{name} is not supported: {reason}" if reason else f"LLM has no {name}")
 
     def __enter__(self) -> "LLM":
         return self
@@ -128,15 +142,39 @@ class LLM:
     def close(self) -> None:
         """Free the model's memory. The object cannot generate any more."""
         with self._lock:
+            if self._engine is not None:
+                self._engine.close()
             self._engine = None
+            self._queue.clear()
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer, which has `encode`, `decode` and `eos_token_ids`."""
-        return self._tokenizer
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer that makes token ids of prompts, and text of outputs."""
+        return self._builder.tokenizer
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerFast":
+        """Return the model's tokenizer as one of transformers, with its chat template. The first call imports those."""
+        if self._hf_tokenizer is None:
+            from transformers import PreTrainedTokenizerFast  # imported here since it takes seconds
+
+            self._hf_tokenizer = PreTrainedTokenizerFast(
+                tokenizer_object=self.tokenizer.backend, clean_up_tokenization_spaces=False, **self.tokenizer.special
+            )
+            self._hf_tokenizer.chat_template = self._builder.template.source or None
+        return self._hf_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `generate` uses by default: those of generation_config.json, then vLLM's."""
-        return SamplingParams(**self._defaults.as_dict())
+        return self._builder.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics since it was started: the same as a server's at /metrics."""
+        with self._lock:
+            return read_metrics(self._name, self._running().engine.snapshot)
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Return the number of devices that compute, which is 1."""
+        return 1
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, so that the next prompts are computed from their beginning. Return True."""
@@ -147,66 +185,77 @@ class LLM:
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
+        **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Continue each prompt. Return one output for each, in the prompts' order.
 
-        `sampling_params` are one for all prompts, or one for each. Raise `InvalidRequest`, before anything runs, for an
-        argument of a wrong type, or if one of the prompts cannot be served.
+        `sampling_params` are one for all prompts, or one for each.
         """
-        prompt_list = as_list(prompts)
         with self._lock:
-            engine = self._running()
-            params = self._per_prompt(sampling_params, len(prompt_list))
-            requests = [
-                self._prepare(engine, prompt, prompt_params)
-                for prompt, prompt_params in zip(prompt_list, params, strict=True)
-            ]
-            return run(engine, requests, use_tqdm=use_tqdm)
+            requests = self._builder.from_prompts(prompts, sampling_params, **options)
+            return run(self._running(), requests, use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through the model's chat template or `chat_template` (Jinja).
+        """Answer a conversation, or each of several, through a chat template.
 
-        Raise as `generate` does.
+        The text of an output is all that the model wrote, calls of tools included.
         """
-        check_type("messages", messages, Sequence, "a list of messages, or of such lists")
-        check_type("chat_template", chat_template, (str, type(None)), "a text")
-        check_type("chat_template_kwargs", chat_template_kwargs, (Mapping, type(None)), "a mapping")
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single else messages
-        template = self._template if chat_template is None else ChatTemplate(chat_template, self._tokenizer.special)
-        prompts: list[PromptType] = []
-        for conversation in conversations:
-            check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
-            text = template.render(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables={"tools": tools} | dict(chat_template_kwargs or {}),
-            )
-            ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written the special tokens
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        with self._lock:
+            requests = self._builder.from_messages(messages, sampling_params, **options)
+            return run(self._running(), requests, use_tqdm=use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: UseTqdm = True,
+        **options: Unpack[PromptOptions],
+    ) -> list[str]:
+        """Keep prompts for `wait_for_completion`. Return the `request_id` of each. It is too quick to show a bar."""
+        with self._lock:
+            return self._enqueue(self._builder.from_prompts(prompts, sampling_params, **options))
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[str]:
+        """Keep conversations for `wait_for_completion`, as `enqueue` does."""
+        with self._lock:
+            return self._enqueue(self._builder.from_messages(messages, sampling_params, **options))
+
+    def wait_for_completion(
+        self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: UseTqdm = True
+    ) -> list[RequestOutput]:
+        """Run all that is enqueued, together. Return one output for each, in order. After an exception, none is left.
+
+        `output_type` must be `RequestOutput`, or a tuple with it: there are no other outputs.
+        """
+        types = output_type if isinstance(output_type, tuple) else (output_type or RequestOutput,)
+        if RequestOutput not in types:
+            raise InvalidRequest(f"output_type must be RequestOutput, got {brief(output_type)}", "output_type")
+        with self._lock:
+            requests, self._queue = self._queue, []
+            return run(self._running(), requests, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
         prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt. Return one output for each, in the prompts' order.
@@ -214,110 +263,43 @@ class LLM:
         `concurrency_limit` is the number of prompts that are searched at once; None: all. Raise `InvalidRequest`,
         before anything runs, for a wrong argument, or if one of the prompts cannot be served.
         """
-        prompt_list = as_list(prompts)
-        check_type("params", params, BeamSearchParams, "BeamSearchParams")
-        limit = len(prompt_list) if concurrency_limit is None else whole("concurrency_limit", concurrency_limit)
-        if limit < 1 and prompt_list:
+        limit = None if concurrency_limit is None else whole("concurrency_limit", concurrency_limit)
+        if limit is not None and limit < 1:
             raise InvalidRequest(f"concurrency_limit must be at least 1, got {limit}", "concurrency_limit")
         with self._lock:
             engine = self._running()
-            beams = [self._prepare_beams(engine, prompt, params) for prompt in prompt_list]
-            with ProgressBar(len(beams), disable=not use_tqdm) as bar:
-                for begin in range(0, len(beams), max(limit, 1)):
-                    run_beams(engine, beams[begin : begin + limit], self._ids, bar)
-        return [one.output(self._tokenizer) for one in beams]
+            beams = self._builder.beam_searches(prompts, params)
+            limit = limit or max(len(beams), 1)
+            with ProgressBar(len(beams), use_tqdm) as bar:
+                for begin in range(0, len(beams), limit):
+                    run_beams(engine, beams[begin : begin + limit], self._builder.ids, bar)
+        return [one.output(self.tokenizer) for one in beams]
 
     def _running(self) -> InProcessEngine:
         if self._engine is None:
             raise QuireError("this LLM is closed")
         return self._engine
 
-    def _per_prompt(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> Sequence[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or self.get_default_sampling_params()] * num_prompts
-        check_type("sampling_params", params, Sequence, "a SamplingParams, or a list of one for each prompt")
-        if len(params) != num_prompts:
-            message = f"there are {num_prompts} prompts, but {len(params)} sampling_params"
-            raise InvalidRequest(message, "sampling_params")
-        for one in params:
-            check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
-        return params
-
-    def _prepare(self, engine: InProcessEngine, prompt: PromptType, params: SamplingParams) -> PendingRequest:
-        text, tokens = self._tokens(prompt, engine.model.vocab_size)
-        salt = _cache_salt(prompt)
-        if params.seed is None or params.seed == -1:
-            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        sampling = params.to_sampling(
-            prompt_len=len(tokens),
-            max_model_len=engine.limits.max_model_len,
-            vocab_size=engine.model.vocab_size,
-            eos_token_ids=self._tokenizer.eos_token_ids,
-            grammar=self._grammar(params),
-            bad_words=tokenize_bad_words(params.bad_words or (), self._tokenizer),
-        )
-        return PendingRequest(next(self._ids), text, tokens, params, sampling, self._tokenizer, salt)
-
-    def _prepare_beams(self, engine: InProcessEngine, prompt: PromptType, params: BeamSearchParams) -> PendingBeams:
-        _, tokens = self._tokens(prompt, engine.model.vocab_size)
-        sampling = params.sampling_params.to_sampling(
-            prompt_len=len(tokens),
-            max_model_len=engine.limits.max_model_len,
-            vocab_size=engine.model.vocab_size,
-            eos_token_ids=self._tokenizer.eos_token_ids,
-        )
-        params.settings.check(len(tokens), sampling, engine.model.vocab_size)
-        return PendingBeams(tokens, params, sampling, _cache_salt(prompt))
-
-    def _grammar(self, params: SamplingParams) -> str:
-        """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
-        if params.structured_outputs is None:
-            return ""
-        self._grammars = self._grammars or GrammarCompiler(self._tokenizer)
-        return self._grammars.compile(params.structured_outputs)
-
-    def _tokens(self, prompt: PromptType, vocab_size: int) -> tuple[str | None, list[int]]:
-        """Return a prompt's text, or None if it came as token ids, and its token ids."""
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        elif not isinstance(prompt, Mapping):
-            prompt = {"prompt_token_ids": prompt}
-        if unknown := prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}:
-            raise InvalidRequest(f"a prompt cannot have {brief(sorted(map(str, unknown)))}", "prompt")
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None:
-            check_type("prompt", text, str, "a text")
-        if ids is not None:
-            tokens = token_ids(ids, vocab_size)
-        elif text is not None:
-            tokens = self._tokenizer.encode(text)
-        else:
-            raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", "prompt")
-        if not tokens:
-            raise InvalidRequest("a prompt must have at least one token", "prompt")
-        return text, tokens
+    def _enqueue(self, requests: Sequence[PendingRequest]) -> list[str]:
+        self._running()
+        self._queue += requests
+        return [str(request.id) for request in requests]
 
 
-def _cache_salt(prompt: PromptType) -> str:
-    """Return a prompt's cache salt, or "" if it has none. Raise `InvalidRequest` for a wrong one."""
-    return cache_salt(prompt.get("cache_salt")) if isinstance(prompt, Mapping) else ""
-
-
-def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm: bool) -> list[RequestOutput]:
+def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm: UseTqdm) -> list[RequestOutput]:
     """Run all requests until they have ended. After any exception, Ctrl-C included, the engine is empty and usable."""
     open_requests = {request.id: request for request in requests}
     try:
         for request in requests:
-            engine.submit(request.submit)
-        with ProgressBar(len(requests), disable=not use_tqdm) as bar:
+            engine.submit(request.submit(time.monotonic()))
+        with ProgressBar(len(requests), use_tqdm) as bar:
             while open_requests:
-                for row in engine.step():
+                rows, now = engine.step(), time.monotonic()
+                for row in rows:
                     pending = open_requests.get(row.id)
-                    if pending is None:  # a stop string has ended it
+                    if pending is None:  # its text has ended it
                         continue
-                    if pending.apply(row):
+                    if pending.apply(row, now):
                         engine.abort(row.id, row.sample)
                     if pending.text.finished:
                         del open_requests[row.id]
@@ -326,20 +308,3 @@ def run(engine: InProcessEngine, requests: Sequence[PendingRequest], *, use_tqdm
         engine.reset(list(open_requests))
         raise
     return [request.output() for request in requests]
-
-
-def translate_arguments(settings: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not None, with vLLM's settings in `others` under Quire's names.
-
-    Raise `ConfigError` for one that is not supported.
-    """
-    arguments = {name: value for name, value in {**settings, **others}.items() if value is not None}
-    if str(num_engines := arguments.pop("data_parallel_size", 1)) != "1":
-        raise ConfigError(f"data_parallel_size={num_engines} is not supported: LLM is one engine")
-    own, notes = vllm.translate(arguments, python=True)
-    for line in notes:
-        logger.info("%s", line)
-    for name in own:
-        if name not in settings:
-            raise ConfigError(f"LLM has no argument {name}")
-    return own

@@ -1,7 +1,11 @@
 """The results of `LLM`: one `RequestOutput` for each prompt, with one `CompletionOutput` for each sample.
 
+They have vLLM's fields. Those about what Quire does not have (adapters, encoders, transfers, ...) are always None.
+
 `LLM.beam_search` has other ones, as in vLLM: a `BeamSearchOutput` for each prompt.
 """
+
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -13,35 +17,64 @@ class Logprob(Struct, frozen=True):
 
     logprob: float
     rank: int  # 1 is the likeliest token
-    decoded_token: str
+    decoded_token: str | None  # None without `detokenize`
 
 
 TokenDistribution = dict[int, Logprob]
 """Log-probabilities at one position, by token id: of the token that stands there, and of the likeliest tokens."""
 
 
-class CompletionOutput(Struct, frozen=True, kw_only=True):
+class CompletionOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The output of one sample. `token_ids` includes the token that ended it, which `text` leaves out."""
 
     index: int
-    text: str
+    text: str  # empty without `detokenize`
     token_ids: list[int]
     cumulative_logprob: float | None  # None, like `logprobs`, unless they were requested
-    logprobs: list[TokenDistribution] | None
-    finish_reason: str | None  # "stop" or "length"
+    logprobs: Sequence[TokenDistribution] | None  # a list, or `FlatLogprobs`
+    finish_reason: str | None  # "stop", "length" or "repetition"
     stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
+    lora_request: None = None
+    routed_experts: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
+
+    def finished(self) -> bool:
+        """Return whether the sample has ended."""
+        return self.finish_reason is not None
 
 
-class RequestOutput(Struct, frozen=True, kw_only=True):
+class RequestStateStats(Struct, frozen=True, kw_only=True):
+    """When things happened to a request. Names that end in `_ts` are seconds of the monotonic clock."""
+
+    num_generation_tokens: int
+    arrival_time: float  # in seconds since 1970
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float  # seconds from the arrival to the first token
+
+
+class RequestOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """The output of one prompt. `prompt` is None if it was given as token ids."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenDistribution | None] | None  # None at the first token
+    prompt_logprobs: Sequence[TokenDistribution | None] | None  # None at the first token; {} there in `FlatLogprobs`
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # of the prompt, found in the prefix cache
+    metrics: RequestStateStats | None = None
+    prompt_token_id_logprobs: None = None
+    num_cache_creation_tokens: None = None
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
 
 
 class BeamSearchSequence(Struct, frozen=True, kw_only=True):
@@ -61,9 +94,12 @@ class BeamSearchOutput(Struct, frozen=True):
     sequences: list[BeamSearchSequence]
 
 
-def distribution(entry: LogprobEntry) -> TokenDistribution | None:
+def distribution(entry: LogprobEntry, *, with_text: bool = True) -> TokenDistribution | None:
     """Return one position's entry as a mapping, or None for the first token of a prompt."""
     if entry.logprob is None:
         return None
-    own = Logprob(entry.logprob, entry.rank, entry.token)
-    return {entry.id: own} | {other.id: Logprob(other.logprob, other.rank, other.token) for other in entry.top}
+
+    own = Logprob(entry.logprob, entry.rank, entry.token if with_text else None)
+    return {entry.id: own} | {
+        other.id: Logprob(other.logprob, other.rank, other.token if with_text else None) for other in entry.top
+    }

@@ -19,7 +19,7 @@ class PendingBeams:
     """A prompt, and the search for its continuations."""
 
     def __init__(
-        self, prompt: Sequence[int], params: BeamSearchParams, sampling: Sampling, cache_salt: str = ""
+        self, prompt: Sequence[int], params: BeamSearchParams, sampling: Sampling, *, cache_salt: str = ""
     ) -> None:
         self.prompt = list(prompt)
         self._cache_salt = cache_salt

@@ -1,16 +1,23 @@
-"""The progress bar of `LLM.generate`: finished prompts, and input and output tokens per second."""
+"""The progress bar of `LLM`: finished prompts, and input and output tokens per second."""
 
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm
 
 
 class ProgressBar:
-    """Shows a tqdm bar for the time of a `with` block."""
+    """Shows a tqdm bar for the time of a `with` block.
 
-    def __init__(self, total: int, *, disable: bool) -> None:
-        self.bar = tqdm(total=total, desc="Processed prompts", dynamic_ncols=True, disable=disable)
+    `use_tqdm` says whether, or is called with tqdm's arguments to make the bar.
+    """
+
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., "tqdm[Any]"]) -> None:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        options = {"total": total, "desc": "Processed prompts", "dynamic_ncols": True}
+        self.bar = make(**options) if use_tqdm else tqdm(**options, disable=True)
         self.started = time.monotonic()
         self.input_tokens = self.output_tokens = 0
 

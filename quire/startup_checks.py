@@ -22,7 +22,7 @@ def check_files(config: GatewayConfig) -> None:
     if config.generation_config not in ("auto", "vllm"):
         named_generation_config(config.generation_config)
     if config.chat_template:
-        ChatTemplate.load(Path(), {}, Path(config.chat_template))
+        ChatTemplate.load(Path(), {}, config.chat_template)
 
 
 def check_model(
@@ -30,12 +30,12 @@ def check_model(
     load_format: WeightFormat | Literal["dummy"] = "auto",
     model_impl: ModelImpl = "auto",
     tokenizer: Path | None = None,
-    template: Path | None = None,
+    template: str | Path | None = None,
 ) -> None:
     """Raise `ModelError` if the model in `folder` cannot be served.
 
     That is if it is not supported, has no weights or no tokenizer, or if its chat template does not parse or shows no
-    messages. `tokenizer` is another folder for tokenizer and template; `template` is a file that replaces the latter.
+    messages. `tokenizer` is another folder for tokenizer and template; `template` replaces the latter.
     """
     read_supported(folder, model_impl)
     text_folder = tokenizer or folder

@@ -22,6 +22,7 @@ from quire.vllm_settings import (
     COUNTS,
     LIST_FLAGS,
     REFUSED,
+    REFUSED_METHODS,
     RENAMED,
     RENAMED_VALUES,
     SHORT_FLAGS,
@@ -66,6 +67,9 @@ def _settings() -> Iterator[Setting]:
 
 
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()}
+
+METHODS: dict[str, str] = {name: reason for reason, names in REFUSED_METHODS.items() for name in names.split()}
+"""Why `LLM` lacks a method of vLLM's, by its name."""
 
 
 class Translation(NamedTuple):

@@ -165,6 +165,20 @@ REFUSED: dict[str, str] = {
 }
 """Settings that are accepted only with the values after `=` (without `=`: only if unset), by the reason."""
 
+REFUSED_METHODS: dict[str, str] = {
+    "only generation is served; SamplingParams(prompt_logprobs=0, max_tokens=1) scores a text": """
+        encode embed classify score reward""",
+    "weights and KV stay on the device; close() frees both": """
+        sleep wake_up release_kv_cache_memory""",
+    "there are no worker processes to run code in": "collective_rpc apply_model",
+    "all runs in this process, so torch.profiler sees it": "start_profile stop_profile",
+    "weights are those of the model's files": """
+        init_weight_transfer_engine start_weight_update update_weights finish_weight_update""",
+    "prompts are made in generate and chat": "preprocess preprocess_chat set_tokenizer",
+    "only text is served": "reset_mm_cache",
+    "LLM takes these arguments itself": "from_engine_args",
+}
+"""Methods of vLLM's `LLM` that are not there, by the reason."""
 
 LIST_FLAGS = frozenset(
     """

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from msgspec import Struct
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from shared.errors import InvalidRequest, brief
 from shared.protocol import (
@@ -29,6 +28,7 @@ from shared.protocol import (
     pack_token_set,
 )
 from shared.structured_outputs import StructuredOutputsParams
+from shared.vllm_params import VllmParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -39,15 +39,26 @@ MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_ALLOWED_TOKEN_IDS = 262_144  # a vocabulary; they become a bit each, which takes some ten milliseconds
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
-WHOLE_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
+WHOLE_FIELDS = (
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
+    "truncate_prompt_tokens", "stream_interval", "best_of",
+)  # fmt: skip
 REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+BOOLEAN_FIELDS = (
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "flat_logprobs"
+)  # fmt: skip
 _ID = re.compile(r"[0-9]{1,12}")
-OPTIONAL_FIELDS = frozenset({"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"})
+OPTIONAL_FIELDS = frozenset(
+    {"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"}
+    | {"truncate_prompt_tokens", "stream_interval", "best_of"}
+)
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """The sampling of one request. Raise `InvalidRequest`, naming the field, for a value of a wrong type or range.
+
+    Scripts for vLLM change fields afterwards, so they may be assigned to. `clone` returns a copy, which is checked
+    again; `LLM` uses such copies.
 
     `max_tokens` of None means to the end of the context. `seed` of None or -1 means unseeded. `logprobs` is the number
     of alternatives for each output token (0: only the token's own log-probability); `top_logprobs` is the chat API's
@@ -77,7 +88,21 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True  # False: outputs have token ids only; for `LLM`
+    flat_logprobs: bool = False  # log-probabilities in few objects; for `LLM`
+    truncate_prompt_tokens: int | None = None  # of the prompt's end, which are kept; -1: what fits; for `LLM`
+    stream_interval: int | None = None  # tokens of a chunk, in a stream
     structured_outputs: StructuredOutputsParams | None = None
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> "SamplingParams":
+        """Return parameters with these fields, in which None stands for the default."""
+        optional = {name: value for name, value in fields.items() if value is not None or name in OPTIONAL_FIELDS}
+        return cls(**optional)
+
+    def clone(self) -> "SamplingParams":
+        """Return a copy after a check of all fields."""
+        return replace(self)
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -86,6 +111,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         self._check_bias()
         self._check_allowed()
         self._check_bad_words()
+        self.check_refused()
 
     def _check_types(self) -> None:
         for name in WHOLE_FIELDS:
@@ -94,6 +120,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             self._set(name, real)
         for name in BOOLEAN_FIELDS:
             self._set(name, boolean)
+        demand = self.structured_outputs
+        is_demand = demand is None or isinstance(demand, StructuredOutputsParams)
+        _check(is_demand, "structured_outputs", "must be a StructuredOutputsParams", demand)
 
     def _set(self, name: str, convert: Any) -> None:
         """Replace a field's value by its converted one."""
@@ -121,14 +150,25 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, name)
             if value is not None:
                 _between(name, value, 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            limit = self.truncate_prompt_tokens
+            _check(limit == -1 or limit >= 1, "truncate_prompt_tokens", "must be -1, or at least 1", limit)
+        if self.stream_interval is not None:
+            _check(self.stream_interval >= 1, "stream_interval", "must be at least 1", self.stream_interval)
+        if self.best_of is not None:
+            _check(
+                self.best_of == self.n, "best_of", f"is supported only if it equals n, which is {self.n}", self.best_of
+            )
 
     def _check_stops(self) -> None:
         if self.stop is not None and not isinstance(self.stop, str):
             _check_length("stop", self.stop, MAX_STOP_STRINGS, "strings")
             _check(all(isinstance(stop, str) for stop in self.stop), "stop", "must hold strings only", self.stop)
+            force_setattr(self, "stop", list(self.stop))
         for stop in self.stop_strings:
             _check(stop != "", "stop", "must not hold an empty string", stop)
             _check(len(stop) <= MAX_STOP_LENGTH, "stop", f"must hold at most {MAX_STOP_LENGTH} characters", len(stop))
+        _check(self.detokenize or not self.stop_strings, "stop", "needs detokenize to be true", self.stop)
         if self.stop_token_ids is not None:
             _check_length("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
             force_setattr(self, "stop_token_ids", [whole("stop_token_ids", token) for token in self.stop_token_ids])

@@ -28,7 +28,7 @@ def run(options: LatencyOptions, settings: Mapping[str, Any]) -> int:
     if options.output_json is not None:
         check_writable("--output-json", options.output_json)
     llm = LLM(**{"enable_prefix_caching": False} | dict(settings), seed=options.seed)
-    limit = min(TOKEN_ID_LIMIT, llm.get_tokenizer().vocab_size)
+    limit = min(TOKEN_ID_LIMIT, llm.tokenizer.vocab_size)
     token_ids = np.random.default_rng(options.seed).integers(0, limit, (options.batch_size, options.input_len))
     prompts: list[PromptType] = [{"prompt_token_ids": ids} for ids in token_ids.tolist()]
     params = sampling(options.output_len, options.n)

@@ -19,10 +19,10 @@ def run(options: ThroughputOptions, settings: Mapping[str, Any]) -> int:
     if options.output_json is not None:
         check_writable("--output-json", options.output_json)
     llm = LLM(**settings, tokenizer=options.tokenizer, seed=options.seed)
-    requests = RequestGenerator(options, llm.get_tokenizer(), seed=options.seed).generate()
+    requests = RequestGenerator(options, llm.tokenizer, seed=options.seed).generate()
     if options.num_warmups:
         warmup_options = msgspec.structs.replace(options, num_prompts=max(options.num_warmups, _min_requests(options)))
-        warmups = RequestGenerator(warmup_options, llm.get_tokenizer(), seed=options.seed + 1).generate()
+        warmups = RequestGenerator(warmup_options, llm.tokenizer, seed=options.seed + 1).generate()
         generate(llm, warmups[: options.num_warmups], options)
     started = time.perf_counter()
     input_tokens, output_tokens = generate(llm, requests, options)

@@ -92,7 +92,8 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
         str | None, Meta(description="Branch, tag or commit of the tokenizer that --tokenizer names.")
     ] = None
     chat_template: Annotated[
-        str | None, Meta(description="File with a chat template to use instead of the model's.")
+        str | None,
+        Meta(description="File with a chat template to use instead of the model's, or the template itself."),
     ] = None
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],

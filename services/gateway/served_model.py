@@ -7,7 +7,7 @@ vocabulary.
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -27,6 +27,30 @@ from shared.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
+class TextParts(NamedTuple):
+    """The parts of a model that make prompts of texts and messages, and that say how to sample by default."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: SamplingDefaults
+
+    @classmethod
+    def load(cls, config: GatewayConfig, folder: Path) -> "TextParts":
+        """Read them for the model in `folder`. Raise `ModelError` if they cannot be used, and `ConfigError`."""
+        text_folder = tokenizer_folder(config) or folder
+        tokenizer = Tokenizer.load(text_folder, folder if config.tokenizer else None)
+        template = ChatTemplate.load(
+            text_folder,
+            tokenizer.special,
+            config.chat_template,
+            content_format=config.chat_template_content_format,
+            variables=json_object("--default-chat-template-kwargs", config.default_chat_template_kwargs),
+        )
+        template.sanity_check()
+        defaults = sampling_defaults(config.generation_config, folder, config.override_generation_config)
+        return cls(tokenizer, template, defaults)
+
+
 class ServedModel(Struct, frozen=True):
     """The one model that a gateway serves."""
 
@@ -43,30 +67,19 @@ class ServedModel(Struct, frozen=True):
     def load(cls, config: GatewayConfig) -> "ServedModel":
         """Read the folder that `config` names. Raise `ModelError` if it cannot be served."""
         folder = locate(config.model, config.revision, config.download_dir)
-        text_folder = tokenizer_folder(config) or folder
-        tokenizer = Tokenizer.load(text_folder, folder if config.tokenizer else None)
-        file = Path(config.chat_template) if config.chat_template else None
-        template = ChatTemplate.load(
-            text_folder,
-            tokenizer.special,
-            file,
-            content_format=config.chat_template_content_format,
-            variables=json_object("--default-chat-template-kwargs", config.default_chat_template_kwargs),
-        )
-        template.sanity_check()
-        defaults = sampling_defaults(config.generation_config, folder, config.override_generation_config)
-        if values := defaults.as_dict():
+        text = TextParts.load(config, folder)
+        if values := text.defaults.as_dict():
             logger.info("sampling defaults: %s", ", ".join(f"{name} {value}" for name, value in values.items()))
         root = config.model or EMBEDDED
         return cls(
             names=tuple(config.served_model_name) or (root,),
             root=root,
             text_digest=text_digest(folder),
-            tokenizer=tokenizer,
-            template=template,
-            defaults=defaults,
-            grammars=GrammarCompiler(tokenizer),
-            parsers=choose_parsers(config, template, tokenizer),
+            tokenizer=text.tokenizer,
+            template=text.template,
+            defaults=text.defaults,
+            grammars=GrammarCompiler(text.tokenizer),
+            parsers=choose_parsers(config, text.template, text.tokenizer),
         )
 
     @property

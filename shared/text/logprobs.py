@@ -38,21 +38,30 @@ class LogprobEntry(Struct, frozen=True):
 
 
 def make_entry(
-    tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs | None, offset: int, at_start: bool = False
+    tokenizer: Tokenizer | None, token: int, logprobs: TokenLogprobs | None, offset: int, at_start: bool = False
 ) -> LogprobEntry:
-    """Return the entry of `token`. Its text begins at character `offset`; `at_start`: it is the first of its text."""
-    text, raw = tokenizer.token_text(token, at_start), tokenizer.token_bytes(token, at_start)
+    """Return the entry of `token`. Its text begins at character `offset`; `at_start`: it is the first of its text.
+
+    Without a tokenizer, the texts are empty.
+    """
+
+    def spell(id: int) -> tuple[str, bytes]:
+        if tokenizer is None:
+            return "", b""
+        return tokenizer.token_text(id, at_start), tokenizer.token_bytes(id, at_start)
+
+    text, raw = spell(token)
     if logprobs is None:
         return LogprobEntry(token, text, raw, None, 0, offset, [])
     top = [
-        Alternative(id, tokenizer.token_text(id, at_start), tokenizer.token_bytes(id, at_start), finite(logprob), rank)
+        Alternative(id, *spell(id), finite(logprob), rank)
         for rank, (id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), 1)
     ]
     return LogprobEntry(token, text, raw, finite(logprobs.logprob), logprobs.rank, offset, top)
 
 
 def prompt_entries(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     prompt: Sequence[int],
     logprobs: Sequence[TokenLogprobs],
     offsets: Sequence[int] | None = None,
@@ -60,7 +69,10 @@ def prompt_entries(
     """Return the entries of all tokens of a prompt. `logprobs` are those of positions 1 and up.
 
     `offsets` are the characters before each token, by default in the decoded text with special tokens.
+    Without a tokenizer, the texts are empty and the offsets 0.
     """
+    if tokenizer is None:
+        return [make_entry(None, token, entry, 0) for token, entry in zip(prompt, [None, *logprobs], strict=True)]
     detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False)
     length = 0
     entries = []

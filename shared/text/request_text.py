@@ -43,7 +43,7 @@ class RequestText:
             for _ in range(params.n)
         ]
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
-        self._tokenizer = tokenizer
+        self._spelling = tokenizer if params.detokenize else None
         self._prompt = prompt
         self._offsets = offsets
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -83,5 +83,5 @@ class RequestText:
         They are made once, since a prompt of thousands of tokens has a hundred thousand alternatives.
         """
         if self._prompt_entries is None:
-            self._prompt_entries = prompt_entries(self._tokenizer, self._prompt, self._prompt_logprobs, self._offsets)
+            self._prompt_entries = prompt_entries(self._spelling, self._prompt, self._prompt_logprobs, self._offsets)
         return self._prompt_entries

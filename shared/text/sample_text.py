@@ -1,6 +1,7 @@
 """`SampleText`: one sample, from its tokens to the text, log-probabilities and finish reason that a user sees.
 
 It feeds the tokens to the detokenizer, and the text to the stop matcher. Its rules:
+- Without `detokenize` there is no text, only tokens, their log-probabilities and the finish reason.
 - The stop token itself is shown only with `include_stop_str_in_output`, and a special one only if none are skipped.
 - A stop string counts if a token after the first `min_tokens` completes it. The matcher searches the text that is
   shown. A special token that is not shown is a stop string as a whole, by its name, and no part of its name is.
@@ -52,10 +53,11 @@ class SampleText:
         self._offsets: list[int] = []  # characters before each token
         self.finish_reason: str | None = None  # a value of `FinishReason`
         self.stop_reason: str | int | None = None  # a stop string, or an id of the user's `stop_token_ids`
-        self._tokenizer = tokenizer
+        self._spelling = tokenizer if params.detokenize else None  # of the tokens in log-probabilities
         self._params = params
         self._stops = params.stop_strings
         self._stop_ids = frozenset(stop_token_ids)
+        prompt = prompt if params.detokenize else ()
         self._detokenizer = Detokenizer(
             tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None, shown_special=shown_special
         )
@@ -103,7 +105,7 @@ class SampleText:
             if logprobs is not None:
                 self._pending.append(self._pending_logprobs(token, logprobs[index]))
             stops = finish_reason is FinishReason.STOP and index == len(tokens) - 1
-            if not (stops and self._hides(token)):
+            if self._params.detokenize and not (stops and self._hides(token)):
                 shown += self._push(self._detokenizer.push(token))
             if token in self._hidden_stops and self._may_match and not stops:
                 shown += self._finish(FinishReason.STOP.value, self._hidden_stops[token])
@@ -119,7 +121,7 @@ class SampleText:
             num_due = next(later, num_due)
         due, self._pending = self._pending[:num_due], self._pending[num_due:]
         return [
-            make_entry(self._tokenizer, entry.token, entry.logprobs, min(entry.offset, self._num_shown), entry.at_start)
+            make_entry(self._spelling, entry.token, entry.logprobs, min(entry.offset, self._num_shown), entry.at_start)
             for entry in due
         ]
 

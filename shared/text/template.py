@@ -90,18 +90,37 @@ class ChatTemplate:
         cls,
         folder: Path,
         special: Mapping[str, str],
-        file: Path | None = None,
+        override: str | Path | None = None,
         *,
         content_format: str = "auto",
         variables: Mapping[str, Any] = {},
     ) -> "ChatTemplate":
-        """Return the template of a model folder, or the one in `file`. Raise `ModelError` if it cannot be used."""
+        """Return the template of a model folder, or `override`. Raise `ModelError` if it cannot be used.
+
+        `override` is the path of a file, or, as a string, a template itself, which is known by its braces.
+        """
+        if isinstance(override, str) and "{" in override:
+            return cls(override, special, content_format=content_format, variables=variables)
+        file = Path(override) if override else None
         try:
             source = _find(folder) if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {reason}") from error
         return cls(source, special, file or display_path(folder), content_format=content_format, variables=variables)
+
+    def variant(self, source: str | None, content_format: str) -> "ChatTemplate":
+        """Return the template for one caller: `source` instead of this one, unless that is None, or another format.
+
+        It has the same variables. Raise `ModelError` if it does not parse.
+        """
+        own = self.source if self.exists else None
+        return ChatTemplate(
+            own if source is None else source,
+            self._special,
+            content_format=content_format,
+            variables=self._variables,
+        )
 
     @property
     def exists(self) -> bool:

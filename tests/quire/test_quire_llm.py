@@ -67,7 +67,7 @@ def test_the_guides_first_example(folder: Path) -> None:
 
 def test_it_continues_as_transformers_does(llm: LLM, folder: Path) -> None:
     model = OPTForCausalLM.from_pretrained(folder)
-    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    ids = llm.tokenizer.encode(PROMPTS[0])
     expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected.tolist()
 
@@ -130,7 +130,7 @@ def test_an_output_of_which_bad_words_leave_nothing_is_an_error(llm: LLM) -> Non
 
 
 def test_prompts_come_as_text_ids_and_mappings(llm: LLM) -> None:
-    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    ids = llm.tokenizer.encode(PROMPTS[0])
     forms: list[Any] = [ids, {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, PROMPTS[0]]
     assert len(set(texts(llm, forms, GREEDY))) == 1
     assert texts(llm, ids, GREEDY) == texts(llm, PROMPTS[0], GREEDY)
@@ -164,7 +164,7 @@ def test_a_stop_token_ends_it_and_is_not_shown(llm: LLM) -> None:
     stopped = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
     end = completion.token_ids.index(token)
     assert stopped.token_ids == completion.token_ids[: end + 1]
-    assert stopped.text == llm.get_tokenizer().decode(completion.token_ids[:end])
+    assert stopped.text == llm.tokenizer.decode(completion.token_ids[:end])
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", token)
 
 
@@ -176,7 +176,7 @@ def test_logprobs_name_the_token_and_its_rivals(llm: LLM) -> None:
         assert 5 <= len(entry) <= 6
         best = max(entry.values(), key=lambda logprob: logprob.logprob)
         assert best.rank == 1
-        assert entry[token].decoded_token == llm.get_tokenizer().token_text(token)
+        assert entry[token].decoded_token == llm.tokenizer.token_text(token)
         assert sum(math.exp(logprob.logprob) for logprob in entry.values()) <= 1.0 + 1e-6
     chosen = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(chosen))
@@ -290,7 +290,7 @@ def test_what_is_no_chat_is_refused(llm: LLM, arguments: dict[str, Any]) -> None
 
 def test_integer_arrays_are_taken_as_ids(llm: LLM) -> None:
     """API-01: numpy's and torch's integers, one prompt or several."""
-    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    ids = llm.tokenizer.encode(PROMPTS[0])
     (expected,) = texts(llm, ids, GREEDY)
     for kind in (np.int64, np.int32, np.uint16):
         array = np.array(ids, kind)

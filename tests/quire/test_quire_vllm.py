@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import settings, vllm, vllm_settings
-from quire.llm import translate_arguments
+from quire.arguments import translate_arguments
 from shared.config import flag_parser
 from shared.errors import ConfigError
 
@@ -183,6 +183,36 @@ def test_arguments_of_llm_go_through_the_same_tables(arguments: dict[str, Any], 
     """API-02: a script for vLLM needs another import line, and nothing else."""
     named = {"quantization": None, "max_model_len": None, "kv_cache_memory": None}
     assert translate_arguments(named, arguments) == own
+
+
+def test_the_defaults_of_vllms_llm_are_taken() -> None:
+    """API-02: the arguments of its constructor (0.32), and some that a program passes on from its command line."""
+    named = {"model": "m", "dtype": "auto", "tokenizer": None, "revision": None, "quantization": None}
+    named |= {"gpu_memory_utilization": None, "enforce_eager": None, "tokenizer_revision": None, "seed": None}
+    defaults = {
+        "runner": "auto", "convert": "auto", "tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False,
+        "trust_remote_code": False, "allowed_local_media_path": "", "allowed_media_domains": None,
+        "tensor_parallel_size": 1, "quantization": None, "revision": None, "tokenizer_revision": None,
+        "chat_template": None, "gpu_memory_utilization": 0.92, "cpu_offload_gb": 0, "offload_group_size": 0,
+        "offload_num_in_group": 1, "offload_prefetch_step": 1, "offload_params": None, "enforce_eager": False,
+        "enable_return_routed_experts": False, "return_sampling_mask": False, "disable_custom_all_reduce": False,
+        "hf_overrides": None, "mm_processor_kwargs": None, "pooler_config": None, "structured_outputs_config": None,
+        "profiler_config": None, "attention_config": None, "kv_cache_memory_bytes": None, "compilation_config": None,
+        "quantization_config": None, "logits_processors": None, "spec_method": None, "spec_model": None,
+        "spec_tokens": None, "reasoning_parser": "", "enable_log_requests": False, "scheduling_policy": "fcfs",
+    }  # fmt: skip
+    taken = translate_arguments(named, defaults)
+    assert taken == {
+        "model": "m", "dtype": "auto", "gpu_memory_utilization": 0.92, "enforce_eager": False,
+        "scheduling_policy": "fcfs",
+    }  # fmt: skip
+
+
+def test_settings_of_text_are_arguments_of_llm_too() -> None:
+    arguments = {"chat_template": Path("a.jinja"), "default_chat_template_kwargs": {"a": 1}, "max_logprobs": 5}
+    assert translate_arguments({}, arguments) == {
+        "chat_template": "a.jinja", "default_chat_template_kwargs": '{"a": 1}', "max_logprobs": 5
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [{"shutdown_timeout": 5}, {"uvicorn_log_level": "debug"}, {"drain_timeout": 5}])

@@ -10,6 +10,7 @@ import pytest
 from shared.errors import InvalidRequest
 from shared.params import MAX_N, SamplingParams, cache_salt
 from shared.protocol import Sampling
+from shared.vllm_params import REFUSED, RequestOutputKind
 
 
 def to_sampling(params: SamplingParams, *, prompt_len: int = 10, max_model_len: int = 100) -> Sampling:
@@ -37,6 +38,9 @@ def to_sampling(params: SamplingParams, *, prompt_len: int = 10, max_model_len: 
         ("logit_bias", [{1: 100.5}, {1: -101.0}, {1: math.nan}]),
         ("allowed_token_ids", [[]]),
         ("bad_words", [["a", ""], ["a" * 257], ["a"] * 129]),
+        ("truncate_prompt_tokens", [0, -2]),
+        ("stream_interval", [0, -1]),
+        ("best_of", [2, 0]),
     ],
 )
 def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> None:
@@ -50,8 +54,11 @@ def test_values_out_of_range_name_their_field(field: str, values: list[Any]) -> 
 NO_NUMBER: list[Any] = [
     "5", True, False, b"5", [5], {}, object(), 1j, np.bool_(True), np.array([5, 6]), np.complex64(1)
 ]  # fmt: skip
-WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
-FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+WHOLE = (
+    "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs",
+    "truncate_prompt_tokens", "stream_interval",
+)  # fmt: skip
+FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize", "flat_logprobs")
 REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -68,6 +75,7 @@ REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"
         ("bad_words", ["a", b"a", 5, [5], ["a", None], {"a": 1}.__iter__()]),
         ("logit_bias", [5, [1], {1: "x"}, {1: None}, {1: True}, {1.5: 1}, {None: 1}, {True: 1},
                         dict.fromkeys(range(16_385), 1)]),
+        ("structured_outputs", [{"json_object": True}, "json", 5]),
     ],
 )  # fmt: skip
 def test_values_of_other_types_name_their_field(field: str, values: list[Any]) -> None:
@@ -254,8 +262,79 @@ def test_token_ids_beyond_the_vocabulary_are_refused(token: int) -> None:
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="best_of"):
-        msgspec.convert({"best_of": 2}, SamplingParams)
+    with pytest.raises(msgspec.ValidationError, match="use_beam_search"):
+        msgspec.convert({"use_beam_search": True}, SamplingParams)
+    with pytest.raises(TypeError, match="use_beam_search"):
+        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
+
+
+VLLM_DEFAULTS: dict[str, Any] = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "ignore_eos": False,
+    "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "prompt_logprob_token_ids": None,
+    "prompt_logprob_start": None, "logprob_token_ids": None, "flat_logprobs": False, "detokenize": True,
+    "skip_special_tokens": True, "include_stop_str_in_output": False, "output_kind": RequestOutputKind.CUMULATIVE,
+    "stream_interval": None, "skip_clone": False, "structured_outputs": None, "logit_bias": None, "extra_args": None,
+    "skip_reading_prefix_cache": None, "thinking_token_budget": None, "watermarking": None,
+    "routed_experts_prompt_start": 0, "trace_decode_token_ids": None,
+}  # fmt: skip
+"""The fields of `SamplingParams` in vLLM 0.32."""
+
+
+def test_the_defaults_of_vllm_are_those_of_quire() -> None:
+    """API-02: whoever writes them out gets what they get without them."""
+    params = SamplingParams(**VLLM_DEFAULTS)
+    assert msgspec.structs.replace(params, output_kind=None, routed_experts_prompt_start=None) == SamplingParams()
+    assert SamplingParams.from_optional(**VLLM_DEFAULTS) == params
+    assert SamplingParams.from_optional(**dict.fromkeys(VLLM_DEFAULTS)) == SamplingParams(max_tokens=None)
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_vllm_has_and_quire_lacks_is_refused_by_name(field: str) -> None:
+    """API-02: with the reason, unless it asks for nothing."""
+    neutral_values, reason = REFUSED[field]
+    for neutral in (None, [], {}, *neutral_values):
+        SamplingParams(**{field: neutral})
+    values: list[Any] = [[1], {"a": 1}, 7, True, object()]
+    for value in values:
+        with pytest.raises(InvalidRequest, match=f"^{field} is not supported: ") as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.param == field
+        assert reason in caught.value.message
+
+
+def test_an_unknown_kind_of_output_is_refused() -> None:
+    values: list[Any] = [1, "delta"]
+    for value in values:
+        with pytest.raises(InvalidRequest, match="output_kind must be a RequestOutputKind"):
+            SamplingParams(output_kind=value)
+
+
+def test_fields_may_be_changed_and_are_checked_in_a_copy() -> None:
+    """API-02: vLLM's examples set max_tokens of the default parameters."""
+    params = SamplingParams(stop=["a"], logit_bias={1: 1.0})
+    copy = params.clone()
+    params.max_tokens, params.temperature = 5, 0.5
+    assert isinstance(params.stop, list)
+    params.stop.append("b")
+    assert params.clone() == SamplingParams(stop=["a", "b"], logit_bias={1: 1.0}, max_tokens=5, temperature=0.5)
+    assert copy == SamplingParams(stop=["a"], logit_bias={1: 1.0})
+    params.top_p = 2.0
+    with pytest.raises(InvalidRequest, match="top_p must be greater than 0"):
+        params.clone()
+
+
+def test_stop_strings_need_text() -> None:
+    for stop in ("a", ["a"]):
+        with pytest.raises(InvalidRequest, match="stop needs detokenize to be true"):
+            SamplingParams(stop=stop, detokenize=False)
+    assert SamplingParams(stop=[], detokenize=False, stop_token_ids=[1]).stop_strings == ()
+
+
+def test_the_number_of_candidates_can_only_be_that_of_outputs() -> None:
+    assert SamplingParams(n=3, best_of=3).n == 3
+    with pytest.raises(InvalidRequest, match="best_of is supported only if it equals n, which is 1, got 3"):
+        SamplingParams(best_of=3)
 
 
 def test_stop_strings_are_a_tuple_either_way() -> None:

@@ -44,6 +44,25 @@ def whole(params: SamplingParams, tokens: list[int], finish: FinishReason = Fini
     return sample(params).feed(tokens, None, finish)
 
 
+# no text
+
+
+def test_without_detokenize_only_tokens_and_the_end_are_known() -> None:
+    logprobs = TokenLogprobs(-0.5, 1, [7, 8], [-0.5, -1.5])
+    params = SamplingParams(detokenize=False, logprobs=2, stop_token_ids=[9])
+    text = sample(params, prompt=ids("half a 😀")[:-1])
+    assert text.feed(ids("hello")[:2], [logprobs] * 2) == ""
+    assert text.feed([9], [logprobs], FinishReason.STOP) == ""
+    assert (text.text, text.token_ids, text.finish_reason, text.stop_reason) == ("", [*ids("hello")[:2], 9], "stop", 9)
+    entries = text.take_logprobs()
+    assert [(entry.id, entry.token, entry.bytes, entry.logprob) for entry in entries] == [
+        (id, "", b"", -0.5) for id in text.token_ids
+    ]
+    assert [(other.id, other.token, other.bytes) for other in entries[0].top] == [(7, "", b""), (8, "", b"")]
+    prompt = prompt_entries(None, [5, 6], [logprobs])
+    assert [(entry.id, entry.token, entry.logprob) for entry in prompt] == [(5, "", None), (6, "", -0.5)]
+
+
 # characters
 
 

@@ -227,6 +227,8 @@ def test_a_template_file_wins_and_a_users_file_wins_over_all(tmp_path: Path) -> 
     assert ChatTemplate.load(folder, {}).render([USER]) == "jinja"
     (tmp_path / "mine").write_text("mine")
     assert ChatTemplate.load(folder, {}, tmp_path / "mine").render([USER]) == "mine"
+    assert ChatTemplate.load(folder, {}, str(tmp_path / "mine")).render([USER]) == "mine"
+    assert ChatTemplate.load(folder, {}, "{{ 'its' }} own").render([USER]) == "its own"
 
 
 def test_no_template_says_so_and_broken_ones_are_model_errors(tmp_path: Path) -> None:
@@ -241,6 +243,8 @@ def test_no_template_says_so_and_broken_ones_are_model_errors(tmp_path: Path) ->
     (tmp_path / "mine").write_text("{{")
     with pytest.raises(ModelError, match=rf"^{tmp_path}/mine: the chat template is wrong in line 1"):
         ChatTemplate.load(tmp_path, {}, tmp_path / "mine")
+    with pytest.raises(ModelError, match=r"^the chat template is wrong in line 1"):
+        ChatTemplate.load(tmp_path, {}, "{{")
     with pytest.raises(ModelError, match="nowhere"):
         ChatTemplate.load(tmp_path, {}, tmp_path / "nowhere")
     with pytest.raises(ModelError, match="default"):

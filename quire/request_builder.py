@@ -1,0 +1,280 @@
+"""`RequestBuilder`: makes requests of the prompts, conversations and parameters that a caller of `LLM` passes.
+
+Nothing runs here. What is wrong with one of the arguments is said before any request of the call reaches the engine.
+"""
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+
+import msgspec
+
+from quire.arguments import (
+    PromptType,
+    Tokenization,
+    as_list,
+    check_type,
+    priorities,
+    refuse,
+    token_ids,
+)
+from quire.pending_beams import PendingBeams
+from quire.pending_request import PendingRequest
+from services.gateway.served_model import TextParts
+from services.gateway.tools import check_tools, for_template
+from services.scheduler.core import Limits
+from shared.beam_params import BeamSearchParams
+from shared.errors import InvalidRequest, ModelError, brief
+from shared.params import SamplingParams, cache_salt
+from shared.text.bad_words import tokenize_bad_words
+from shared.text.grammars import GrammarCompiler
+from shared.text.template import CONTENT_FORMATS, ChatTemplate
+from shared.text.truncation import Truncation
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""Parameters for all prompts, or for each; None: the model's defaults."""
+
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+"""What a prompt that is a mapping may have."""
+
+
+class PromptOptions(TypedDict, total=False):
+    """Options of a call.
+
+    `priority` has a number for each prompt; lower ones run first, if `scheduling_policy` is `priority`.
+    `tokenization_kwargs` can have `add_special_tokens`, `truncate_prompt_tokens` and `truncation_side`. The other two
+    are refused unless they ask for nothing.
+    """
+
+    priority: Sequence[int] | None
+    tokenization_kwargs: Mapping[str, Any] | None
+    lora_request: None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
+class ChatOptions(PromptOptions, total=False):
+    """Options of a chat.
+
+    `chat_template` (Jinja) is used instead of the model's. `chat_template_content_format` is `auto`, `string` or
+    `openai`. `continue_final_message` continues the last message, and needs `add_generation_prompt` to be false.
+    `tools` are functions in OpenAI's form, for the template, which gets `chat_template_kwargs` too.
+    """
+
+    chat_template: str | None
+    chat_template_content_format: str
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class Prompt(NamedTuple):
+    """A prompt as text, or None if it came as token ids only. `ids` are None if the text is still to be encoded."""
+
+    text: str | None
+    ids: list[int] | None = None
+    cache_salt: str = ""
+
+
+class RequestBuilder:
+    """Builds requests for an engine with these `limits`. Unseeded ones draw their seeds from `seed`."""
+
+    def __init__(self, text: TextParts, limits: Limits, *, max_logprobs: int, seed: int | None) -> None:
+        self.tokenizer, self.template, self.defaults = text
+        self._limits = limits
+        self._max_logprobs = max_logprobs
+        self._grammars: GrammarCompiler | None = None  # made when the first output has to follow one
+        self._seeds = random.Random(seed)
+        self.ids = itertools.count()  # of requests at the engine
+
+    def default_params(self) -> SamplingParams:
+        """Return the parameters of calls that have none."""
+        return SamplingParams(**self.defaults.as_dict())
+
+    def from_prompts(
+        self, prompts: PromptType | Sequence[PromptType], params: Params, **options: Unpack[PromptOptions]
+    ) -> list[PendingRequest]:
+        """Return a request for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
+        tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=True)
+        return self._build([self._prompt(prompt) for prompt in as_list(prompts)], params, tokenization, options)
+
+    def from_messages(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        params: Params,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[PromptOptions],
+    ) -> list[PendingRequest]:
+        """Return a request for a conversation, or for each of several. Raise as `from_prompts` does."""
+        check_type("messages", messages, Sequence, "a list of messages, or of such lists")
+        check_type("chat_template_kwargs", chat_template_kwargs, (Mapping, type(None)), "a mapping")
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        template = self._template(chat_template, chat_template_content_format)
+        variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
+        # the template has written the special tokens
+        tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=False)
+        conversations: Sequence[Any] = [messages] if single else messages
+        prompts = []
+        for conversation in conversations:
+            check_type("messages", conversation, Sequence, "a list of messages, or of such lists")
+            text = template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+            prompts.append(Prompt(text))
+        return self._build(prompts, params, tokenization, options)
+
+    def beam_searches(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[PendingBeams]:
+        """Return a search for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
+        check_type("params", params, BeamSearchParams, "BeamSearchParams")
+        return [self._beam_search(self._prompt(prompt), params) for prompt in as_list(prompts)]
+
+    def _beam_search(self, prompt: Prompt, params: BeamSearchParams) -> PendingBeams:
+        tokens = self._tokens(prompt, None, add_special_tokens=True)
+        sampling = params.sampling_params.to_sampling(
+            prompt_len=len(tokens),
+            max_model_len=self._limits.max_model_len,
+            vocab_size=self._limits.vocab_size,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+        )
+        params.settings.check(len(tokens), sampling, self._limits.vocab_size)
+        return PendingBeams(tokens, params, sampling, cache_salt=prompt.cache_salt)
+
+    def _build(
+        self, prompts: Sequence[Prompt], params: Params, tokenization: Tokenization, options: PromptOptions
+    ) -> list[PendingRequest]:
+        refuse("lora_request", options.get("lora_request"), "adapters are not supported")
+        refuse("mm_processor_kwargs", options.get("mm_processor_kwargs"), "only text is served")
+        all_params = self._per_prompt(params, len(prompts))
+        all_priorities = priorities(options.get("priority"), len(prompts))
+        each = zip(prompts, all_params, all_priorities, strict=True)
+        return [self._request(prompt, one, priority, tokenization) for prompt, one, priority in each]
+
+    def _per_prompt(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        """Return checked copies, since a caller may have changed fields, or may do so while requests wait."""
+        if params is None or isinstance(params, SamplingParams):
+            return [self.default_params() if params is None else params.clone()] * num_prompts
+        check_type("sampling_params", params, Sequence, "a SamplingParams, or a list of one for each prompt")
+        if len(params) != num_prompts:
+            message = f"there are {num_prompts} prompts, but {len(params)} sampling_params"
+            raise InvalidRequest(message, "sampling_params")
+        for one in params:
+            check_type("sampling_params", one, SamplingParams, "a SamplingParams, or a list of one for each prompt")
+        return [one.clone() for one in params]
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, priority: int, tokenization: Tokenization
+    ) -> PendingRequest:
+        limits = self._limits
+        if priority and limits.policy == "fcfs":
+            raise InvalidRequest("priority needs LLM(scheduling_policy='priority')", "priority")
+        self._check_logprobs(params)
+        limit = tokenization.truncate_prompt_tokens
+        truncation = Truncation.of(
+            params.truncate_prompt_tokens if limit is None else limit,
+            tokenization.truncation_side,
+            max_tokens=params.max_tokens,
+            max_model_len=limits.max_model_len,
+        )
+        tokens = self._tokens(prompt, truncation, tokenization.add_special_tokens)
+        if params.seed is None or params.seed == -1:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
+        sampling = params.to_sampling(
+            prompt_len=len(tokens),
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            grammar=self._grammar(params),
+            bad_words=tokenize_bad_words(params.bad_words or (), self.tokenizer),
+        )
+        return PendingRequest(
+            next(self.ids),
+            prompt.text,
+            tokens,
+            params,
+            sampling,
+            self.tokenizer,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+        )
+
+    def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a prompt, or those that are kept of it. Special tokens that are added are among them."""
+        if prompt.ids is not None:
+            tokens = prompt.ids if truncation is None else truncation.cut(prompt.ids)
+        elif truncation is None:
+            tokens = self.tokenizer.encode(prompt.text or "", add_special_tokens)
+        else:
+            length, keep_start = truncation.max_tokens, truncation.keep_start
+            tokens, _ = self.tokenizer.encode_part(
+                prompt.text or "", length, keep_start=keep_start, add_special_tokens=add_special_tokens
+            )
+        if not tokens:
+            raise InvalidRequest("a prompt must have at least one token", "prompt")
+        return tokens
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > self._max_logprobs:
+                raise InvalidRequest(f"{name} must be at most max_logprobs, {self._max_logprobs}, got {count}", name)
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
+        if params.structured_outputs is None:
+            return ""
+        self._grammars = self._grammars or GrammarCompiler(self.tokenizer)
+        return self._grammars.compile(params.structured_outputs)
+
+    def _template(self, source: str | None, content_format: str) -> ChatTemplate:
+        """Return the template of a chat: the model's, unless the caller has another one or another format."""
+        check_type("chat_template", source, (str, type(None)), "a text")
+        if content_format not in ("auto", *CONTENT_FORMATS):
+            formats = ", ".join(("auto", *CONTENT_FORMATS))
+            raise InvalidRequest(
+                f"chat_template_content_format must be one of {formats}, got {brief(content_format)}",
+                "chat_template_content_format",
+            )
+        if source is None and content_format == "auto":
+            return self.template
+        try:
+            return self.template.variant(source, content_format)
+        except ModelError as error:
+            raise InvalidRequest(f"chat_template: {error}", "chat_template") from error
+
+    def _prompt(self, prompt: PromptType) -> Prompt:
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        elif not isinstance(prompt, Mapping):
+            prompt = {"prompt_token_ids": prompt}
+        others = {name: value for name, value in prompt.items() if name not in PROMPT_FIELDS}
+        if unknown := sorted(str(name) for name, value in others.items() if value is not None and value != {}):
+            raise InvalidRequest(f"a prompt cannot have {brief(unknown)}", "prompt")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None:
+            check_type("prompt", text, str, "a text")
+        if text is None and ids is None:
+            raise InvalidRequest("a prompt needs a text as prompt, or prompt_token_ids", "prompt")
+        tokens = None if ids is None else token_ids(ids, self._limits.vocab_size)
+        return Prompt(text, tokens, cache_salt(prompt.get("cache_salt")))
+
+
+def _tool_variables(tools: Sequence[Mapping[str, Any]] | None, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables by which a template gets the tools. Raise `InvalidRequest` if it would not show them."""
+    if not tools:
+        return {"tools": None}
+    check_type("tools", tools, Sequence, "a list of tools")
+    check_tools(tools, None)
+    if template.exists and not template.shows_tools:
+        raise InvalidRequest("tools: the chat template does not show them; pass another as chat_template", "tools")
+    return {"tools": for_template(tools)}
