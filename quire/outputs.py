@@ -25,8 +25,9 @@ class CompletionOutput(Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     cumulative_logprob: float | None  # None, like `logprobs`, unless they were requested
     logprobs: list[TokenDistribution] | None
-    finish_reason: str | None  # "stop" or "length"
+    finish_reason: str | None  # "stop", "length", or "error"
     stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
+    error: str | None = None  # why it could not go on, if the reason is "error"; other outputs are whole all the same
 
 
 class RequestOutput(Struct, frozen=True, kw_only=True):

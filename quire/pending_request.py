@@ -5,7 +5,7 @@ from math import fsum
 
 from quire.outputs import CompletionOutput, RequestOutput, TokenDistribution, distribution
 from shared.params import SamplingParams
-from shared.protocol import ProgressRow, Sampling, Submit, pack_tokens
+from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.logprobs import LogprobEntry
 from shared.text.request_text import RequestText
 from shared.text.tokenizer import Tokenizer
@@ -30,6 +30,7 @@ class PendingRequest:
         self.sampling = sampling
         self.text = RequestText(tokenizer, self.tokens, params, sampling.stop_token_ids)
         self._logprobs: list[list[LogprobEntry]] = [[] for _ in self.text.samples]
+        self._errors: dict[int, str] = {}  # by sample: why it could not go on
 
     @property
     def submit(self) -> Submit:
@@ -45,6 +46,8 @@ class PendingRequest:
 
     def apply(self, row: ProgressRow) -> bool:
         """Take in a row. Return whether a stop string has ended the sample, so that it has to be aborted."""
+        if row.finish_reason is FinishReason.ERROR:
+            self._errors[row.sample] = row.detail
         _, stopped = self.text.apply(row)
         self._logprobs[row.sample] += self.text.samples[row.sample].take_logprobs()
         return stopped
@@ -77,4 +80,5 @@ class PendingRequest:
             logprobs=[distribution(entry) or {} for entry in entries] if requested else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            error=self._errors.get(index),
         )

@@ -6,25 +6,18 @@ next forward pass. If a sequence comes back after a preemption or from another w
 output so far.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 
+from services.worker.matchers import WORD, GrammarMatchers, Matcher, Words
 from services.worker.sequence_states import Ints
 from shared.errors import QuireError
 from shared.protocol import Sampling, StepPlan, unpack_tokens
-from shared.text.grammars import GrammarCompiler, first_lines
-
-Words = npt.NDArray[np.int32]
-
-WORD = 32
-"""Tokens of a word of a mask."""
+from shared.text.grammars import GrammarCompiler
 
 
 class SampledTokens(Protocol):
@@ -45,20 +38,27 @@ class _Sequence(NamedTuple):
     """A running sequence that has a grammar."""
 
     sampling: Sampling
-    matcher: LLMatcher
-    output: list[int]  # that the matcher has seen
+    matcher: Matcher
 
 
 class SequenceGrammars:
     """The matchers of sequences by slot, for a model with `vocab_size` logits a position.
 
     `load_compiler` is called when the first sequence has a grammar. It raises `QuireError` if there is no compiler.
+    With `pin_memory`, masks are where a GPU reads them without waiting.
     """
 
-    def __init__(self, load_compiler: Callable[[], GrammarCompiler], vocab_size: int, num_threads: int) -> None:
-        self._load_compiler = load_compiler
+    def __init__(
+        self,
+        load_compiler: Callable[[], GrammarCompiler],
+        vocab_size: int,
+        num_threads: int,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        self._pin_memory = pin_memory
+        self._matchers = GrammarMatchers(load_compiler, vocab_size, num_threads)
         self._num_words = -(-vocab_size // WORD)
-        self._executor = LLExecutor(num_threads)
         self._sequences: dict[int, _Sequence] = {}
         self._failures: dict[int, str] = {}  # of sequences that have no matcher
         self._pending: tuple[SampledTokens, list[tuple[_Sequence, int]]] | None = None  # tokens not seen yet
@@ -85,17 +85,18 @@ class SequenceGrammars:
         before an end, unless the grammar allows nothing else.
         """
         self._see_pending()
-        words = np.full((len(slots), self._num_words), -1, np.int32)
+        on_host = torch.empty((len(slots), self._num_words), dtype=torch.int32, pin_memory=self._pin_memory)
+        words = on_host.numpy()
         rows = {row: self._sequences[slot] for row, slot in enumerate(slots.tolist()) if slot in self._sequences}
-        if rows:
-            self._fill(rows, words, num_required)
+        if len(rows) < len(words):
+            words[:] = -1  # what a sequence without a matcher samples does not count
+        self._matchers.fill({row: sequence.matcher for row, sequence in rows.items()}, words)
+        for row, sequence in rows.items():
+            if num_required[row] > 0:
+                _forbid(words[row], sequence.sampling.stop_token_ids)
         errors = {slot: self._failures[slot] for slot in slots.tolist() if slot in self._failures}
-        errors |= {
-            int(slots[row]): f"the grammar cannot be followed: {first_lines(sequence.matcher.get_error())}"
-            for row, sequence in rows.items()
-            if sequence.matcher.is_error()
-        }
-        return Masks(torch.from_numpy(words), errors)
+        errors |= {int(slots[row]): error for row, sequence in rows.items() if (error := sequence.matcher.error)}
+        return Masks(on_host, errors)
 
     def expect(self, slots: Sequence[int], step: SampledTokens) -> None:
         """Take the tokens of `slots` from a step that samples one for each, when they are needed."""
@@ -103,41 +104,25 @@ class SequenceGrammars:
         followed = [(self._sequences[slot], index) for index, slot in enumerate(slots) if slot in self._sequences]
         self._pending = (step, followed) if followed else None
 
-    def _fill(self, rows: Mapping[int, _Sequence], words: Words, num_required: Ints) -> None:
-        """Set rows of `words` to the masks of their sequences."""
-        masks = np.empty((len(words), self._load_compiler().mask_words), np.int32)
-        fill_next_token_bitmask_par(self._executor, [(one.matcher, row) for row, one in rows.items()], masks)
-        width = min(self._num_words, masks.shape[1])  # logits are padded to more tokens than there are
-        for row, sequence in rows.items():
-            words[row, :width], words[row, width:] = masks[row, :width], 0
-            if num_required[row] > 0:
-                _forbid(words[row], sequence.sampling.stop_token_ids)
-
     def _see_pending(self) -> None:
         if self._pending is None:
             return
         (step, followed), self._pending = self._pending, None
         tokens = step.sampled_tokens()
         for sequence, index in followed:
-            if not sequence.matcher.is_stopped():  # else it has ended, and this step was planned before that
-                sequence.matcher.consume_token(tokens[index])
-                sequence.output.append(tokens[index])
+            sequence.matcher.see(tokens[index])
 
-    def _start(self, slot: int, sampling: Sampling, output: list[int]) -> None:
+    def _start(self, slot: int, sampling: Sampling, output: Sequence[int]) -> None:
         try:
-            matcher = self._load_compiler().matcher(sampling.grammar)
+            self._sequences[slot] = _Sequence(sampling, self._matchers.start(sampling.grammar, output))
         except QuireError as error:
             self._failures[slot] = str(error)
-            return
-        if output:
-            matcher.consume_tokens(output)
-        self._sequences[slot] = _Sequence(sampling, matcher, output)
 
     def _fork(self, parent: int, child: int) -> None:
         self._see_pending()
         if parent in self._sequences:
-            sampling, _, output = self._sequences[parent]
-            self._start(child, sampling, list(output))
+            sampling, matcher = self._sequences[parent]
+            self._start(child, sampling, matcher.output)
         elif parent in self._failures:
             self._failures[child] = self._failures[parent]
 
