@@ -2,15 +2,18 @@
 
     python -m benchmarks.structured [--streams 1 8 32] [--rounds 5] [--tokens 96] [--model FOLDER]
 
-Prints tokens a second of both and their ratio in each round, and then the time that a grammar takes before its first
-token: compiled once at the gateway and once at the worker.
+Prints tokens a second of both and the median of the rounds' ratios, and the same of the CPU time of a token, which
+depends less on what else the machine does. Then the time that a new schema takes before the first token, and how many
+tokens the grammar leaves no choice for.
 """
 
 import argparse
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask
 from msgspec.structs import replace
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
@@ -48,29 +51,73 @@ def main() -> None:
     llm = LLM(options.model, max_num_seqs=max(options.streams))
     free = SamplingParams(max_tokens=options.tokens, temperature=0.8, ignore_eos=True)
     bound = replace(free, structured_outputs=StructuredOutputsParams(json=SCHEMA))
-    print("| streams | free, tok/s | by schema, tok/s | ratio | ratios of the rounds |\n|---|---|---|---|---|")
+    print(
+        "| streams | free, tok/s | by schema, tok/s | ratio | ratios of the rounds | CPU ms a token, free | by schema |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for streams in options.streams:
-        rates = [(rate(llm, free, streams), rate(llm, bound, streams)) for _ in range(options.rounds + 1)][1:]
-        ratios = [ours / theirs for theirs, ours in rates]
-        fastest = (max(column) for column in zip(*rates, strict=True))
+        runs = [(run(llm, free, streams), run(llm, bound, streams)) for _ in range(options.rounds + 1)][1:]
+        ratios = [theirs.seconds / ours.seconds for theirs, ours in runs]
+        rates = [streams * options.tokens / min(one.seconds for one in column) for column in zip(*runs, strict=True)]
+        cpu = [1e3 * statistics.median(one.cpu_seconds for one in column) for column in zip(*runs, strict=True)]
         print(
-            f"| {streams} | {' | '.join(f'{value:.0f}' for value in fastest)} | {statistics.median(ratios):.3f} "
-            f"| {min(ratios):.3f} to {max(ratios):.3f} |"
+            f"| {streams} | {rates[0]:.0f} | {rates[1]:.0f} | {statistics.median(ratios):.3f} | {min(ratios):.3f} to "
+            f"{max(ratios):.3f} | {cpu[0] / streams / options.tokens:.3f} | {cpu[1] / streams / options.tokens:.3f} |",
+            flush=True,
         )
-    compiler = GrammarCompiler(llm.tokenizer)
-    seconds = [compile_seconds(compiler, RECORD | {"title": str(at)}) for at in range(20)]
-    print(f"\nA new schema: {1e3 * statistics.median(seconds):.2f} ms to compile, of which there are two.")
+    report_new_schemas(llm, free)
+    report_forced_tokens(llm, bound)
 
 
-def rate(llm: LLM, params: SamplingParams, streams: int) -> float:
-    """Return tokens a second of `streams` outputs that run together."""
+class Run(NamedTuple):
+    """What the outputs of one run took."""
+
+    seconds: float
+    cpu_seconds: float  # of all threads
+
+
+def run(llm: LLM, params: SamplingParams, streams: int) -> Run:
+    """Generate `streams` outputs that run together."""
     prompts = [f"List number {at} of people with pets, as JSON:" for at in range(streams)]
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - began
+    result = Run(time.perf_counter() - began, time.process_time() - cpu_began)
     count = sum(len(output.outputs[0].token_ids) for output in outputs)
     assert count == streams * (params.max_tokens or 0), "all outputs have the same length"
-    return count / seconds
+    return result
+
+
+def report_new_schemas(llm: LLM, free: SamplingParams, rounds: int = 20) -> None:
+    """Print how much later the first token of an output comes if its schema was never seen."""
+    free = replace(free, max_tokens=1)
+    later = []
+    for at in range(rounds):
+        demand = StructuredOutputsParams(json=SCHEMA | {"title": str(at)})
+        later.append(run(llm, replace(free, structured_outputs=demand), 1).seconds - run(llm, free, 1).seconds)
+    compiler = GrammarCompiler(llm.get_tokenizer())
+    seconds = [compile_seconds(compiler, SCHEMA | {"title": str(at)}) for at in range(rounds)]
+    print(
+        f"\nThe first token by a new schema comes {1e3 * statistics.median(later):.2f} ms later. To compile it, which "
+        f"is done twice, takes {1e3 * statistics.median(seconds):.2f} ms."
+    )
+
+
+def report_forced_tokens(llm: LLM, params: SamplingParams, streams: int = 8) -> None:
+    """Print the share of the tokens of outputs beside which the grammar allows no other."""
+    assert params.structured_outputs is not None
+    compiler = GrammarCompiler(llm.get_tokenizer())
+    grammar = grammar_text(params.structured_outputs)
+    words = np.empty((1, compiler.mask_words), np.int32)
+    forced = total = 0
+    prompts = [f"List number {at} of people with pets, as JSON:" for at in range(streams)]
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        matcher = compiler.matcher(grammar)
+        for token in output.outputs[0].token_ids:
+            fill_next_token_bitmask(matcher, words)
+            forced += int(np.bitwise_count(words.view(np.uint32)).sum()) == 1
+            total += 1
+            matcher.consume_token(token)
+    print(f"{forced / total:.1%} of the tokens are forced.")
 
 
 def compile_seconds(compiler: GrammarCompiler, schema: dict[str, Any]) -> float:

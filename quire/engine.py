@@ -18,7 +18,7 @@ from services.worker.config import WorkerConfig
 from services.worker.interface import PendingStep
 from services.worker.start import start_runner
 from shared.errors import EngineFailure, InvalidRequest
-from shared.protocol import FinishReason, ModelInfo, ProgressRow, Submit
+from shared.protocol import ModelInfo, ProgressRow, Submit
 
 UNBOUNDED = 2**31 - 1  # requests that may wait: a bound would save nothing, since the caller holds them in memory
 
@@ -60,16 +60,12 @@ class InProcessEngine:
         self.engine.reset_prefix_cache()
 
     def step(self) -> list[ProgressRow]:
-        """Finish one step. Return its progress. Raise `EngineFailure` if a request failed, or if none can run."""
+        """Finish one step. Return its progress. Raise `EngineFailure` if no request can run."""
         while len(self._in_flight) < self._max_in_flight and (plan := self.engine.plan(time.monotonic())):
             self._in_flight.append(self.runner.launch(plan))
         if not self._in_flight:
             raise EngineFailure(f"no request can run, although some are unfinished: {self.engine.snapshot}")
-        rows = self.engine.commit(self._in_flight.popleft().result())
-        for row in rows:
-            if row.finish_reason is FinishReason.ERROR:
-                raise EngineFailure(row.detail)
-        return rows
+        return self.engine.commit(self._in_flight.popleft().result())
 
     def close(self) -> None:
         """Free the model's memory. Nothing may be called after that."""

@@ -32,8 +32,9 @@ class CompletionOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=Tru
     token_ids: list[int]
     cumulative_logprob: float | None  # None, like `logprobs`, unless they were requested
     logprobs: Sequence[TokenDistribution] | None  # a list, or `FlatLogprobs`
-    finish_reason: str | None  # "stop", "length" or "repetition"
+    finish_reason: str | None  # "stop", "length", "repetition" or "error"
     stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
+    error: str | None = None  # why it could not go on, if the reason is "error"; other outputs are whole all the same
     lora_request: None = None
     routed_experts: None = None
     sampling_mask: None = None

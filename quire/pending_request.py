@@ -7,7 +7,7 @@ from math import fsum
 from quire.flat_logprobs import FlatLogprobs
 from quire.outputs import CompletionOutput, RequestOutput, RequestStateStats, TokenDistribution, distribution
 from shared.params import SamplingParams
-from shared.protocol import ProgressRow, Sampling, Submit, pack_tokens
+from shared.protocol import FinishReason, ProgressRow, Sampling, Submit, pack_tokens
 from shared.text.logprobs import LogprobEntry
 from shared.text.request_text import RequestText
 from shared.text.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ class PendingRequest:
             FlatLogprobs() if params.flat_logprobs else [] for _ in self.text.samples
         ]
         self._times = _Times()
+        self._errors: dict[int, str] = {}  # by sample: why it could not go on
 
     def submit(self, now: float) -> Submit:
         """Return the request as a message to the engine, which gets it now."""
@@ -61,6 +62,8 @@ class PendingRequest:
     def apply(self, row: ProgressRow, now: float) -> bool:
         """Take in a row. Return whether the text has ended the sample, so that it has to be aborted."""
         self._times.note(row, now)
+        if row.finish_reason is FinishReason.ERROR:
+            self._errors[row.sample] = row.detail
         _, stopped = self.text.apply(row)
         for entry in self.text.samples[row.sample].take_logprobs():
             self._logprobs[row.sample].append(self._distribution(entry) or {})
@@ -97,6 +100,7 @@ class PendingRequest:
             logprobs=logprobs if requested else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            error=self._errors.get(index),
         )
 
     def _distribution(self, entry: LogprobEntry) -> TokenDistribution | None:

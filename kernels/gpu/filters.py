@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.gumbel import REACH, is_finite, scale
-from kernels.gpu.sampling_parameters import load_filters, load_temperature, load_token
+from kernels.gpu.sampling_parameters import load_filters, load_row, load_temperature, load_token
 from kernels.gpu.token_keys import GREATEST, LEAST, LOWEST_FLOAT, key_values, largest_key, least_key, make_keys
 
 
@@ -98,6 +98,7 @@ def _find_bound(
 def find_bounds(
     logits,  # (S, V) float32
     logits_stride,
+    masked,  # (N, V) float32
     tokens,  # records
     parameters,
     maxima,  # (N, tiles) int64: the largest key of each tile's logits
@@ -113,7 +114,7 @@ def find_bounds(
     ROW_BLOCK: tl.constexpr,  # tokens of a row
 ):
     index = tl.program_id(0).to(tl.int64)
-    row, slot, _position = load_token(tokens, index)
+    _row, slot, _position = load_token(tokens, index)
     temperature = load_temperature(parameters, slot)
     top_k, top_p, min_z = load_filters(parameters, slot)
     has_top_k = (top_k > 0) & (top_k < vocab)
@@ -122,7 +123,7 @@ def find_bounds(
     lowest = least_key(tl.maximum(min_z, LOWEST_FLOAT))
     bound = lowest
     if (temperature > 0) & is_finite(peak) & (has_top_k | (top_p < 1)):
-        x = logits + row * logits_stride
+        x = load_row(logits, logits_stride, masked, vocab, tokens, index)
         source = (x, vocab, peak, temperature)
         if not has_top_k:
             bound = tl.maximum(bound, least_key(peak * 0 - REACH))

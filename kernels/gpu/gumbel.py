@@ -13,7 +13,7 @@ Bytes moved: the logits once, 20 bytes a tile besides.
 import triton
 import triton.language as tl
 
-from kernels.gpu.sampling_parameters import load_filters, load_noise_key, load_temperature, load_token
+from kernels.gpu.sampling_parameters import load_filters, load_noise_key, load_row, load_temperature, load_token
 from kernels.gpu.token_keys import LOWEST_FLOAT, key_ids, key_values, largest_key, least_key, make_keys
 from kernels.reference.gumbel import REACH as _REACH
 from kernels.reference.gumbel import TAIL as _TAIL
@@ -113,6 +113,7 @@ def load_bound(bounds, index, parameters, slot):
 def score_tiles(
     logits,  # (S, V) float32
     logits_stride,
+    masked,  # (N, V) float32
     tokens,  # records
     parameters,
     maxima,  # (N, tiles) int64: the largest key of each tile
@@ -126,14 +127,15 @@ def score_tiles(
 ):
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    row, slot, position = load_token(tokens, index)
+    _row, slot, position = load_token(tokens, index)
     temperature = load_temperature(parameters, slot)
     if temperature > 0:
         peak = key_values(largest_key(maxima + index * tiles, tiles, 128))
         bound = load_bound(bounds, index, parameters, slot)
         seed, sample = load_noise_key(parameters, slot)
         ids = tile * TILE + tl.arange(0, TILE)
-        z = load_scaled(logits + row * logits_stride, ids, vocab, bound, peak, temperature)
+        x = load_row(logits, logits_stride, masked, vocab, tokens, index)
+        z = load_scaled(x, ids, vocab, bound, peak, temperature)
         best, winner = best_noised(z, z >= -REACH, ids, seed, sample, position)
         out = index * tiles + tile
         tl.store(scores + out, best)
@@ -183,6 +185,7 @@ def draw_from_tail(x, vocab, bound, peak, temperature, seed, sample, position, B
 def choose(
     logits,  # (S, V) float32
     logits_stride,
+    masked,  # (N, V) float32
     tokens,  # records
     parameters,
     maxima,  # (N, tiles) int64
@@ -199,7 +202,7 @@ def choose(
     peak_key = largest_key(maxima + index * tiles, tiles, 128)
     token = key_ids(peak_key)
     if scores is not None:
-        row, slot, position = load_token(tokens, index)
+        _row, slot, position = load_token(tokens, index)
         temperature = load_temperature(parameters, slot)
         peak = key_values(peak_key)
         if temperature > 0:
@@ -221,6 +224,6 @@ def choose(
                 seed, sample = load_noise_key(parameters, slot)
                 if tail_beats(top, tl.sum(weights, 0), seed, sample, position, tl.zeros((), tl.int32)):
                     bound = load_bound(bounds, index, parameters, slot)
-                    x = logits + row * logits_stride
+                    x = load_row(logits, logits_stride, masked, vocab, tokens, index)
                     token = draw_from_tail(x, vocab, bound, peak, temperature, seed, sample, position, BLOCK)
     tl.store(chosen + index, token.to(tl.int64))

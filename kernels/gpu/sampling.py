@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.gpu.filters import find_bounds
 from kernels.gpu.gumbel import choose, score_tiles
 from kernels.gpu.launch import Configuration, launch
-from kernels.gpu.sampling_parameters import load_token, pack_metadata
+from kernels.gpu.sampling_parameters import load_row, load_token, pack_metadata
 from kernels.gpu.token_keys import LEAST, float_order, key_ids, key_values, make_keys
 from kernels.reference.sampling import GREEDY_BELOW
 from kernels.reference.sampling import LOGPROB_FLOOR as _LOGPROB_FLOOR
@@ -53,20 +53,21 @@ def sample(
 ) -> Tensor:
     """Return the likeliest token of each row, or one drawn within min_p, top_k and top_p.
 
-    Bytes moved, of float32 logits: 4 V a greedy row, 8 V a drawn one, 12 V one with top_k or top_p, and 8 V more a row
-    if there are masks.
+    Bytes moved, of float32 logits: 4 V a greedy row, 8 V a drawn one, 12 V one with top_k or top_p, and 8 V more one
+    with a mask.
     """
     logits = _check_logits(logits)
     if len(metadata) and not 0 <= metadata.rows.min() <= metadata.rows.max() < len(logits):
         raise ValueError(f"no such row of logits: there are {len(logits)}")
+    if len(metadata) and metadata.masks.max() >= (0 if masks is None else len(masks)):
+        raise ValueError("a token's mask is none of the masks")
     is_random = metadata.temperature >= GREEDY_BELOW
     is_filtered = is_random & ((metadata.top_k > 0) | (metadata.top_p < 1))
     if packed is None:
         packed = torch.from_numpy(pack_metadata(metadata)).to(logits.device)
     tokens, parameters = packed[: 4 * len(metadata)], packed[4 * len(metadata) :]
-    if masks is not None:
-        logits, tokens = mask_tokens(logits, tokens, masks)
-    return sample_packed(logits, tokens, parameters, bool(is_random.any()), bool(is_filtered.any()))
+    masked = None if masks is None else mask_tokens(logits, tokens, masks)
+    return sample_packed(logits, tokens, parameters, bool(is_random.any()), bool(is_filtered.any()), masked)
 
 
 def sample_packed(
@@ -75,12 +76,13 @@ def sample_packed(
     parameters: Tensor,  # (8 slots,) int32: records
     is_random: bool,  # whether any of the N tokens is drawn
     is_filtered: bool,  # whether any of these uses top_k or top_p
+    masked: Tensor | None = None,  # (N, V): the logits of tokens that have a mask
 ) -> Tensor:
     """Return tokens (N,) int64 by parameters that lie on the device."""
     count, vocab = len(tokens) // 4, logits.shape[1]
     tiles = triton.cdiv(vocab, TILE)
     groups = tiles * TILE // GROUP
-    new, rows = logits.new_empty, (logits, logits.stride(0), tokens)
+    new, rows = logits.new_empty, (logits, logits.stride(0), logits if masked is None else masked, tokens)
     maxima, chosen = new((count, tiles), dtype=torch.int64), new(count, dtype=torch.int64)
     group_maxima = new((count, groups), dtype=torch.int64) if is_filtered else None
     launch(_tile_maxima, (count, tiles), *rows, maxima, group_maxima, vocab, tiles, TILE=TILE, GROUP=GROUP)
@@ -109,15 +111,15 @@ def sample_packed(
     return chosen
 
 
-def mask_tokens(logits: Tensor, tokens: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (N, V), a row a token, -inf where its mask does not allow one, and records for these rows."""
+def mask_tokens(logits: Tensor, tokens: Tensor, masks: Tensor) -> Tensor:
+    """Return logits (N, V), -inf where a token's mask does not allow one. A row without a mask means nothing."""
     count, vocab = len(tokens) // 4, logits.shape[1]
     if masks.dtype != torch.int32 or masks.dim() != 2 or masks.shape[1] != triton.cdiv(vocab, 32):
         raise ValueError("masks must be (masks, vocabulary / 32), int32")
-    masked, records = logits.new_empty((count, vocab)), torch.empty_like(tokens)
-    arguments = (logits, logits.stride(0), tokens, masks.contiguous(), masked, records, vocab, masks.shape[1])
+    masked = logits.new_empty((count, vocab))
+    arguments = (logits, logits.stride(0), tokens, masks.contiguous(), masked, vocab, masks.shape[1])
     launch(_mask_tokens, (count, triton.cdiv(vocab, TILE)), *arguments, TILE=TILE)
-    return masked, records
+    return masked
 
 
 @triton.jit
@@ -126,32 +128,28 @@ def _mask_tokens(
     logits_stride,
     tokens,  # records
     masks,  # (M, words) int32
-    masked,  # (N, V) float32, written
-    masked_tokens,  # records, written: the same for the rows of `masked`
+    masked,  # (N, V) float32, written where tokens have masks
     vocab,
     words,
     TILE: tl.constexpr,
 ):
     index = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = ids < vocab
-    row, slot, position = load_token(tokens, index)
     mask = tl.load(tokens + index * 4 + 3).to(tl.int64)
-    x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0)
-    word = tl.load(masks + tl.maximum(mask, 0) * words + ids // 32, mask=inside, other=0)
-    is_allowed = (mask < 0) | (((word >> (ids % 32)) & 1) == 1)
-    tl.store(masked + index * vocab + ids, tl.where(is_allowed, x, float("-inf")), mask=inside)
-    if tl.program_id(1) == 0:
-        record = masked_tokens + index * 4
-        tl.store(record, index.to(tl.int32))
-        tl.store(record + 1, slot.to(tl.int32))
-        tl.store(record + 2, position)
+    if mask >= 0:
+        ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = ids < vocab
+        row, _, _ = load_token(tokens, index)
+        x = tl.load(logits + row * logits_stride + ids, mask=inside, other=0.0)
+        word = tl.load(masks + mask * words + ids // 32, mask=inside, other=0)
+        is_allowed = ((word >> (ids % 32)) & 1) == 1
+        tl.store(masked + index * vocab + ids, tl.where(is_allowed, x, float("-inf")), mask=inside)
 
 
 @triton.jit
 def _tile_maxima(
     logits,  # (S, V) float32
     logits_stride,
+    masked,  # (N, V) float32
     tokens,  # records
     maxima,  # (N, tiles) int64, written
     group_maxima,  # (N, tiles * TILE / GROUP) int64, written; or None
@@ -162,8 +160,8 @@ def _tile_maxima(
 ):
     index = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    row, _, _ = load_token(tokens, index)
-    keys = _tile_keys(logits + row * logits_stride, tile * TILE + tl.arange(0, TILE), vocab)
+    x = load_row(logits, logits_stride, masked, vocab, tokens, index)
+    keys = _tile_keys(x, tile * TILE + tl.arange(0, TILE), vocab)
     out = index * tiles + tile
     if group_maxima is not None:
         GROUPS: tl.constexpr = TILE // GROUP

@@ -46,9 +46,17 @@ def pack_metadata(metadata: SamplingMetadata) -> npt.NDArray[np.int32]:
 
 @triton.jit
 def load_token(tokens, index):
-    """Return a token's row, slot and position."""
+    """Return a token's row of the logits, its slot and its position."""
     token = tokens + index * 4
     return tl.load(token).to(tl.int64), tl.load(token + 1).to(tl.int64), tl.load(token + 2)
+
+
+@triton.jit
+def load_row(logits, logits_stride, masked, vocab, tokens, index):
+    """Return where a token's logits lie: in row `index` of `masked` (N, V) if it has a mask, else in `logits`."""
+    row, _, _ = load_token(tokens, index)
+    has_mask = tl.load(tokens + index * 4 + 3) >= 0
+    return tl.where(has_mask, masked + index * vocab, logits + row * logits_stride)
 
 
 @triton.jit

@@ -178,7 +178,12 @@ class ModelRunner:
         layout = self._layout(message.block_size)
         storage = layout.allocate(message.num_blocks, self.device)
         sequences = SequenceStates(message, self._model.shape.vocab_size, self.device)
-        masks = TokenMasks(self._load_compiler, self._model.shape.vocab_size, torch.get_num_threads())
+        masks = TokenMasks(
+            self._load_compiler,
+            self._model.shape.vocab_size,
+            torch.get_num_threads(),
+            pin_memory=self.device.type == "cuda",
+        )
         return _EpochState(layout, storage, layout.views(storage), sequences, Sampler(sequences, self._ops), masks)
 
     def _layout(self, block_size: int) -> KVLayout:
@@ -283,8 +288,10 @@ class ModelRunner:
         staged = sampling.tokens
         masks = None
         if len(staged.masked):
-            masks, outputs.errors = state.masks.masks(staged.masked.slots, state.sampler.num_required(staged.masked))
-        tokens = state.sampler.sample(logits, staged, None if masks is None else masks.to(self.device))
+            required = state.sampler.num_required(staged.masked)
+            on_host, outputs.errors = state.masks.masks(staged.masked.slots, required)
+            masks = on_host.to(self.device, non_blocking=True)
+        tokens = state.sampler.sample(logits, staged, masks)
         state.sequences.store_tokens(staged.slots.tensor, staged.positions.tensor, tokens)
         outputs.slots, outputs.tokens = staged.batch.slots.tolist(), tokens
         if sampling.logprobs:

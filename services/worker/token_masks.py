@@ -9,25 +9,21 @@ after a preemption or from another worker, it starts from its output so far.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 
+from services.worker.matchers import WORD, GrammarMatchers, Matcher
 from services.worker.sequence_states import Ints, is_masked
 from shared.errors import QuireError
 from shared.protocol import Sampling, StepPlan, unpack_tokens
-from shared.text.grammars import GrammarCompiler, first_lines
+from shared.text.grammars import GrammarCompiler
 
 Words = npt.NDArray[np.uint32]
-
-WORD = 32
-"""Tokens of a word of a mask."""
 
 NOTHING_LEFT = "no token may come next: bad_words rule out all that is allowed"
 
@@ -49,10 +45,11 @@ class Masks(NamedTuple):
 class _Sequence:
     """A running sequence that may not sample every token."""
 
-    def __init__(self, sampling: Sampling, output: list[int], num_words: int, matcher: LLMatcher | None) -> None:
-        """`output` are the tokens so far, and `matcher` has seen none of them. There is one if there is a grammar."""
+    def __init__(self, sampling: Sampling, output: Sequence[int], num_words: int, matcher: Matcher | None) -> None:
+        """`output` are the tokens so far, which `matcher` has seen. There is one if there is a grammar."""
         self.sampling = sampling
-        self.output = output  # that has been seen
+        self.has_lists = bool(sampling.allowed_tokens or sampling.bad_words)
+        self.output = matcher.output if matcher is not None else list(output)  # that has been seen
         self.matcher = matcher
         self._allowed = _as_words(sampling.allowed_tokens, num_words)  # less the bad words of one token
         _take(self._allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
@@ -61,8 +58,6 @@ class _Sequence:
             if len(word) > 1:
                 self._bad_ends[tuple(word[:-1])].append(word[-1])
         self._lengths = {len(begin) for begin in self._bad_ends}
-        if matcher is not None and output:
-            matcher.consume_tokens(output)
 
     @property
     def follows(self) -> bool:
@@ -72,10 +67,9 @@ class _Sequence:
     def see(self, token: int) -> None:
         """Follow its output by one token."""
         if self.matcher is not None:
-            if self.matcher.is_stopped():  # it has ended, and this step was planned before that
-                return
-            self.matcher.consume_token(token)
-        self.output.append(token)
+            self.matcher.see(token)
+        else:
+            self.output.append(token)
 
     def restrict(self, words: Words) -> None:
         """Take from a mask what `allowed_tokens` and `bad_words` rule out now."""
@@ -88,12 +82,20 @@ class TokenMasks:
     """The masks of sequences by slot, for a model with `vocab_size` logits a position.
 
     `load_compiler` is called when the first sequence has a grammar. It raises `QuireError` if there is no compiler.
+    With `pin_memory`, masks are where a GPU reads them without waiting.
     """
 
-    def __init__(self, load_compiler: Callable[[], GrammarCompiler], vocab_size: int, num_threads: int) -> None:
-        self._load_compiler = load_compiler
+    def __init__(
+        self,
+        load_compiler: Callable[[], GrammarCompiler],
+        vocab_size: int,
+        num_threads: int,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        self._pin_memory = pin_memory
+        self._matchers = GrammarMatchers(load_compiler, vocab_size, num_threads)
         self._num_words = -(-vocab_size // WORD)
-        self._executor = LLExecutor(num_threads)
         self._sequences: dict[int, _Sequence] = {}
         self._failures: dict[int, str] = {}  # of sequences that have no matcher
         self._pending: tuple[SampledTokens, list[tuple[_Sequence, int]]] | None = None  # tokens not seen yet
@@ -122,13 +124,14 @@ class TokenMasks:
         rows = {row: self._sequences[slot] for row, slot in enumerate(slots.tolist()) if slot in self._sequences}
         if any(sequence.follows for sequence in rows.values()):
             self._see_pending()
-        words = np.full((len(slots), self._num_words), 2**WORD - 1, np.uint32)
-        self._follow_grammars({row: one.matcher for row, one in rows.items() if one.matcher is not None}, words)
+        on_host = torch.full((len(slots), self._num_words), -1, dtype=torch.int32, pin_memory=self._pin_memory)
+        words = on_host.numpy()
+        self._matchers.fill({row: one.matcher for row, one in rows.items() if one.matcher is not None}, words)
         errors = {slot: self._failures[slot] for slot in slots.tolist() if slot in self._failures}
         for row, sequence in rows.items():
-            if error := _restrict(words[row], sequence, num_required[row] > 0):
+            if error := _restrict(words[row].view(np.uint32), sequence, num_required[row] > 0):
                 errors[int(slots[row])] = error
-        return Masks(torch.from_numpy(words.view(np.int32)), errors)
+        return Masks(on_host, errors)
 
     def expect(self, slots: Sequence[int], step: SampledTokens) -> None:
         """Take the tokens of `slots` from a step that samples one for each, when they are needed."""
@@ -136,16 +139,6 @@ class TokenMasks:
         sequences = ((self._sequences.get(slot), index) for index, slot in enumerate(slots))
         followed = [(one, index) for one, index in sequences if one is not None and one.follows]
         self._pending = (step, followed) if followed else None
-
-    def _follow_grammars(self, matchers: Mapping[int, LLMatcher], words: Words) -> None:
-        """Set rows of `words` to what their grammars allow."""
-        if not matchers:
-            return
-        masks = np.empty((len(words), self._load_compiler().mask_words), np.int32)
-        fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, matcher in matchers.items()], masks)
-        width = min(self._num_words, masks.shape[1])  # logits are padded to more tokens than there are
-        for row in matchers:
-            words[row, :width], words[row, width:] = masks[row, :width].view(np.uint32), 0
 
     def _see_pending(self) -> None:
         if self._pending is None:
@@ -155,9 +148,9 @@ class TokenMasks:
         for sequence, index in followed:
             sequence.see(tokens[index])
 
-    def _start(self, slot: int, sampling: Sampling, output: list[int]) -> None:
+    def _start(self, slot: int, sampling: Sampling, output: Sequence[int]) -> None:
         try:
-            matcher = self._load_compiler().matcher(sampling.grammar) if sampling.grammar else None
+            matcher = self._matchers.start(sampling.grammar, output) if sampling.grammar else None
         except QuireError as error:
             self._failures[slot] = str(error)
             return
@@ -166,7 +159,7 @@ class TokenMasks:
     def _fork(self, parent: int, child: int) -> None:
         self._see_pending()
         if parent in self._sequences:
-            self._start(child, self._sequences[parent].sampling, list(self._sequences[parent].output))
+            self._start(child, self._sequences[parent].sampling, self._sequences[parent].output)
         elif parent in self._failures:
             self._failures[child] = self._failures[parent]
 
@@ -177,12 +170,13 @@ class TokenMasks:
 
 def _restrict(words: Words, sequence: _Sequence, must_go_on: bool) -> str:
     """Take from a mask what does not come from a grammar. Return why the sequence cannot go on; empty if it can."""
-    if sequence.matcher is not None and sequence.matcher.is_error():
-        return f"the grammar cannot be followed: {first_lines(sequence.matcher.get_error())}"
-    sequence.restrict(words)
-    if not words.any():
-        words[:] = 2**WORD - 1  # a token is sampled all the same, and does not count
-        return NOTHING_LEFT
+    if sequence.matcher is not None and sequence.matcher.error:
+        return sequence.matcher.error
+    if sequence.has_lists:
+        sequence.restrict(words)
+        if not words.any():
+            words[:] = 2**WORD - 1  # a token is sampled all the same, and does not count
+            return NOTHING_LEFT
     if must_go_on:
         rest = words.copy()
         _take(rest, sequence.sampling.stop_token_ids)

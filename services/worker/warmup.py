@@ -15,11 +15,13 @@ from services.worker.interface import Runner
 from services.worker.models.causal_lm import ModelShape
 from shared.config import tokens_of_largest_step
 from shared.protocol import Configure, Epoch, NewSequence, Row, Sampling, StepPlan, pack_tokens
+from shared.text.lark import ANY_TEXT
 
 _BLOCK_SIZE = 16
 _PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}
 _REPEATS = 3
 _MIN_SECONDS = 1e-7  # differences of measured times can be anything
+_ANY_TEXT = f"start: {ANY_TEXT}"
 
 
 class Measurements(NamedTuple):
@@ -92,7 +94,8 @@ def largest_sizes(config: WorkerConfig, shape: ModelShape, device: torch.device)
 
 
 def largest_plan(sizes: Configure) -> StepPlan:
-    """Return a step of the most tokens and rows, all of which sample with filters, penalties and log-probabilities.
+    """Return a step of the most tokens and rows, all of which sample with filters, penalties, a mask and
+    log-probabilities.
 
     As few sequences as can take the tokens are prompts from their beginning, with log-probabilities too; the others
     decode at the end of the longest context. All their blocks are the first one, so it computes nonsense.
@@ -101,6 +104,7 @@ def largest_plan(sizes: Configure) -> StepPlan:
     num_rows = min(sizes.max_num_seqs, tokens)
     left = tokens - num_rows  # besides one for each row
     params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.5, "frequency_penalty": 1.0, "logprobs": 0}
+    params["grammar"] = _ANY_TEXT
     sampling = Sampling(max_tokens=1, seed=0, prompt_logprobs=0, **params)
     rows, new = [], []
     for slot in range(num_rows):
@@ -113,7 +117,7 @@ def largest_plan(sizes: Configure) -> StepPlan:
 
 def kernel_plans(sizes: Configure, vocab_size: int) -> Iterator[StepPlan]:
     """Yield steps that launch every kernel that a later step may need: chunks, short and long contexts, each kind of
-    sampling, log-probabilities in lists of each size that has a kernel of its own, and a copied block.
+    sampling, masks, log-probabilities in lists of each size that has a kernel of its own, and a copied block.
 
     They compute with memory that holds no sequence, so what they sample means nothing.
     """
@@ -131,6 +135,7 @@ def kernel_plans(sizes: Configure, vocab_size: int) -> Iterator[StepPlan]:
 _SAMPLING_KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 0},
     {"temperature": 1.0, "logprobs": 5},
+    {"temperature": 0.0, "logprobs": 0, "grammar": _ANY_TEXT},
     {"temperature": 1.0, "top_p": 0.5, "logprobs": 20},
     {"temperature": 1.0, "top_p": 0.5, "repetition_penalty": 2.0, "logit_bias": [(0, 1.0)], "logprobs": 21},
 ]

@@ -12,27 +12,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, StructTag, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.numpy import fill_next_token_bitmask
 
 from shared.errors import InvalidRequest, ModelError, brief
 from shared.structured_outputs import StructuredOutputsParams
+from shared.text.lark import WHITESPACE, as_object, check_length, first_lines, lark_grammar, schema_text
+from shared.text.structural_tags import structural_tag_grammar
 from shared.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MAX_LENGTH = 64 * 1024
-"""Maximum number of bytes of a grammar. It travels with its request, and with its sequence to the worker."""
-
-MAX_GBNF_LENGTH = 8 * 1024
-"""The same for GBNF's notation, which Python code converts in a time that grows faster than its length."""
-
-MAX_RULES = 500
-"""Maximum number of rules of a grammar in Lark's notation."""
 
 MAX_CHOICES = 10_000
 """Maximum number of texts to choose from."""
@@ -47,9 +41,6 @@ STACK_SIZE = 256 * 1024 * 1024
 """Bytes of stack for compiling. The library calls itself for each level of a grammar, which takes some 10 kB, and does
 not look how much is left. Only what is used takes memory."""
 
-WHITESPACE = r"[ \n\r\t]{1,32}"
-"""Whitespace between the tokens of JSON. It has a bound, since a model may like to go on with it without end."""
-
 LIMITS = llguidance.LLParserLimits(step_lexer_fuel=50_000, step_max_items=20_000, verbose_errors=False)
 
 
@@ -58,6 +49,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_ids = tokenizer.eos_token_ids  # by which an output that follows a grammar may end
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self._token_ids = {token.content: id for id, token in added.items()}
         self._tokenizer: LLTokenizer | None = None
         self._problem = ""  # why there is no `_tokenizer`
         self._checked: OrderedDict[str, None] = OrderedDict()  # grammars that are right, oldest first
@@ -94,7 +87,7 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams, param: str = "structured_outputs") -> str:
         """Return the grammar of `params`. Raise `InvalidRequest`, naming `param`, if it is wrong or too large."""
-        grammar = grammar_text(params, param)
+        grammar = grammar_text(params, param, self._token_ids)
         self.check(grammar, param)
         return grammar
 
@@ -155,9 +148,14 @@ def _thread_with_deep_stack() -> ThreadPoolExecutor:
 _stack_size_lock = threading.Lock()
 
 
-def grammar_text(params: StructuredOutputsParams, param: str = "structured_outputs") -> str:
+def grammar_text(
+    params: StructuredOutputsParams,
+    param: str = "structured_outputs",
+    token_ids: Mapping[str, int] = MappingProxyType({}),
+) -> str:
     """Return a grammar in llguidance's notation. Raise `InvalidRequest`, naming `param`.
 
+    `token_ids` are the ids of texts that are tokens of their own, such as the markers of a family's calls.
     Whether the grammar is right is for `GrammarCompiler.check` to say.
     """
     value = getattr(params, params.kind)
@@ -172,9 +170,9 @@ def grammar_text(params: StructuredOutputsParams, param: str = "structured_outpu
         case "choice":
             return _choice_grammar(value, param)
         case "grammar":
-            return _grammar(_text(value, param), param)
+            return lark_grammar(_text(value, param), param)
         case _:
-            return _tag_grammar(_parse(value, param), param)
+            return structural_tag_grammar(_parse(value, param), param, token_ids)
 
 
 def _check_json_options(params: StructuredOutputsParams, param: str) -> None:
@@ -184,35 +182,17 @@ def _check_json_options(params: StructuredOutputsParams, param: str) -> None:
             raise InvalidRequest(f"{param}: {name} is for JSON, not for {params.kind}", param)
 
 
-def check_length(text: str, param: str, limit: int = MAX_LENGTH) -> None:
-    """Raise `InvalidRequest` if `text` has more than `limit` bytes."""
-    if len(text) > limit or len(text.encode(errors="replace")) > limit:
-        raise InvalidRequest(f"{param} must have at most {limit} bytes", param)
-
-
 def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> str:
-    if not isinstance(schema, (Mapping, bool)):
-        raise InvalidRequest(f"{param} must be a JSON schema, an object, got {brief(schema)}", param)
-    check_length(_schema_text(schema, param), param)
+    check_length(schema_text(schema, param), param)
     if params.disable_additional_properties:
         schema = _closed(schema)
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
-    # `true` is any JSON, as {} is; as options are written into the schema, it has to be an object.
-    schema = {} if schema is True else {"not": {}} if schema is False else schema
     try:
-        return LLMatcher.grammar_from_json_schema(dict(schema), defaults=options)
+        return LLMatcher.grammar_from_json_schema(as_object(schema), defaults=options)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not a JSON schema: {error}", param) from error
-
-
-def _schema_text(schema: Any, param: str) -> str:
-    """Return a schema as JSON. Raise `InvalidRequest` if it is nested too deeply or is no JSON."""
-    try:
-        return json.dumps(schema)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is not a JSON schema: {brief(str(error))}", param) from error
 
 
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
@@ -238,43 +218,6 @@ def _choice_grammar(choices: Any, param: str) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
 
 
-def _grammar(text: str, param: str) -> str:
-    """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules have `::=`."""
-    if "::=" in text:
-        check_length(text, param, MAX_GBNF_LENGTH)
-    elif text.count(":") > MAX_RULES:
-        raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules", param)
-    try:
-        return llguidance.grammar_from("grammar", text)
-    except ValueError as error:
-        raise InvalidRequest(f"{param} is not a grammar: {first_lines(str(error))}", param) from error
-
-
-def _tag_grammar(value: Any, param: str) -> str:
-    """Return the grammar of free text with tags: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("structures"), list):
-        raise InvalidRequest(f"{param} must have structures and triggers, got {brief(value)}", param)
-    triggers = value.get("triggers")
-    if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-        raise InvalidRequest(f"{param}: triggers must be a list of strings, got {brief(triggers)}", param)
-    tags = []
-    for structure in value["structures"]:
-        if not isinstance(structure, Mapping) or not all(
-            isinstance(structure.get(name), str) for name in ("begin", "end")
-        ):
-            raise InvalidRequest(f"{param}: a structure must have begin, schema and end, got {brief(structure)}", param)
-        trigger = next((trigger for trigger in triggers if structure["begin"].startswith(trigger)), None)
-        if trigger is None:
-            raise InvalidRequest(f"{param}: no trigger begins {brief(structure['begin'])}", param)
-        schema = _parse(structure.get("schema", {}), param)
-        if not isinstance(schema, Mapping):
-            raise InvalidRequest(f"{param}: a schema must be an object, got {brief(schema)}", param)
-        tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=dict(schema), end=structure["end"]))
-    if not tags:
-        raise InvalidRequest(f"{param} must have at least one structure", param)
-    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
-
-
 def _parse(value: Any, param: str) -> Any:
     """Return a value of JSON that may have come as its text."""
     if not isinstance(value, str):
@@ -291,8 +234,3 @@ def _text(value: Any, param: str) -> str:
         raise InvalidRequest(f"{param} must be a text that is not empty, got {brief(value)}", param)
     check_length(value, param)
     return value
-
-
-def first_lines(error: str) -> str:
-    """Return what an error of the library says, without the state that it adds."""
-    return error.partition("\n<")[0].strip()[:500]

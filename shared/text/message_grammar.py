@@ -3,15 +3,14 @@
 The calls and the answer are grammars by themselves, in llguidance's notation, of which each keeps its own rules.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from shared.errors import InvalidRequest
 from shared.text import reasoning_parsers, tool_parsers
 from shared.text.harmony import CHANNEL, CONSTRAIN, MESSAGE, START, HarmonyParser
+from shared.text.lark import ANY_TEXT, join_grammars
 from shared.text.message_parser import HARMONY_REASONING, MessageFormat
-from shared.text.tool_parsers.call_grammar import ANY_TEXT, CallGrammar
+from shared.text.tool_parsers.call_grammar import CallGrammar
 
 SPACE = r"/ \n{0,2}|\n{1,2}/"
 """What a model may write between its reasoning and the answer. The parser drops it."""
@@ -21,9 +20,8 @@ def message_grammar(format: MessageFormat, answer: str = "", *, must_call: bool 
     """Return the grammar of an output; "" if it is free.
 
     `answer` is the grammar of an answer without calls; "" if that is free. If `must_call`, there is at least one call
-    instead. If `strict`, calls that the model may make have arguments by the tools' schemas, in formats that tell calls
-    and text apart by a marker. Raise `InvalidRequest` for a schema that is none, and for a demand that the format of
-    calls does not allow.
+    instead. If `strict`, calls that the model may make have arguments by the tools' schemas. Raise `InvalidRequest` for
+    a schema that is none, and for a demand that the format of calls does not allow.
     """
     if format.choice.reasoning == HARMONY_REASONING:
         return _harmony(format, answer, must_call, strict)
@@ -39,7 +37,7 @@ def message_grammar(format: MessageFormat, answer: str = "", *, must_call: bool 
                 "tools",
             )
         return _behind_reasoning(format, {"calls": _calls(format), "answer": answer})
-    if strict and format.tools and _calls_open_by_marker(format):
+    if strict and format.tools:
         return _behind_reasoning(format, {"calls": _calls(format, in_text=True)})
     return ""
 
@@ -60,7 +58,7 @@ def _behind_reasoning(format: MessageFormat, parts: Mapping[str, str]) -> str:
     if not reasoning and len(parts) == 1:
         return next(iter(parts.values()))
     either = " | ".join(f"@{name}" for name in parts)
-    return _joined(grammar.of(f"{reasoning} ({either})"), parts)
+    return join_grammars(grammar.of(f"{reasoning} ({either})"), parts)
 
 
 def _reasoning(grammar: CallGrammar, format: MessageFormat) -> str:
@@ -89,21 +87,4 @@ def _harmony(format: MessageFormat, answer: str, must_call: bool, strict: bool) 
     if not must_call:
         parts["answer"] = answer or f"start: {ANY_TEXT}"
         last.append(f'{channel} "final" (" "? {constrain} "json")? {message} @answer')
-    return _joined(grammar.of(f"({before})* ({' | '.join(last)})"), parts)
-
-
-def _joined(message: str, parts: Mapping[str, str]) -> str:
-    """Return a grammar that refers to `parts` by their names."""
-    grammars: list[dict[str, Any]] = [{"name": "message", "lark_grammar": message}]
-    for name, text in parts.items():
-        first, *others = _grammars(text)
-        grammars += [first | {"name": name}, *others]
-    return json.dumps({"grammars": grammars}, ensure_ascii=False)
-
-
-def _grammars(text: str) -> list[dict[str, Any]]:
-    """Return the grammars in a text, which is JSON with a list of them, or one in Lark's notation."""
-    if not text.startswith("{"):
-        return [{"lark_grammar": text}]
-    grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
-    return grammars
+    return join_grammars(grammar.of(f"({before})* ({' | '.join(last)})"), parts)

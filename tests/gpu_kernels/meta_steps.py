@@ -104,6 +104,7 @@ def random_sampling(random: Random) -> Sampling:
         logit_bias=sometimes(lambda: [(random.randrange(2000), 1.5), (3, -2.0)], []),
         min_tokens=sometimes(lambda: random.randrange(9), 0),
         stop_token_ids=sometimes(lambda: [2, 5], []),
+        grammar=sometimes(lambda: 'start: "a"', ""),
         logprobs=sometimes(lambda: random.choice([0, 1, 5, 20, 50]), -1),
         prompt_logprobs=sometimes(lambda: random.choice([0, 1, 5, 20, 50]), -1),
     )

@@ -143,6 +143,30 @@ def test_masked_tokens_are_the_reference_s(device: torch.device, vocab: int) -> 
     assert tokens != reference.sample(x, parameters).tolist()
     with pytest.raises(ValueError, match="masks must be"):
         gpu.sample(x.to(device), parameters, None, masks[:, 1:].to(device))
+    for none in (None, masks[:1].to(device)):
+        with pytest.raises(ValueError, match="none of the masks"):
+            gpu.sample(x.to(device), parameters, None, none)
+
+
+def test_only_rows_with_a_mask_are_copied(device: torch.device) -> None:
+    """The others are read where they are, whatever lies in the memory for masked ones."""
+    count, vocab = 4, 40
+    x, masks = normal(count, vocab, 2.0), torch.full((1, 2), -1, dtype=torch.int32)
+    parameters = replace(metadata(count), masks=np.array([-1, 0, -1, 0]))
+    tokens = torch.from_numpy(pack_metadata(parameters))[: 4 * count].to(device)
+    masked = gpu.mask_tokens(x.to(device), tokens, masks.to(device)).cpu()
+    assert torch.equal(masked[[1, 3]], x[[1, 3]])
+    spoilt = masked.clone()
+    spoilt[[0, 2]] = NAN
+    sampled = gpu.sample_packed(
+        x.to(device),
+        tokens,
+        torch.from_numpy(pack_metadata(parameters))[4 * count :].to(device),
+        True,
+        True,
+        spoilt.to(device),
+    )
+    assert sampled.tolist() == reference.sample(x, replace(parameters, masks=np.full(count, -1))).tolist()
 
 
 def test_rows_are_shared_strided_and_independent(device: torch.device) -> None:

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from services.worker.models.families import gemma2, llama, opt, qwen3_moe
 from services.worker.models.spec import Family
+from services.worker.runner import ModelRunner
+from shared.protocol import Sampling, StepPlan
 from tests.gpu_kernels.meta_steps import meta_runner, random_plans, sizes
 
 
@@ -49,8 +51,17 @@ MODELS: dict[str, tuple[Family, dict[str, Any], int]] = {
 }
 
 
+def sampling_of(runner: ModelRunner, plan: StepPlan) -> list[Sampling]:
+    """Return the parameters of the sequences that a plan samples for, after it was launched."""
+    assert runner._state is not None
+    slots = [row.slot for row in plan.rows if row.samples]
+    slots += [child for fork in plan.forks for child, _ in fork.children]
+    return [sampling for slot in slots if (sampling := runner._state.sequences.sampling[slot])]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_one_copy_to_the_device_and_waits_for_nothing(name: str) -> None:
+    """Masks are a copy of their own, since they are made while the device computes."""
     family, config, count = MODELS[name]
     runner = meta_runner(family, **config)
     runner.configure(sizes())
@@ -58,7 +69,8 @@ def test_a_step_is_one_copy_to_the_device_and_waits_for_nothing(name: str) -> No
     for plan in random_plans(seed=0, count=count):
         with TransferCounter() as counter:
             step = runner.launch(plan)
-        assert counter.counts == {"aten.to.dtype_layout": 1}  # in inference mode, `Tensor.to` is one operation
+        masked = any(sampling.grammar for sampling in sampling_of(runner, plan))
+        assert counter.counts == {"aten.to.dtype_layout": 1 + masked}  # in inference mode, `Tensor.to` is one operation
         assert step._copy._tensors or not any(row.samples for row in plan.rows)
         assert all(tensor.is_meta for tensor in step._copy._tensors)
         kinds.update(
@@ -67,9 +79,10 @@ def test_a_step_is_one_copy_to_the_device_and_waits_for_nothing(name: str) -> No
             prompts=bool(plan.new_sequences),
             decodes=all(row.count == 1 for row in plan.rows),
             chunks=any(not row.samples for row in plan.rows),
+            masks=masked,
         )
     if count > 100:
-        assert all(kinds[kind] > 5 for kind in ("forks", "copies", "prompts", "decodes", "chunks")), kinds
+        assert all(kinds[kind] > 5 for kind in ("forks", "copies", "prompts", "decodes", "chunks", "masks")), kinds
 
 
 def test_nothing_is_compiled_after_the_start() -> None:

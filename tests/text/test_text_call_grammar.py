@@ -143,6 +143,51 @@ def write_in_text(family: str, tokens: bool, calls: list[Call]) -> str:
     return f"{begin}[{calls[0].name}({', '.join(values)})]{end}"
 
 
+PYTHONS = '[get_weather(city="x", days=3)]'
+JSONS = '{"name": "get_weather", "parameters": {"city": "x", "days": 3}}'
+IN_LINES: dict[str, tuple[list[str], list[str]]] = {  # calls that are right, and texts that only look like calls
+    "llama3_json": (
+        [
+            JSONS,
+            '{ "type": "function", "name": "get_weather",\n"parameters": {"city": "x", "days": 3} }',
+            '{"name": "get_time", "arguments": {}}',
+        ],
+        ['{"a": [1]}', '{"name": "Ann"}', "{", f"Say {JSONS}", "[1]"],
+    ),
+    "pythonic": (
+        [PYTHONS, '[get_time(), get_weather(city="x", days=3, place={"x": 1.5})]', "[ any(a=null)]"],
+        ["[1, 2]", "[get_weather]", f"Say {PYTHONS}", "{}", "["],
+    ),
+}
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("family", IN_LINES)
+def test_calls_without_a_marker_in_text(family: str, tokens: bool) -> None:
+    """A line that begins as the parser takes it for a call is one, and other text is free."""
+    matcher = matcher_of(family, tokens=tokens, in_text=True)
+    one = matcher_of(family, tokens=tokens, in_text=True, parallel=False)
+    calls, texts = IN_LINES[family]
+    for text in ("", "Well.", *calls, *texts):
+        for before in ("", "One\n", "\n  "):
+            assert matcher.matches(before + text), before + text
+            assert one.matches(before + text) or ", get_weather" in text
+        parsed = read(parser_for(family), f"One\n{text}").parsed()
+        assert len(parsed.calls) == (text in calls) * (1 + text.count(", get_weather")), text
+    assert matcher.matches(f"One\n{calls[0]}\n{calls[1]}\nTwo")
+    for call in calls[:2]:
+        for wrong in (call.replace("3", '"3"'), call.replace("days", "day"), call.replace("city", "town")):
+            for before in ("", "One\n", f"{calls[0]} ", f"{calls[0]}\n"):
+                assert not matcher.matches(before + wrong), before + wrong
+    assert not matcher.matches(calls[0][:-1])
+
+
+def test_calls_of_llama_behind_its_marker() -> None:
+    matcher = matcher_of("llama3_json", tokens=True, in_text=True)
+    assert matcher.matches(f"Well <|python_tag|>{JSONS}; {JSONS}")
+    assert not matcher.matches("Well <|python_tag|>" + JSONS.replace("3", '"3"'))
+
+
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45", "lfm2"])
 def test_a_schema_that_is_none_is_refused(family: str) -> None:
     deep: Any = {}

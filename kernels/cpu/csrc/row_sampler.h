@@ -30,14 +30,29 @@ struct Candidate {
 // Orders candidates: the likelier first; of equal ones, the one with the lower id.
 inline bool is_likelier(const Candidate& a, const Candidate& b) { return a.z > b.z || (a.z == b.z && a.id < b.id); }
 
+// A row of `count` logits. Those whose bit in `mask` is 0 read as -inf; without a mask all are as they are.
+struct Logits {
+    const float* x;
+    int64_t count;
+    const int32_t* mask = nullptr;  // bit i of word w belongs to token 32 w + i
+
+    float operator[](int64_t id) const { return !mask || (mask[id / 32] >> (id % 32) & 1) ? x[id] : -INF; }
+    // Returns sixteen logits. The first id is a multiple of sixteen.
+    F32x16 load(int64_t first) const {
+        F32x16 values = F32x16::load(x + first);
+        return mask ? values.keep_bits(uint32_t(mask[first / 32]) >> (first % 32), -INF) : values;
+    }
+};
+
 // Calls f(first id, sixteen values) for each vector of a row. The last one is padded with -inf.
 template <class F>
-void for_each_logits(const float* x, int64_t count, F&& f) {
+void for_each_logits(Logits row, F&& f) {
     int64_t i = 0;
-    for (; i + 16 <= count; i += 16) f(i, F32x16::load(x + i));
-    if (i == count) return;
+    for (; i + 16 <= row.count; i += 16) f(i, row.load(i));
+    if (i == row.count) return;
     float lanes[16];
-    std::fill(std::copy(x + i, x + count, lanes), lanes + 16, -INF);
+    std::fill(lanes, lanes + 16, -INF);
+    for (int64_t id = i; id < row.count; id++) lanes[id - i] = row[id];
     f(i, F32x16::load(lanes));
 }
 
@@ -57,10 +72,10 @@ struct DoubleSum {
 };
 
 // Returns the maximum of a row, or NaN if it has one.
-inline float row_max(const float* x, int64_t count) {
+inline float row_max(Logits row) {
     F32x16 max_lanes = F32x16::set(-INF);
     uint32_t nan = 0;
-    for_each_logits(x, count, [&](int64_t, F32x16 value) {
+    for_each_logits(row, [&](int64_t, F32x16 value) {
         nan |= value.nan_lanes();
         max_lanes = max(value, max_lanes);  // in this order of arguments NaN is ignored
     });
@@ -68,12 +83,15 @@ inline float row_max(const float* x, int64_t count) {
 }
 
 // Returns the lowest id of the maximum. NaN counts as the maximum.
-inline int64_t argmax(const float* x, int64_t count) {
-    float maximum = row_max(x, count);
-    if (std::isnan(maximum)) return std::find_if(x, x + count, [](float v) { return std::isnan(v); }) - x;
-    for (int64_t i = 0; i + 16 <= count; i += 16)
-        if (uint32_t lanes = F32x16::load(x + i).lanes_equal(maximum)) return i + __builtin_ctz(lanes);
-    return std::find(x + count / 16 * 16, x + count, maximum) - x;
+inline int64_t argmax(Logits row) {
+    float maximum = row_max(row);
+    bool is_nan = std::isnan(maximum);
+    int64_t i = 0;
+    for (; i + 16 <= row.count; i += 16)
+        if (uint32_t lanes = is_nan ? row.load(i).nan_lanes() : row.load(i).lanes_equal(maximum))
+            return i + __builtin_ctz(lanes);
+    while (is_nan ? !std::isnan(row[i]) : row[i] != maximum) i++;
+    return i;
 }
 
 // The noise of a row's tokens: the first word of Philox4x32-10 with the counter (token, position, sample, 0).
@@ -110,26 +128,11 @@ class RowSampler {
   public:
     explicit RowSampler(int64_t vocab) : vocab_(vocab) {}
 
-    // Returns a copy of a row with -inf for the tokens whose bit in `mask` is 0. It lasts until the next call.
-    const float* masked(const float* x, const int32_t* mask) {
-        masked_.resize((vocab_ + 31) / 32 * 32);
-        for (int64_t first = 0; first < vocab_; first += 32) {
-            auto word = uint32_t(mask[first / 32]);
-            if (word == 0) {
-                std::fill_n(&masked_[first], 32, -INF);
-                continue;
-            }
-            int64_t end = std::min<int64_t>(32, vocab_ - first);
-            for (int64_t i = 0; i < end; i++) masked_[first + i] = word >> i & 1 ? x[first + i] : -INF;
-        }
-        return masked_.data();
-    }
-
-    int64_t draw(const float* x, float temperature, int64_t top_k, float top_p, float min_p, const Noise& noise) {
-        float maximum = row_max(x, vocab_);
+    int64_t draw(Logits row, float temperature, int64_t top_k, float top_p, float min_p, const Noise& noise) {
+        float maximum = row_max(row);
         if (!std::isfinite(maximum)) return vocab_ - 1;  // without a distribution, any id will do
         min_z_ = float(std::log(double(min_p)));
-        scale(x, maximum, temperature);
+        scale(row, maximum, temperature);
         bool has_top_k = top_k > 0 && top_k < vocab_, has_top_p = top_p < 1;
         if (has_top_k || has_top_p) {
             Threshold too_high = collect_enough(has_top_k ? top_k : 0, has_top_p ? double(top_p) * total_mass_ : 0);
@@ -146,16 +149,16 @@ class RowSampler {
     }
 
     // Returns the k largest logits of a row, best first. `maximum` is the row's.
-    const std::vector<Candidate>& top_k(const float* x, float maximum, int64_t k) {
+    const std::vector<Candidate>& top_k(Logits row, float maximum, int64_t k) {
         for (float threshold : {-REACH, -2 * REACH, -INF}) {
             if (!std::isfinite(maximum)) threshold = -INF;
             float min_logit = threshold == -INF ? -INF : maximum + threshold;
             candidates_.clear();
-            for_each_logits(x, vocab_, [&](int64_t first, F32x16 value) {
+            for_each_logits(row, [&](int64_t first, F32x16 value) {
                 uint32_t lanes = threshold == -INF ? 0xffff : value.lanes_at_least(min_logit);
                 for (; lanes; lanes &= lanes - 1) {
                     int64_t id = first + __builtin_ctz(lanes);
-                    if (id < vocab_) candidates_.push_back({std::isnan(x[id]) ? INF : x[id], int32_t(id)});
+                    if (id < vocab_) candidates_.push_back({std::isnan(row[id]) ? INF : row[id], int32_t(id)});
                 }
             });
             if (int64_t(candidates_.size()) >= k) break;
@@ -167,11 +170,12 @@ class RowSampler {
 
   private:
     // Sets z = (x - maximum) / temperature. Sums e^z over all tokens that min_p leaves, and over those below -REACH.
-    void scale(const float* x, float maximum, float temperature) {
+    void scale(Logits row, float maximum, float temperature) {
         z_.resize(vocab_ + 16);
         F32x16 shift = F32x16::set(maximum), divisor = F32x16::set(temperature);
         DoubleSum total, tail;
-        for_each_logits(x, vocab_, [&](int64_t first, F32x16 value) {
+        for_each_logits(row, [&](int64_t first, F32x16 value) {
+            if (value.lanes_equal(-INF) == 0xffff) return value.store(&z_[first]);  // most vectors of a narrow mask
             F32x16 z = (value - shift) / divisor;
             z.store(&z_[first]);
             F32x16 weight = exp(z).zero_where_below(z, min_z_);
@@ -185,7 +189,7 @@ class RowSampler {
     void collect(float threshold) {
         float min_z = std::max({threshold, min_z_, std::numeric_limits<float>::lowest()});
         candidates_.clear();
-        for_each_logits(z_.data(), vocab_, [&](int64_t first, F32x16 z) {
+        for_each_logits({z_.data(), vocab_}, [&](int64_t first, F32x16 z) {
             for (uint32_t lanes = z.lanes_at_least(min_z); lanes; lanes &= lanes - 1) {
                 int64_t id = first + __builtin_ctz(lanes);
                 candidates_.push_back({z_[id], int32_t(id)});
@@ -220,7 +224,7 @@ class RowSampler {
         std::array<Threshold, THRESHOLDS.size()> thresholds;
         std::array<DoubleSum, THRESHOLDS.size()> masses;
         for (size_t i = 0; i < THRESHOLDS.size(); i++) thresholds[i] = {THRESHOLDS[i], 0, 0};
-        for_each_logits(z_.data(), vocab_, [&](int64_t, F32x16 z) {
+        for_each_logits({z_.data(), vocab_}, [&](int64_t, F32x16 z) {
             F32x16 weight = exp(z).zero_where_below(z, min_z_);
             for (size_t i = 0; i < THRESHOLDS.size(); i++) {
                 thresholds[i].count += __builtin_popcount(z.lanes_at_least(std::max(THRESHOLDS[i], min_z_)));
@@ -302,7 +306,7 @@ class RowSampler {
     int64_t vocab_;
     float min_z_ = -INF;  // log(min_p)
     double total_mass_ = 0, tail_mass_ = 0;
-    std::vector<float> z_, masked_;
+    std::vector<float> z_;
     std::vector<Candidate> candidates_;
 };
 

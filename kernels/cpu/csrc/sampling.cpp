@@ -59,11 +59,9 @@ void sample(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& 
         TORCH_CHECK(mask_row[i] >= -1 && mask_row[i] < num_masks, "no such mask");
     }
     parallel_for_rows(count, vocab, [&](int64_t i, RowSampler& sampler) {
-        const float* row_logits = x + row[i] * vocab;
-        if (mask_row[i] >= 0) row_logits = sampler.masked(row_logits, mask_words + mask_row[i] * words);
+        Logits allowed{x + row[i] * vocab, vocab, mask_row[i] < 0 ? nullptr : mask_words + mask_row[i] * words};
         Noise noise{seed[i], index[i], position[i]};
-        out[i] = t[i] < greedy_below ? argmax(row_logits, vocab)
-                                     : sampler.draw(row_logits, t[i], k[i], p[i], minimum[i], noise);
+        out[i] = t[i] < greedy_below ? argmax(allowed) : sampler.draw(allowed, t[i], k[i], p[i], minimum[i], noise);
     });
 }
 
@@ -109,11 +107,11 @@ void penalties(at::Tensor& logits, const at::Tensor& tokens, const at::Tensor& p
 }
 
 // Returns the rank of a token, 1 for the likeliest. Of equal logits, the one with the lower id comes first.
-int64_t rank(const float* x, int64_t vocab, int64_t token) {
+int64_t rank(Logits row, int64_t token) {
     int64_t count = 1;
-    for_each_logits(x, vocab, [&](int64_t first, F32x16 value) {
+    for_each_logits(row, [&](int64_t first, F32x16 value) {
         uint32_t lower_ids = token >= first + 16 ? 0xffff : token < first ? 0 : (1u << (token - first)) - 1;
-        count += __builtin_popcount(value.lanes_at_least(x[token]) & (~value.lanes_equal(x[token]) | lower_ids));
+        count += __builtin_popcount(value.lanes_at_least(row[token]) & (~value.lanes_equal(row[token]) | lower_ids));
     });
     return count;
 }
@@ -132,16 +130,16 @@ void logprobs(const at::Tensor& logits, const at::Tensor& tokens, double floor, 
     int64_t *rank_out = ranks.mutable_data_ptr<int64_t>(), *top_id_out = top_ids.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < count; i++) TORCH_CHECK(token[i] >= 0 && token[i] < vocab, "no such token");
     parallel_for_rows(count, vocab, [&](int64_t i, RowSampler& sampler) {
-        const float* row = x + i * vocab;
-        float maximum = row_max(row, vocab);
+        Logits row{x + i * vocab, vocab};
+        float maximum = row_max(row);
         DoubleSum mass;
-        for_each_logits(row, vocab, [&](int64_t, F32x16 value) { mass.add(exp(value - F32x16::set(maximum))); });
+        for_each_logits(row, [&](int64_t, F32x16 value) { mass.add(exp(value - F32x16::set(maximum))); });
         float total = maximum + float(std::log(mass.value()));
         auto logprob = [&](float logit) {
             float value = logit - total;
             return value > floor ? value : float(floor);  // `floor` for NaN too
         };
-        value_out[i] = logprob(row[token[i]]), rank_out[i] = rank(row, vocab, token[i]);
+        value_out[i] = logprob(row[token[i]]), rank_out[i] = rank(row, token[i]);
         if (k == 0) return;
         const std::vector<Candidate>& best = sampler.top_k(row, maximum, k);
         for (int64_t j = 0; j < k; j++) {

@@ -79,6 +79,10 @@ struct F32x16 {
         uint32_t before = from <= 0 ? 0 : from >= 16 ? 0xffff : (1u << from) - 1;
         return {_mm512_mask_mov_ps(_mm512_set1_ps(value), __mmask16(upto & ~before), v)};
     }
+    // Sets the lanes whose bit is 0 to `value`.
+    F32x16 keep_bits(uint32_t bits, float value) const {
+        return {_mm512_mask_mov_ps(_mm512_set1_ps(value), __mmask16(bits), v)};
+    }
     // Returns v * 2^n, for whole n.
     F32x16 ldexp(F32x16 n) const { return {_mm512_scalef_ps(v, n.v)}; }
     // Return a bit for each lane, the lowest for the first.
@@ -152,6 +156,14 @@ struct F32x16 {
         for (int i = 0; i < 16; i++)
             if (i < from || i >= to) lanes[i] = value;
         return load(lanes);
+    }
+    F32x16 keep_bits(uint32_t bits, float value) const {
+        auto keep = [value](__m256 x, uint32_t lanes) {
+            __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+            __m256i kept = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(lanes)), bit), bit);
+            return _mm256_blendv_ps(_mm256_set1_ps(value), x, _mm256_castsi256_ps(kept));
+        };
+        return {keep(lo, bits), keep(hi, bits >> 8)};
     }
     F32x16 ldexp(F32x16 n) const {
         auto power = [](__m256 x) {

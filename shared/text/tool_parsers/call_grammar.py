@@ -9,43 +9,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import InvalidRequest, brief
+from shared.text.lark import ANY_TEXT, LarkRules
 
 OPTIONS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """JSON as templates print it. With any white space, a model could write that without end."""
 
-ANY_TEXT = r"/(.|\n)*/"
-"""An expression for any text without tokens of their own."""
-
 Schema = Mapping[str, Any]
 
 
-class CallGrammar:
-    """Collects the rules of a grammar. `token_ids` are those of markers that are tokens of their own.
+class CallGrammar(LarkRules):
+    """Collects the rules of a grammar of calls. `token_ids` are those of markers that are tokens of their own.
 
     If `in_text`, calls may be left out, and there may be any text before, between and behind them.
     """
 
     def __init__(self, token_ids: Mapping[str, int], *, in_text: bool = False) -> None:
-        self._token_ids = token_ids
+        super().__init__(token_ids)
         self._in_text = in_text
-        self._rules: dict[str, str] = {}  # name and attributes, by the body
-
-    def has_token(self, marker: str) -> bool:
-        """Return whether a marker is a token of its own."""
-        return marker in self._token_ids
-
-    def marker(self, text: str) -> str:
-        """Return an expression for a marker: its token if it is one, or else its text."""
-        id = self._token_ids.get(text)
-        return self.text(text) if id is None else f"<[{id}]>"
 
     def opening(self, marker: str) -> str:
         """Return an expression for the marker that opens calls, with the text before it if there may be some."""
         return self.until(marker) if self._in_text else self.marker(marker)
-
-    def text(self, text: str) -> str:
-        """Return an expression for a text, which is empty for no text."""
-        return json.dumps(text, ensure_ascii=False) if text else ""
 
     def object(self, schema: Schema) -> str:
         """Return an expression for an object by a schema of parameters. Without one it is empty."""
@@ -57,12 +41,26 @@ class CallGrammar:
             text = json.dumps(dict(schema) | OPTIONS, ensure_ascii=False)
         except RecursionError as error:
             raise InvalidRequest("tools: a schema is nested too deeply", "tools") from error
-        return self._rule(f"%json {text}")
+        return self.rule(f"%json {text}")
 
-    def until(self, end: str) -> str:
-        """Return an expression for any text up to the first marker `end`, and that, as its token or spelled."""
-        spelled = self._rule(f"{ANY_TEXT} {self.text(end)}", "[lazy]")
-        return f"({ANY_TEXT} {self.marker(end)} | {spelled})" if self.has_token(end) else spelled
+    def in_lines(
+        self, lines: Sequence[tuple[str, str]], calls: Sequence[str], marker: str = "", *, parallel: bool
+    ) -> str:
+        """Return the grammar of any text in which a line that begins like a call is one.
+
+        Each of `lines` is a regular expression for a call's beginning, and an expression for the rest, which may refer
+        to one of `calls` as "call". Calls may also follow one another, and `marker`, if there is one.
+        """
+        first, others = [], []
+        for opening, rest in lines:
+            behind_text, behind_call = rf"/((.|\n)*\n)?\s*{opening}/", rf"/[\s;,}}]*{opening}/"
+            first.append(f"{self.rule(behind_text, '[lazy]')} {rest}")
+            others.append(f"{self.rule(behind_call, '[lazy]')} {rest}")
+        other = f"({' | '.join(others)})"
+        if marker:
+            first.append(f"{self.until(marker)} {other}")
+        start = f"(({' | '.join(first)}) {other}*)*" if parallel else f"({' | '.join(first)})?"
+        return self.of(f"{start} {ANY_TEXT}", f"call: {' | '.join(calls)}")
 
     def finish(self, begin: str, calls: Sequence[str], separator: str, end: str, *, parallel: bool) -> str:
         """Return the grammar of one of `calls`, or of several if `parallel`, between two expressions."""
@@ -70,16 +68,6 @@ class CallGrammar:
         if self._in_text:
             start = f"({start}){'*' if parallel else '?'} {ANY_TEXT}"
         return self.of(start, f"call: {' | '.join(calls)}")
-
-    def of(self, start: str, *rules: str) -> str:
-        """Return the grammar that begins with the expression `start`, with these rules and those of this grammar."""
-        own = [f"{name}: {body}" for body, name in self._rules.items()]
-        return "\n".join([f"start: {start}", *rules, *own]) + "\n"
-
-    def _rule(self, body: str, attributes: str = "") -> str:
-        """Return the name of a rule with this body."""
-        name = self._rules.setdefault(body, f"rule{len(self._rules)}{attributes}")
-        return name.removesuffix(attributes)
 
 
 def properties(schema: Schema) -> list[tuple[str, Schema, bool]]:

@@ -3,10 +3,15 @@
 {"name": "get_weather", "parameters": {"city": "Paris"}}
 """
 
+import re
+
 from shared.text.text_reader import Parsing
 from shared.text.tool_parsers.call_grammar import CallGrammar, Schema
 from shared.text.tool_parsers.json_calls import JsonCallParser
 from shared.text.tool_parsers.tool_parser import Frame
+
+SPACE = r"[ \n\r\t]{0,16}"
+"""White space that a model may write within a call."""
 
 
 class Llama3JsonParser(JsonCallParser):
@@ -25,6 +30,13 @@ class Llama3JsonParser(JsonCallParser):
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:
         return Frame(separator=grammar.text("; "))
+
+    @classmethod
+    def _line(cls, grammar: CallGrammar, name: str, schema: Schema, parallel: bool) -> tuple[str, str]:
+        kind = rf'"type"{SPACE}:{SPACE}"function"{SPACE},{SPACE}'
+        opening = rf'\{{{SPACE}({kind})?"name"{SPACE}:{SPACE}"{re.escape(name)}"'
+        key = f'/{SPACE},{SPACE}"(parameters|arguments)"{SPACE}:{SPACE}/'
+        return opening, f"{key} {grammar.object(schema)} /{SPACE}\\}}/"
 
     def _read_calls(self, marker: str) -> Parsing[bool]:
         if marker != "{":

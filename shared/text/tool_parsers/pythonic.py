@@ -29,6 +29,16 @@ class PythonicParser(TextArgumentsParser):
     @classmethod
     def _call(cls, grammar: CallGrammar, name: str, schema: Schema) -> str:
         """Return the expression for a call with its values as JSON, which the parser reads too."""
+        return f"{grammar.text(name + '(')} {cls._arguments(grammar, schema)} {grammar.text(')')}"
+
+    @classmethod
+    def _line(cls, grammar: CallGrammar, name: str, schema: Schema, parallel: bool) -> tuple[str, str]:
+        others = f"({grammar.text(', ')} call)*" if parallel else ""
+        rest = [cls._arguments(grammar, schema), grammar.text(")"), others, grammar.text("]")]
+        return rf"\[\s*{re.escape(name)}\(", " ".join(rest)
+
+    @classmethod
+    def _arguments(cls, grammar: CallGrammar, schema: Schema) -> str:
         listed = sorted(properties(schema), key=lambda item: not item[2])  # those that must be there first
         pairs = [f"{grammar.text(key + '=')} {grammar.json(value)}" for key, value, _ in listed]
         num_required = sum(is_required for _, _, is_required in listed)
@@ -39,7 +49,7 @@ class PythonicParser(TextArgumentsParser):
         else:
             begins = [" ".join([pair, *optional[index + 1 :]]) for index, pair in enumerate(pairs)]
             arguments = f"({' | '.join(begins)})?" if begins else ""
-        return f"{grammar.text(name + '(')} {arguments} {grammar.text(')')}"
+        return arguments
 
     @classmethod
     def _frame(cls, grammar: CallGrammar) -> Frame:

@@ -74,13 +74,15 @@ class ToolParser(StreamParser):
     ) -> str:
         """Return a grammar of a call of one of `tools`, or of several, for llguidance (`call_grammar.py`).
 
-        `token_ids` are the ids of those markers that are tokens of the vocabulary, special or not. If `in_text`, which
-        needs calls that open by a marker, it is a grammar of any text that may have calls. Raise `InvalidRequest` for a
-        schema that is none.
+        `token_ids` are the ids of those markers that are tokens of the vocabulary, special or not. If `in_text`, it is
+        a grammar of any text that may have calls. Raise `InvalidRequest` for a schema that is none.
         """
         grammar = CallGrammar(token_ids, in_text=in_text)
-        frame = cls._frame(grammar)
         calls = [cls._call(grammar, name, schema) for name, schema in tools.items()]
+        if in_text and not cls.opens_by_marker:
+            lines = [cls._line(grammar, name, schema, parallel) for name, schema in tools.items()]
+            return grammar.in_lines(lines, calls, cls.begins[0] if len(cls.begins) > 1 else "", parallel=parallel)
+        frame = cls._frame(grammar)
         return grammar.finish(frame.begin, calls, frame.separator, frame.end, parallel=parallel)
 
     @classmethod
@@ -92,6 +94,11 @@ class ToolParser(StreamParser):
     @abstractmethod
     def _call(cls, grammar: CallGrammar, name: str, schema: Mapping[str, Any]) -> str:
         """Return the expression of a grammar for a call of one tool."""
+
+    @classmethod
+    def _line(cls, grammar: CallGrammar, name: str, schema: Mapping[str, Any], parallel: bool) -> tuple[str, str]:
+        """Return one of the lines that `CallGrammar.in_lines` takes. Families whose calls have no marker need it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _read_calls(self, marker: str) -> Parsing[bool]:
