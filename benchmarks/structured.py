@@ -94,7 +94,7 @@ def report_new_schemas(llm: LLM, free: SamplingParams, rounds: int = 20) -> None
     for at in range(rounds):
         demand = StructuredOutputsParams(json=SCHEMA | {"title": str(at)})
         later.append(run(llm, replace(free, structured_outputs=demand), 1).seconds - run(llm, free, 1).seconds)
-    compiler = GrammarCompiler(llm.get_tokenizer())
+    compiler = GrammarCompiler(llm.tokenizer)
     seconds = [compile_seconds(compiler, SCHEMA | {"title": str(at)}) for at in range(rounds)]
     print(
         f"\nThe first token by a new schema comes {1e3 * statistics.median(later):.2f} ms later. To compile it, which "
@@ -105,7 +105,7 @@ def report_new_schemas(llm: LLM, free: SamplingParams, rounds: int = 20) -> None
 def report_forced_tokens(llm: LLM, params: SamplingParams, streams: int = 8) -> None:
     """Print the share of the tokens of outputs beside which the grammar allows no other."""
     assert params.structured_outputs is not None
-    compiler = GrammarCompiler(llm.get_tokenizer())
+    compiler = GrammarCompiler(llm.tokenizer)
     grammar = grammar_text(params.structured_outputs)
     words = np.empty((1, compiler.mask_words), np.int32)
     forced = total = 0

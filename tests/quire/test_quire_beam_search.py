@@ -28,7 +28,7 @@ def expected(folder: Path, ids: list[int], eos: int | None, **options: Any) -> l
 
 
 def test_its_beams_are_those_of_transformers(llm: LLM, folder: Path) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     for params, eos in (
         (BeamSearchParams(beam_width=4, max_tokens=10), tokenizer.eos_token_ids[0]),
         (BeamSearchParams(4, 10, ignore_eos=True, length_penalty=0.0), None),
@@ -41,7 +41,7 @@ def test_its_beams_are_those_of_transformers(llm: LLM, folder: Path) -> None:
 
 
 def test_a_sequence_has_vllms_fields(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     (output,) = llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=3, max_tokens=6, temperature=1.0))
     assert isinstance(output, BeamSearchOutput)
     ids = tokenizer.encode(PROMPTS[0])
@@ -76,7 +76,7 @@ def test_log_probabilities_are_those_of_a_prompt_that_is_scored(llm: LLM) -> Non
 def test_a_stop_token_is_shown_on_demand(folder: Path) -> None:
     """With a tokenizer whose end-of-sequence token is one that the beams have."""
     with LLM(folder, dtype="float32", kv_cache_memory=0.05, num_threads=1) as llm:
-        tokenizer = llm.get_tokenizer()
+        tokenizer = llm.tokenizer
         (plain,) = llm.beam_search(PROMPTS[0], BeamSearchParams(2, 5, ignore_eos=True))
         ids = tokenizer.encode(PROMPTS[0])
         stop = plain.sequences[0].tokens[len(ids) + 2]

@@ -77,7 +77,7 @@ def test_bad_words_and_allowed_tokens_work_as_in_transformers(
     llm: LLM, folder: Path, prompt: str, words: list[str]
 ) -> None:
     """The model says the words if it may. Most are several tokens, of which the first ones may come."""
-    model, tokenizer = OPTForCausalLM.from_pretrained(folder), llm.get_tokenizer()
+    model, tokenizer = OPTForCausalLM.from_pretrained(folder), llm.tokenizer
     ids = tokenizer.encode(prompt)
 
     def reference(**options: Any) -> list[int]:
@@ -109,7 +109,7 @@ def test_samples_and_prompts_of_a_batch_have_their_own_bad_words(llm: LLM) -> No
     ]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     free, banned, other = [[one.token_ids for one in output.outputs] for output in outputs]
-    sequences = tokenize_bad_words(words, llm.get_tokenizer())
+    sequences = tokenize_bad_words(words, llm.tokenizer)
     assert any(contains(ids, word) for ids in (*free, *other) for word in sequences)
     assert not any(contains(ids, word) for ids in banned for word in sequences)
     assert len({tuple(ids) for ids in banned}) == 3
@@ -120,7 +120,7 @@ def contains(ids: list[int], word: list[int]) -> bool:
 
 
 def test_an_output_of_which_bad_words_leave_nothing_is_an_error(llm: LLM) -> None:
-    digits = [id for id in range(320) if llm.get_tokenizer().decode([id]) in {"1", "2"}]
+    digits = [id for id in range(320) if llm.tokenizer.decode([id]) in {"1", "2"}]
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=digits, bad_words=["11", "12", "21", "22"])
     with pytest.raises(EngineFailure, match="bad_words rule out"):
         llm.generate(PROMPTS[0], params, use_tqdm=False)

@@ -30,7 +30,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def new_texts(llm: LLM, output: BeamSearchOutput) -> list[str]:
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.tokenizer
     start = len(tokenizer.encode(PROMPT))
     return [tokenizer.decode(sequence.tokens[start:], skip_special_tokens=True) for sequence in output.sequences]
 
