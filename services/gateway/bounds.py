@@ -23,6 +23,9 @@ MAX_VALUES = 1_048_576  # mostly token ids
 MAX_SAMPLES = 1024
 """Prompts times n of one request: as many as the engine's queue takes by default."""
 
+MAX_TOKENS = 1_048_576
+"""Token ids in an answer of /tokenize: making a list of them takes 20 ms."""
+
 MAX_LISTED = 65_536
 """Entries of `logit_bias` and `stop_token_ids` times prompts: they are sent to the engine with each prompt."""
 

@@ -13,7 +13,7 @@ from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.message import MessageReader, finish_reason
-from services.gateway.prompt import PreparedPrompt, chat_prompt
+from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, chat_prompt
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import chat_params, priority_of
 from services.gateway.stream import collect, stream
@@ -50,13 +50,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
     params = chat_params(request, model.defaults)
     tools = _tools_to_parse(request, gateway)
     welcome = await gateway.backend.first_welcome()
-    prompt = await chat_prompt(
-        request,
-        model.tokenizer,
-        model.template,
-        variables=_template_variables(request, gateway.config),
-        max_model_len=welcome.max_model_len,
-    )
+    prompt = await tokenize_chat(request, gateway, welcome.max_model_len)
     format = _format(request, model.parsers, tools, prompt.text or "")
     return gateway.prepare(
         prompt,
@@ -68,6 +62,20 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         request_id=id,
         grammar=await compile_chat_grammar(request, model, format),
         format=format,
+    )
+
+
+async def tokenize_chat(
+    request: ChatRequest, gateway: Gateway, max_model_len: int, *, must_fit: bool = True
+) -> TokenizedPrompt:
+    """Return the prompt of a chat. Raise `InvalidRequest`: if it `must_fit`, also for one that does not."""
+    return await chat_prompt(
+        request,
+        gateway.model.tokenizer,
+        gateway.model.template,
+        variables=_template_variables(request, gateway.config),
+        max_model_len=max_model_len,
+        must_fit=must_fit,
     )
 
 

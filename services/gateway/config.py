@@ -146,6 +146,12 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     strict_fields: Annotated[
         bool, Meta(description="Refuse a request with a field that this server does not know, instead of ignoring it.")
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="Show the tokenizer's configuration and the chat template at /tokenizer_info.")
+    ] = False
+    disable_fastapi_docs: Annotated[
+        bool, Meta(description="Serve neither /openapi.json, which describes the API, nor /docs, which shows it.")
+    ] = False
     enable_force_include_usage: Annotated[
         bool,
         Meta(
