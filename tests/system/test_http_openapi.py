@@ -9,8 +9,10 @@ import asyncio
 import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tests.scripted_worker import Reply, Script
@@ -18,12 +20,21 @@ from tests.system.processes import server
 
 EXAMPLES = os.environ.get("QUIRE_TEST_EXAMPLES", "10")
 KEY = "secret"
+GENERATING = ("/v1/chat/completions", "/v1/completions")
 SETTINGS = """
 [[operations]]
 include-path = ["/health", "/ping"]
 checks.not_a_server_error.expected-statuses = [200, 400, 405, 503]
 """
 SCRIPT = Script(eos=1, replies=[Reply(prompt=[], tokens=[20, 21, 22])])  # to any prompt
+
+
+async def num_answered(port: int) -> Counter[tuple[str, str]]:
+    """Return the number of the gateway's answers by path and status."""
+    async with aiohttp.ClientSession() as client, client.get(f"http://127.0.0.1:{port}/metrics") as response:
+        text = await response.text()
+    found = re.findall(r'^quire:http_responses_total\{code="(\d+)",handler="([^"]+)"\} (\S+)', text, re.MULTILINE)
+    return Counter({(path, status): int(float(count)) for status, path, count in found})
 
 
 @pytest.mark.timeout(7200)
@@ -42,6 +53,9 @@ async def test_the_server_is_as_described(tmp_path: Path) -> None:
         )
         output = (await process.communicate())[0].decode()
         assert process.returncode == 0, output
+        answered = await num_answered(running.port)
+        assert all(answered[path, "200"] > 20 for path in GENERATING), answered  # not only refusals were compared
+        assert all(answered[path, "400"] > 20 for path in GENERATING), answered
         parts = (running.engine.scheduler, running.engine.worker, running.gateway)
         assert [part.lives for part in parts] == [1, 1, 1], output
     assert re.search(r"\d+ passed|No issues found", output)
