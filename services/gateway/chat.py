@@ -21,6 +21,7 @@ from services.gateway.structured_outputs import compile_chat_grammar
 from services.gateway.threads import run_in_thread_if
 from services.gateway.tools import for_template, must_call, named_tool, schemas
 from shared.errors import InvalidRequest
+from shared.protocol import Welcome
 from shared.text.message_parser import AUTO, NONE, MessageFormat, ParserChoice
 from shared.text.messages import text_of
 from shared.text.tool_parsers.tool_parser import Tools
@@ -50,7 +51,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
     params = chat_params(request, model.defaults)
     tools = _tools_to_parse(request, gateway)
     welcome = await gateway.backend.first_welcome()
-    prompt = await tokenize_chat(request, gateway, welcome.max_model_len)
+    prompt = await tokenize_chat(gateway, request, welcome)
     format = _format(request, model.parsers, tools, prompt.text or "")
     return gateway.prepare(
         prompt,
@@ -66,15 +67,15 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
 
 
 async def tokenize_chat(
-    request: ChatRequest, gateway: Gateway, max_model_len: int, *, must_fit: bool = True
+    gateway: Gateway, request: ChatRequest, welcome: Welcome, *, must_fit: bool = True
 ) -> TokenizedPrompt:
-    """Return the prompt of a chat. Raise `InvalidRequest`: if it `must_fit`, also for one that does not."""
+    """Return the prompt of a chat. Raise `InvalidRequest`, also if it does not fit the context though it `must_fit`."""
     return await chat_prompt(
         request,
         gateway.model.tokenizer,
         gateway.model.template,
         variables=_template_variables(request, gateway.config),
-        max_model_len=max_model_len,
+        max_model_len=welcome.max_model_len,
         must_fit=must_fit,
     )
 

@@ -21,6 +21,7 @@ from services.gateway.structured_outputs import compile_grammar
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
 from shared.params import SamplingParams
+from shared.protocol import Welcome
 from shared.text.logprobs import LogprobEntry
 
 MAX_PROMPT_LOGPROBS = 1_000_000
@@ -53,9 +54,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
     params = completion_params(request, model.defaults)
     grammar = await compile_grammar(request, model)
     welcome = await gateway.backend.first_welcome()
-    prompts = await completion_prompts(
-        request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
-    )
+    prompts = await tokenize_completion(gateway, request, welcome)
     _check_samples(len(prompts), params)
     default_max_tokens = DEFAULT_COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
@@ -78,6 +77,19 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
         )
         await asyncio.sleep(0)  # let other requests run in between
     return prepared
+
+
+async def tokenize_completion(
+    gateway: Gateway, request: CompletionRequest, welcome: Welcome, *, must_fit: bool = True
+) -> list[TokenizedPrompt]:
+    """Return the prompts of a completion. Raise `InvalidRequest`, also if one does not fit though it `must_fit`."""
+    return await completion_prompts(
+        request,
+        gateway.model.tokenizer,
+        max_model_len=welcome.max_model_len,
+        vocab_size=welcome.model.vocab_size,
+        must_fit=must_fit,
+    )
 
 
 def _choices(prompt_index: int, generation: Generation, with_prompt_logprobs: bool) -> list[dict[str, Any]]:

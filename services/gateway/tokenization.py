@@ -12,8 +12,9 @@ from services.gateway.api_requests import DetokenizeRequest, TokenizeChatRequest
 from services.gateway.api_responses import DetokenizeResponse, TokenizeResponse
 from services.gateway.body import read
 from services.gateway.chat import tokenize_chat
+from services.gateway.completions import tokenize_completion
 from services.gateway.gateway import GATEWAY, Gateway
-from services.gateway.prompt import LONG_TEXT, TokenizedPrompt, check_ids, completion_prompts
+from services.gateway.prompt import LONG_TEXT, TokenizedPrompt, check_ids
 from services.gateway.response import json_response
 from services.gateway.threads import run_in_thread_if
 from shared.protocol import Welcome
@@ -54,14 +55,8 @@ async def tokenizer_info(http: web.Request) -> web.Response:
 
 async def _prompt(request: TokenizeRequest, gateway: Gateway, welcome: Welcome) -> TokenizedPrompt:
     if isinstance(request, TokenizeChatRequest):
-        return await tokenize_chat(request, gateway, welcome.max_model_len, must_fit=False)
-    (prompt,) = await completion_prompts(
-        request,
-        gateway.model.tokenizer,
-        max_model_len=welcome.max_model_len,
-        vocab_size=welcome.model.vocab_size,
-        must_fit=False,
-    )
+        return await tokenize_chat(gateway, request, welcome, must_fit=False)
+    (prompt,) = await tokenize_completion(gateway, request, welcome, must_fit=False)
     return prompt
 
 
