@@ -146,7 +146,8 @@ async def _from_texts(
                 f"but {param} has {len(text)}",
                 param,
             )
-    check = partial(_check_length, max_model_len=max_model_len, param=param) if must_fit else _check_listed
+    fits = partial(_check_length, max_model_len=max_model_len, param=param)
+    check = fits if must_fit else partial(_check_listed, param=param)
     if sum(map(len, texts)) <= LONG_TEXT:
         return _tokenize(texts, tokenizer, add_special_tokens, check, with_offsets)
     return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, check, with_offsets)
@@ -189,10 +190,10 @@ def _check_length(count: int, max_model_len: int, param: str) -> None:
         raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
 
 
-def _check_listed(count: int) -> None:
+def _check_listed(count: int, param: str) -> None:
     """Raise `InvalidRequest` if an answer cannot list so many tokens."""
     if count > MAX_TOKENS:
-        raise InvalidRequest(f"an answer lists at most {MAX_TOKENS} tokens, but there are {count}")
+        raise InvalidRequest(f"an answer lists at most {MAX_TOKENS} tokens, but {param} has {count}", param)
 
 
 def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[TokenizedPrompt]:

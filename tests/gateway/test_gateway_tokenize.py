@@ -198,7 +198,7 @@ async def test_an_answer_lists_a_bounded_number_of_tokens() -> None:
     async with serve(FakeBackend(max_model_len=100_000)) as client:
         body = msgspec.json.encode({"prompt": "é" * (MAX_TOKENS // 2 + 1)})
         status, error = await client.refused("/tokenize", io.BytesIO(body))
-    assert (status, str(MAX_TOKENS) in error["message"]) == (400, True)
+    assert (status, error["param"], str(MAX_TOKENS) in error["message"]) == (400, "prompt", True)
 
 
 async def test_the_tokenizers_configuration_is_shown_if_wanted(tmp_path: Path) -> None:
