@@ -109,12 +109,14 @@ ACCEPTED: dict[str, str] = {
         disable_log_requests! disable_uvicorn_access_log! disable_access_log_for_endpoints max_log_len
         enable_log_outputs! enable_log_deltas!""",
     "a parser of tool calls that fits the model is used without it": "enable_auto_tool_choice!",
-    "it is always so": "enable_request_id_headers! enable_prompt_tokens_details! fail_on_environ_validation!",
+    "it is always so": """
+        enable_request_id_headers! enable_prompt_tokens_details! fail_on_environ_validation! enable_offline_docs!
+        enable_server_load_tracking!""",
     "there are no such pages, figures or fields": """
-        disable_fastapi_docs! enable_offline_docs! show_hidden_metrics_for_version kv_cache_metrics!
-        kv_cache_metrics_sample cudagraph_metrics! enable_mfu_metrics! enable_layerwise_nvtx_tracing!
-        per_request_spec_decode_metrics fingerprint_mode fingerprint_value enable_flash_late_interaction!
-        cohere_is_reasoning_model! cohere_format anthropic_disabled_thinking_effort tool_strict_level""",
+        show_hidden_metrics_for_version kv_cache_metrics! kv_cache_metrics_sample cudagraph_metrics!
+        enable_mfu_metrics! enable_layerwise_nvtx_tracing! per_request_spec_decode_metrics fingerprint_mode
+        fingerprint_value enable_flash_late_interaction! cohere_is_reasoning_model! cohere_format
+        anthropic_disabled_thinking_effort tool_strict_level""",
     "a request's head may have 64 KiB": "h11_max_incomplete_event_size h11_max_header_count",
 }
 """Settings that are accepted with any value, by the reason. `!` marks switches."""
@@ -159,8 +161,8 @@ REFUSED: dict[str, str] = {
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers ssl_cert_reqs=0 enable_ssl_refresh!""",
     "there is no gRPC": "grpc! grpc_port",
     "there are no such endpoints or records": """
-        enable_server_load_tracking! enable_tokenizer_info_endpoint! collect_detailed_traces
-        profiler_config custom_histogram_buckets enable_trace_replay! log_config_file logging_config""",
+        collect_detailed_traces profiler_config custom_histogram_buckets enable_trace_replay! log_config_file
+        logging_config""",
     "there is no such feature": "engram_config diffusion_config watermark_config",
 }
 """Settings that are accepted only with the values after `=` (without `=`: only if unset), by the reason."""

@@ -1,4 +1,4 @@
-"""Decodes and checks the request bodies of OpenAI's API.
+"""Decodes and checks the request bodies of OpenAI's API, and of /tokenize and /detokenize.
 
 No accepted field is ignored. A declared field with an unsupported value is refused by name, and so is a field of
 other servers that would change the answer (`unsupported_fields.py`). An unknown field is ignored and its name returned,
@@ -8,7 +8,7 @@ have no integers.
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ from shared.errors import InvalidRequest, brief
 from shared.params import whole
 
 Integer = int | float
-RequestT = TypeVar("RequestT", bound="GenerationRequest")
+RequestT = TypeVar("RequestT", bound=Struct)
 
 
 class StreamOptions(Struct, frozen=True):
@@ -98,6 +98,26 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Integer | None = None
 
 
+class TokenizeChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """POST /tokenize: the body of a chat. Fields that do not shape its prompt have no effect."""
+
+    return_token_strs: bool | None = None
+
+
+class TokenizeCompletionRequest(CompletionRequest, frozen=True, kw_only=True):
+    """POST /tokenize: the body of a completion. Fields that do not shape its prompt have no effect."""
+
+    prompt: str
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    """POST /detokenize"""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
     "response_format": frozenset({"type", "json_schema", "structures", "triggers"}),
@@ -110,15 +130,17 @@ _RAW_FIELDS = msgspec.json.Decoder(dict[str, Raw])  # does not decode the values
 _DECODERS: dict[type[Any], "msgspec.json.Decoder[Any]"] = {}
 
 
-def decode(body: bytes, request_type: type[RequestT], *, strict: bool = False) -> tuple[RequestT, list[str]]:
+def decode(body: bytes, *request_types: type[RequestT], strict: bool = False) -> tuple[RequestT, list[str]]:
     """Return the request in `body`, and the names of its unknown fields, which are ignored.
 
-    Raise `InvalidRequest`, which names the wrong field if there is one. If `strict`, unknown fields are wrong too.
+    If there are several types, the body's fields tell which one it is of. Raise `InvalidRequest`, which names the wrong
+    field if there is one. If `strict`, unknown fields are wrong too.
     """
     body = body.removeprefix(BOM_UTF8)  # some clients write it, and RFC 8259 allows parsers to ignore it
     check_values(body)  # not too many to decode
     try:
         fields = _RAW_FIELDS.decode(body)
+        request_type = _type_of(fields, request_types)
         ignored = unknown_fields(fields, request_type.__struct_fields__)
         request = _decoder(request_type).decode(body)
         ignored += _unknown_nested_fields(fields, request)
@@ -138,12 +160,25 @@ def _decoder(request_type: type[RequestT]) -> "msgspec.json.Decoder[RequestT]":
     return _DECODERS.setdefault(request_type, msgspec.json.Decoder(request_type))
 
 
-def _unknown_nested_fields(fields: Mapping[str, Raw], request: GenerationRequest) -> list[str]:
+def _type_of(fields: Mapping[str, Raw], request_types: Sequence[type[RequestT]]) -> type[RequestT]:
+    """Return the only type whose required fields are there, or the first one if there is none."""
+    required = {
+        request_type: {field.encode_name for field in msgspec.structs.fields(request_type) if field.required}
+        for request_type in request_types
+    }
+    fitting = [request_type for request_type, names in required.items() if names <= fields.keys()]
+    if len(fitting) > 1:
+        names = sorted(set().union(*required.values()))
+        raise InvalidRequest(f"only one of {' and '.join(names)} can be used", names[-1])
+    return fitting[0] if fitting else request_types[0]
+
+
+def _unknown_nested_fields(fields: Mapping[str, Raw], request: Struct) -> list[str]:
     """Return the paths of the unknown fields in objects of a request."""
     return [
         f"{outer}.{name}"
         for outer, known_names in NESTED_FIELDS.items()
-        if getattr(request, outer)
+        if getattr(request, outer, None)
         for name in _RAW_FIELDS.decode(fields[outer])
         if name not in known_names
     ]
@@ -159,8 +194,13 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(f"{path}: {problem}" if path else f"the body is wrong: {problem}", path or None)
 
 
-def _check(request: GenerationRequest) -> None:
+def _check(request: Struct) -> None:
     """Raise `InvalidRequest` for values and combinations of fields that are not supported, whatever the model."""
+    if isinstance(request, GenerationRequest):
+        _check_generation(request)
+
+
+def _check_generation(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:

@@ -10,15 +10,48 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from services.gateway import cors, errors, ignored_fields, middlewares
+from services.gateway.api_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from services.gateway.api_responses import (
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
+    CompletionResponse,
+    CompletionStreamResponse,
+    DetokenizeResponse,
+    LoadResponse,
+    ResetResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
 from services.gateway.body import check_expect
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
 from services.gateway.config import GatewayConfig
+from services.gateway.docs_page import show_docs, show_file
 from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
+from services.gateway.openapi import DESCRIPTION, Description, Route, show_openapi
+from services.gateway.response import json_response
+from services.gateway.tokenization import detokenize, tokenize, tokenizer_info
 from shared.errors import InvalidRequest, Unavailable
 
 STARTED = int(time.time())  # the API's creation time of the model
+GENERATION, TOKENS, MODELS, SERVER = "Generation", "Tokens", "Models", "Server"  # groups of routes
 MAX_DIGITS = 9  # of a number in a query
+
+ENGINES = {
+    "name": "engines",
+    "in": "query",
+    "description": "Number of engines that must be able to make progress.",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 10**MAX_DIGITS - 1, "default": 1},
+}
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]  # of an example
 
 
 def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Application:
@@ -30,28 +63,114 @@ def make_app(gateway: Gateway, outer: Sequence[Middleware] = ()) -> web.Applicat
     app[GATEWAY] = gateway
     app.on_response_prepare.extend([middlewares.add_headers, cors.add_headers, ignored_fields.add_header])
     app[ROUTE_PATHS] = {}
-    for root in dict.fromkeys(["", gateway.config.root_path.rstrip("/")]):
-        for route in app.add_routes(_routes(root, gateway.config)):
+    routes, root_path = _routes(gateway.config), gateway.config.root_path.rstrip("/")
+    with_keys = bool(gateway.config.api_key)
+    app[DESCRIPTION] = Description(routes, version=_version(), root_path=root_path, with_keys=with_keys)
+    for root in dict.fromkeys(["", root_path]):
+        for route in app.add_routes([_definition(route, root) for route in routes]):
             if route.resource is not None:
                 app[ROUTE_PATHS][route.resource.canonical] = route.resource.canonical[len(root) :]
     return app
 
 
-def _routes(root: str, config: GatewayConfig) -> list[web.RouteDef]:
+def _routes(config: GatewayConfig) -> list[Route]:
+    """Return the routes, each of which is served with and without --root-path."""
     routes = [
-        web.post(f"{root}/v1/chat/completions", _running(chat_completions), expect_handler=check_expect),
-        web.post(f"{root}/v1/completions", _running(completions), expect_handler=check_expect),
-        web.get(f"{root}/v1/models", list_models),
-        web.get(root + "/v1/models/{model:.*[^/]}", retrieve_model),
-        web.get(f"{root}/health", health),
-        web.get(f"{root}/ping", health),
-        web.post(f"{root}/ping", health, expect_handler=check_expect),
-        web.get(f"{root}/version", show_version),
-        web.get(f"{root}/metrics", metrics),
+        Route(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=_running(chat_completions),
+            tag=GENERATION,
+            bodies=(ChatRequest,),
+            example={"messages": MESSAGES, "max_tokens": 32},
+            answer=ChatCompletionResponse,
+            chunk=ChatCompletionStreamResponse,
+            errors=(429, 500, 503),
+        ),
+        Route(
+            method="POST",
+            path="/v1/completions",
+            handler=_running(completions),
+            tag=GENERATION,
+            bodies=(CompletionRequest,),
+            example={"prompt": "Once upon a time", "max_tokens": 32},
+            answer=CompletionResponse,
+            chunk=CompletionStreamResponse,
+            errors=(429, 500, 503),
+        ),
+        Route(
+            method="POST",
+            path="/tokenize",
+            handler=_running(tokenize),
+            tag=TOKENS,
+            bodies=(TokenizeCompletionRequest, TokenizeChatRequest),
+            example={"messages": MESSAGES},
+            answer=TokenizeResponse,
+            errors=(429, 503),
+        ),
+        Route(
+            method="POST",
+            path="/detokenize",
+            handler=_running(detokenize),
+            tag=TOKENS,
+            bodies=(DetokenizeRequest,),
+            example={"tokens": [1, 2, 3]},
+            answer=DetokenizeResponse,
+            errors=(429, 503),
+        ),
+        Route(method="GET", path="/v1/models", handler=list_models, tag=MODELS, answer=ModelList),
+        Route(
+            method="GET",
+            path="/v1/models/{model:.*[^/]}",
+            handler=retrieve_model,
+            tag=MODELS,
+            answer=ModelCard,
+            errors=(404,),
+        ),
+        Route(method="GET", path="/load", handler=load, tag=SERVER, answer=LoadResponse),
+        Route(method="GET", path="/version", handler=show_version, tag=SERVER, answer=VersionResponse),
+        Route(method="GET", path="/metrics", handler=metrics, tag=SERVER, content_type="text/plain"),
     ]
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        routes.append(
+            Route(
+                method=method,
+                path=path,
+                handler=health,
+                tag=SERVER,
+                content_type="",
+                parameters=[ENGINES],
+                errors=(400, 503),
+            )
+        )
     if config.enable_reset_prefix_cache:
-        routes.append(web.post(f"{root}/reset_prefix_cache", reset_prefix_cache, expect_handler=check_expect))
+        routes.append(
+            Route(
+                method="POST",
+                path="/reset_prefix_cache",
+                handler=reset_prefix_cache,
+                tag=SERVER,
+                answer=ResetResponse,
+                errors=(503,),
+            )
+        )
+    if config.enable_tokenizer_info_endpoint:
+        routes.append(
+            Route(method="GET", path="/tokenizer_info", handler=tokenizer_info, tag=TOKENS, answer=dict[str, Any])
+        )
+    if not config.disable_fastapi_docs:
+        routes += [
+            Route(method="GET", path="/openapi.json", handler=show_openapi, tag=SERVER, answer=dict[str, Any]),
+            Route(method="GET", path="/docs", handler=show_docs, tag=SERVER, content_type="text/html"),
+            Route(method="GET", path="/docs/{file:[^/]+}", handler=show_file, tag=SERVER, is_shown=False),
+        ]
     return routes
+
+
+def _definition(route: Route, root: str) -> web.RouteDef:
+    if route.method == "GET":
+        return web.get(root + route.path, route.handler)
+    return web.post(root + route.path, route.handler, expect_handler=check_expect)
 
 
 def _running(handler: Handler) -> Handler:
@@ -68,14 +187,14 @@ def _running(handler: Handler) -> Handler:
 async def list_models(request: web.Request) -> web.Response:
     """Return a model card for each served name."""
     gateway = request.app[GATEWAY]
-    return web.json_response({"object": "list", "data": [_model_card(gateway, name) for name in gateway.model.names]})
+    return json_response(ModelList("list", [_model_card(gateway, name) for name in gateway.model.names]))
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
-    """Return the model card of one served name. Raise `UnknownModel` for other names."""
+    """Return the model card of one served name; other names get 404."""
     gateway, name = request.app[GATEWAY], request.match_info["model"]
     gateway.model.check(name)
-    return web.json_response(_model_card(gateway, name))
+    return json_response(_model_card(gateway, name))
 
 
 async def health(request: web.Request) -> web.Response:
@@ -96,7 +215,12 @@ async def health(request: web.Request) -> web.Response:
 
 async def show_version(request: web.Request) -> web.Response:
     """Return the version of this server."""
-    return web.json_response({"version": _version()})
+    return json_response(VersionResponse(_version()))
+
+
+async def load(request: web.Request) -> web.Response:
+    """Return the number of requests that this gateway process is working on."""
+    return json_response(LoadResponse(request.app[GATEWAY].lifecycle.num_running))
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -108,20 +232,20 @@ async def metrics(request: web.Request) -> web.Response:
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Have every engine forget its cached blocks. Raise `Unavailable` if one does not answer that it has."""
     await request.app[GATEWAY].backend.reset_prefix_cache()
-    return web.json_response({"success": True})
+    return json_response(ResetResponse(success=True))
 
 
-def _model_card(gateway: Gateway, name: str) -> dict[str, Any]:
+def _model_card(gateway: Gateway, name: str) -> ModelCard:
     welcome = gateway.backend.welcome
-    return {
-        "id": name,
-        "object": "model",
-        "created": STARTED,
-        "owned_by": "quire",
-        "root": gateway.model.root,
-        "parent": None,
-        "max_model_len": None if welcome is None else welcome.max_model_len,
-    }
+    return ModelCard(
+        id=name,
+        object="model",
+        created=STARTED,
+        owned_by="quire",
+        root=gateway.model.root,
+        parent=None,
+        max_model_len=None if welcome is None else welcome.max_model_len,
+    )
 
 
 def _version() -> str:

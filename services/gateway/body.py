@@ -22,8 +22,8 @@ BODY_TIMEOUT = 120.0
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def read(request: web.Request, request_type: type[RequestT]) -> RequestT:
-    """Return the body, decoded as `request_type`. Without a Content-Type it is JSON; others get 400, as in vLLM."""
+async def read(request: web.Request, *request_types: type[RequestT]) -> RequestT:
+    """Return the body, decoded as one of these types. Without a Content-Type it is JSON; others get 400, as in vLLM."""
     declared = request.content_type if "Content-Type" in request.headers else "application/json"
     if declared != "application/json" and not declared.endswith("+json"):
         raise InvalidRequest(f"the body must be application/json, not {declared}")
@@ -36,7 +36,7 @@ async def read(request: web.Request, request_type: type[RequestT]) -> RequestT:
     except web.RequestPayloadError as error:
         raise UnreadableBody from error
     strict = gateway.config.strict_fields
-    decoded, ignored = await run_in_thread_if(len(body) > SMALL_BODY, decode, body, request_type, strict=strict)
+    decoded, ignored = await run_in_thread_if(len(body) > SMALL_BODY, decode, body, *request_types, strict=strict)
     ignored_fields.report(request, ignored)
     return decoded
 

@@ -26,6 +26,8 @@ MAX_SAMPLES = 1024
 MAX_LOGPROBS_AT_ONCE = 4_000_000
 """Log-probabilities of output tokens, alternatives included, that an answer which is no stream may hold. They take some
 hundred bytes each until it is sent."""
+MAX_TOKENS = 1_048_576
+"""Token ids in an answer of /tokenize: making a list of them takes 20 ms."""
 
 MAX_LISTED = 65_536
 """Entries of lists of tokens (`logit_bias`, `stop_token_ids`, ...) times prompts: they go to the engine with each."""

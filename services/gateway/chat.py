@@ -13,7 +13,7 @@ from services.gateway.gateway import GATEWAY, REQUEST_ID, RESPONSE_ID, Gateway
 from services.gateway.generation import Generation, Update
 from services.gateway.logprobs import chat_logprobs, has_many_logprobs, prompt_logprobs
 from services.gateway.message import MessageReader, finish_reason
-from services.gateway.prompt import PreparedPrompt, bad_word_tokens, chat_prompt
+from services.gateway.prompt import PreparedPrompt, TokenizedPrompt, bad_word_tokens, chat_prompt
 from services.gateway.response import ResponseHead, to_json, usage
 from services.gateway.sampling import beam_settings, chat_params, priority_of
 from services.gateway.stream import collect, stream
@@ -22,6 +22,7 @@ from services.gateway.threads import run_in_thread_if
 from services.gateway.tools import for_template, must_call, named_tool, schemas
 from shared.errors import InvalidRequest
 from shared.params import cache_salt
+from shared.protocol import Welcome
 from shared.text.message_parser import AUTO, NONE, MessageFormat, ParserChoice
 from shared.text.messages import text_of
 from shared.text.tool_parsers.tool_parser import Tools
@@ -51,13 +52,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
     params = chat_params(request, model.defaults)
     tools = _tools_to_parse(request, gateway)
     welcome = await gateway.backend.first_welcome()
-    prompt = await chat_prompt(
-        request,
-        model.tokenizer,
-        model.template,
-        variables=_template_variables(request, gateway.config),
-        max_model_len=welcome.max_model_len,
-    )
+    prompt = await tokenize_chat(gateway, request, welcome)
     format = _format(request, model.parsers, tools, prompt.text or "")
     return gateway.prepare(
         prompt,
@@ -72,6 +67,20 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         cache_salt=cache_salt(request.cache_salt),
         format=format,
         beams=beam_settings(request),
+    )
+
+
+async def tokenize_chat(
+    gateway: Gateway, request: ChatRequest, welcome: Welcome, *, must_fit: bool = True
+) -> TokenizedPrompt:
+    """Return the prompt of a chat. Raise `InvalidRequest`, also if it does not fit the context though it `must_fit`."""
+    return await chat_prompt(
+        request,
+        gateway.model.tokenizer,
+        gateway.model.template,
+        variables=_template_variables(request, gateway.config),
+        max_model_len=welcome.max_model_len,
+        must_fit=must_fit,
     )
 
 

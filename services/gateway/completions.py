@@ -26,6 +26,7 @@ from services.gateway.structured_outputs import compile_grammar
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
 from shared.params import SamplingParams, cache_salt
+from shared.protocol import Welcome
 from shared.text.logprobs import LogprobEntry
 
 MAX_PROMPT_LOGPROBS = 1_000_000
@@ -61,9 +62,7 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
     bad_words = await bad_word_tokens(params, model.tokenizer)
     salt = cache_salt(request.cache_salt)
     welcome = await gateway.backend.first_welcome()
-    prompts = await completion_prompts(
-        request, model.tokenizer, max_model_len=welcome.max_model_len, vocab_size=welcome.model.vocab_size
-    )
+    prompts = await tokenize_completion(gateway, request, welcome)
     _check_samples(len(prompts), params, params.n if beams is None else beams.width, sum(map(len, bad_words)))
     default_max_tokens = DEFAULT_COMPLETION_TOKENS if model.defaults.max_tokens is None else model.defaults.max_tokens
     priority = priority_of(request)
@@ -89,6 +88,19 @@ async def _prepare(gateway: Gateway, request: CompletionRequest, arrived: float,
         )
         await asyncio.sleep(0)  # let other requests run in between
     return prepared
+
+
+async def tokenize_completion(
+    gateway: Gateway, request: CompletionRequest, welcome: Welcome, *, must_fit: bool = True
+) -> list[TokenizedPrompt]:
+    """Return the prompts of a completion. Raise `InvalidRequest`, also if one does not fit though it `must_fit`."""
+    return await completion_prompts(
+        request,
+        gateway.model.tokenizer,
+        max_model_len=welcome.max_model_len,
+        vocab_size=welcome.model.vocab_size,
+        must_fit=must_fit,
+    )
 
 
 def _choices(prompt_index: int, generation: Generation, with_prompt_logprobs: bool) -> list[dict[str, Any]]:

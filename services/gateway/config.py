@@ -150,6 +150,12 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     enable_reset_prefix_cache: Annotated[
         bool, Meta(description="Serve POST /reset_prefix_cache, which has the engines forget their cached blocks.")
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="Show the tokenizer's configuration and the chat template at /tokenizer_info.")
+    ] = False
+    disable_fastapi_docs: Annotated[
+        bool, Meta(description="Serve neither /openapi.json, which describes the API, nor /docs, which shows it.")
+    ] = False
     enable_force_include_usage: Annotated[
         bool,
         Meta(

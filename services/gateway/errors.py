@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
+from services.gateway.api_responses import Error, ErrorResponse
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from shared.log_format import of_request
 
@@ -98,8 +99,7 @@ def error_body(error: ApiError) -> bytes:
     """Return the JSON of an error."""
     param = None if error.param is None else _shorten(error.param, MAX_PARAM)
     message = _shorten(error.message, MAX_MESSAGE)
-    fields = {"message": message, "type": _type(error.status), "param": param, "code": error.status}
-    return msgspec.json.encode({"error": fields})
+    return msgspec.json.encode(ErrorResponse(Error(message, _type(error.status), param, error.status)))
 
 
 def error_response(error: ApiError) -> web.Response:

@@ -21,8 +21,9 @@ from shared.log_format import of_request
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""Routes that need no API key, without --root-path. All others need one, unknown paths included."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/docs/{file}"})
+"""Routes that need no API key, without --root-path. All others need one, unknown paths included. The description of
+the API is the same for all servers, and a browser could send no key for it."""
 
 UNLOGGED_PATHS = frozenset({"/health", "/ping", "/metrics"})
 """Routes that monitoring requests every few seconds. They are not logged, since they would hide other requests."""

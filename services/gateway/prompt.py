@@ -7,13 +7,14 @@ of characters, ids or messages.
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from services.gateway.api_requests import ChatRequest, CompletionRequest
-from services.gateway.bounds import MAX_SAMPLES
+from services.gateway.bounds import MAX_SAMPLES, MAX_TOKENS
 from services.gateway.threads import run_in_thread_if
 from shared.beam_params import BeamSettings
 from shared.errors import InvalidRequest, brief
@@ -55,15 +56,18 @@ class PreparedPrompt(Struct, frozen=True):
 
 
 async def completion_prompts(
-    request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
+    request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int, must_fit: bool = True
 ) -> list[TokenizedPrompt]:
-    """Return one prompt for each text or list of ids in the request. Raise `InvalidRequest` naming `prompt`."""
+    """Return one prompt for each text or list of ids in the request. Raise `InvalidRequest` naming `prompt`.
+
+    Unless they `must_fit`, texts may be empty, or have more tokens than the context.
+    """
     parts = _split(request.prompt, max_model_len)
     texts = [part for part in parts if isinstance(part, str)]
     if texts:
         add_special_tokens = request.add_special_tokens is not False
         with_offsets = request.echo is True and request.logprobs is not None
-        return await _from_texts(texts, tokenizer, add_special_tokens, max_model_len, "prompt", with_offsets)
+        return await _from_texts(texts, tokenizer, add_special_tokens, max_model_len, "prompt", must_fit, with_offsets)
     ids = [part for part in parts if not isinstance(part, str)]
     return await run_in_thread_if(sum(map(len, ids)) > LONG_TEXT, _from_all_ids, ids, max_model_len, vocab_size)
 
@@ -75,10 +79,12 @@ async def chat_prompt(
     *,
     variables: Mapping[str, Any],
     max_model_len: int,
+    must_fit: bool = True,
 ) -> TokenizedPrompt:
     """Return the messages as rendered by the template, which gets `variables`.
 
-    It writes BOS, so none is added unless requested.
+    It writes BOS, so none is added unless requested. Unless it `must_fit`, the prompt may have more tokens than the
+    context.
     """
     if len(request.messages) > max_model_len:  # even an empty message has at least one token, for its role
         raise InvalidRequest(
@@ -86,7 +92,8 @@ async def chat_prompt(
             "messages",
         )
     text = await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
-    (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
+    add_special_tokens = request.add_special_tokens is True
+    (prompt,) = await _from_texts([text], tokenizer, add_special_tokens, max_model_len, "messages", must_fit)
     return prompt
 
 
@@ -140,6 +147,7 @@ async def _from_texts(
     add_special_tokens: bool,
     max_model_len: int,
     param: str,
+    must_fit: bool,
     with_offsets: bool = False,
 ) -> list[TokenizedPrompt]:
     max_length = tokenizer.max_characters(max_model_len)
@@ -150,18 +158,24 @@ async def _from_texts(
                 f"but {param} has {len(text)}",
                 param,
             )
+    fits = partial(_check_length, max_model_len=max_model_len, param=param)
+    check = fits if must_fit else partial(_check_listed, param=param)
     if sum(map(len, texts)) <= LONG_TEXT:
-        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
-    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
+        return _tokenize(texts, tokenizer, add_special_tokens, check, with_offsets)
+    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, check, with_offsets)
 
 
 def _tokenize(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, with_offsets: bool
+    texts: list[str],
+    tokenizer: Tokenizer,
+    add_special_tokens: bool,
+    check: Callable[[int], None],  # of the number of tokens
+    with_offsets: bool,
 ) -> list[TokenizedPrompt]:
     prompts: list[TokenizedPrompt] = []
     for batch in _batches(texts):
         for text, ids in zip(batch, tokenizer.encode_all(batch, add_special_tokens), strict=True):
-            _check_length(len(ids), max_model_len, param)
+            check(len(ids))
             token_offsets = array("i", tokenizer.token_offsets(text, add_special_tokens)) if with_offsets else None
             prompts.append(TokenizedPrompt(array("i", ids), text, token_offsets))
     return prompts
@@ -188,16 +202,26 @@ def _check_length(count: int, max_model_len: int, param: str) -> None:
         raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
 
 
+def _check_listed(count: int, param: str) -> None:
+    """Raise `InvalidRequest` if an answer cannot list so many tokens."""
+    if count > MAX_TOKENS:
+        raise InvalidRequest(f"an answer lists at most {MAX_TOKENS} tokens, but {param} has {count}", param)
+
+
 def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[TokenizedPrompt]:
     return [_from_ids(ids, max_model_len, vocab_size) for ids in prompts]
 
 
 def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> TokenizedPrompt:
     _check_length(len(ids), max_model_len, "prompt")
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    check_ids(ids, vocab_size, "prompt")
+    return TokenizedPrompt(array("i", ids))
+
+
+def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
+    """Raise `InvalidRequest`, which names the field `param`, if an id is not one of the vocabulary's."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         invalid = next(id for id in ids if not 0 <= id < vocab_size)
         raise InvalidRequest(
-            f"prompt holds {brief(invalid)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}",
-            "prompt",
+            f"{param} holds {brief(invalid)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}", param
         )
-    return TokenizedPrompt(array("i", ids))

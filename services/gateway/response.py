@@ -16,6 +16,11 @@ from services.gateway.generation import Generation
 to_json = msgspec.json.Encoder().encode
 
 
+def json_response(answer: Struct | dict[str, Any]) -> web.Response:
+    """Return an answer as a whole response."""
+    return web.Response(body=to_json(answer), content_type="application/json")
+
+
 class ResponseHead(Struct, frozen=True):
     """`id`, `object`, `created` and `model`, which are the same in each chunk of a stream."""
 
@@ -37,7 +42,7 @@ class ResponseHead(Struct, frozen=True):
     def respond(self, choices: list[Any], **rest: Any) -> web.Response:
         """Return the whole response, with `rest` as further fields."""
         fields = msgspec.structs.asdict(self) | {"choices": choices} | rest
-        return web.Response(body=msgspec.json.encode(fields), content_type="application/json")
+        return json_response(fields)
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ vocabulary.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class ServedModel(Struct, frozen=True):
     defaults: SamplingDefaults
     grammars: GrammarCompiler
     parsers: ParserChoice = ParserChoice()  # of the outputs of chats
+    tokenizer_config: Mapping[str, Any] = {}  # of tokenizer_config.json, if the API shows it
     text_digest: str = ""  # of the tokenizer files, which an engine must have too; empty: unknown
 
     @classmethod
@@ -74,6 +76,9 @@ class ServedModel(Struct, frozen=True):
         return cls(
             names=tuple(config.served_model_name) or (root,),
             root=root,
+            tokenizer_config=read_json(text_folder / "tokenizer_config.json")
+            if config.enable_tokenizer_info_endpoint
+            else {},
             text_digest=text_digest(folder),
             tokenizer=text.tokenizer,
             template=text.template,

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ VOCABULARY_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vo
 
 CONVERSION_FILES = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 """Patterns of the files that transformers reads to make a tokenizer."""
+
+MAX_JOINED = 50_000
+"""Tokens whose bytes are joined in one call, which holds the interpreter: that takes a few milliseconds."""
 
 MAX_SHRINKAGE = 4
 """How many times shorter a normalizer may make a text."""
@@ -141,13 +145,20 @@ class Tokenizer:
         hidden = self.special_ids if skip_special_tokens else frozenset()
         shown = (id for id in ids if id not in hidden)
         first = next((data for id in shown if (data := self.bytes.first(id)) is not None), b"")
-        text, rest = decode_utf8(first + b"".join([self.bytes.later[id] for id in shown]))
+        parts = [first]
+        while piece := [self.bytes.later[id] for id in islice(shown, MAX_JOINED)]:
+            parts.append(b"".join(piece))
+        text, rest = decode_utf8(b"".join(parts))
         text += rest.decode(errors="replace") if final else ""
         return self.bytes.strip(text, self.bytes.max_stripped)[0]
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token, spelled as in the vocabulary; None if there is no such token."""
         return self.backend.token_to_id(token)
+
+    def token(self, id: int) -> str:
+        """Return a token as the vocabulary spells it; '' if the tokenizer does not have the id."""
+        return self.backend.id_to_token(id) or ""
 
     def special_token(self, id: int) -> str | None:
         """Return the text of a special token; None if the token is not special."""

@@ -19,6 +19,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from aiohttp.typedefs import Middleware
 from aiohttp.web import Application, Request
 
+from services.gateway.api_responses import ErrorResponse
 from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
 from services.gateway.engine_request import Interruption
@@ -42,6 +43,7 @@ from shared.protocol import (
 from shared.text.grammars import GrammarCompiler
 from shared.text.sampling_defaults import SamplingDefaults
 from shared.text.template import ChatTemplate
+from tests.gateway.documented import check, check_answer, check_event
 from tests.text.vocabulary import CHATML, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -243,13 +245,18 @@ class Client(TestClient[Request, Application]):
     async def _ask(self, path: str, fields: dict[str, Any]) -> Any:
         async with self.post(path, json=fields) as response:
             assert response.status == 200, await response.text()
-            return await response.json()
+            answer = await response.json()
+            check_answer(path, answer)
+            return answer
 
     async def _stream(self, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
         async with self.post(path, json=fields | {"stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
-            return events(await response.text())
+            data = events(await response.text())
+            for one in data:
+                check_event(path, one)
+            return data
 
 
 async def error_of(response: ClientResponse) -> dict[str, Any]:
@@ -258,6 +265,7 @@ async def error_of(response: ClientResponse) -> dict[str, Any]:
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["code"] == response.status
+    check(body, ErrorResponse)
     assert body["error"]["message"]
     return cast(dict[str, Any], body["error"])
 

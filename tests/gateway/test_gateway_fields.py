@@ -4,14 +4,30 @@ import importlib
 
 import pytest
 
-from services.gateway.api_requests import ChatRequest, CompletionRequest, StreamOptions
+from services.gateway.api_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES, STREAM_HINTS
 
 STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_gateway_limits"
 FORMS = "test_gateway_structured_outputs"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
 BEAMS, TOOLS, REASONING = "test_gateway_beam_search", "test_gateway_tools", "test_gateway_reasoning"
+TOKENS = "test_gateway_tokenize"
 
+REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 PROOFS = {
     "add_generation_prompt": (CHATS, "test_without_a_generation_prompt_the_message_is_closed"),
     "add_special_tokens": (CHATS, "test_a_template_that_prints_bos_gives_one_only"),
@@ -65,13 +81,15 @@ PROOFS = {
     "include_reasoning": (REASONING, "test_reasoning_may_be_left_out"),
     "parallel_tool_calls": (TOOLS, "test_only_the_first_call_is_kept"),
     "reasoning_effort": (REASONING, "test_the_effort_reaches_the_template"),
+    "return_token_strs": (TOKENS, "test_the_tokens_are_shown_as_the_vocabulary_spells_them"),
+    "tokens": (TOKENS, "test_detokenize_is_the_inverse"),
     "tool_choice": ("test_gateway_call_grammar", "test_a_demand_for_calls_reaches_the_engine"),
     "tools": (TOOLS, "test_a_call_as_a_whole_and_as_a_stream"),
 }
 
 
 def test_the_table_has_every_field_and_no_other() -> None:
-    fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__, *StreamOptions.__struct_fields__}
+    fields = {name for request in REQUESTS for name in request.__struct_fields__}
     assert set(PROOFS) == fields | set(NEUTRAL_VALUES) | HINTS | STREAM_HINTS
 
 

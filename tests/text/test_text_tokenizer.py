@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from shared.errors import InvalidRequest, ModelError
-from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer import MAX_JOINED, Tokenizer
 from tests.text.vocabulary import make_tokenizer, write_model_folder
 
 
@@ -18,6 +18,14 @@ def test_text_goes_to_ids_and_back() -> None:
     tokenizer = make_tokenizer()
     text = "hello 一二 👨‍👩‍👧 é"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_long_text_comes_back_too() -> None:
+    tokenizer = make_tokenizer()
+    text = "hello é" * (MAX_JOINED // 3)
+    ids = tokenizer.encode(text)
+    assert len(ids) > MAX_JOINED
+    assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("bos", [False, True])
