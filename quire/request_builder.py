@@ -178,18 +178,25 @@ class RequestBuilder:
 
     def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a prompt, or those that are kept of it. Special tokens that are added are among them."""
-        if prompt.ids is not None:
-            tokens = prompt.ids if truncation is None else truncation.cut(prompt.ids)
-        elif truncation is None:
-            tokens = self.tokenizer.encode(prompt.text or "", add_special_tokens)
+        if prompt.ids is None:
+            tokens = self._encode(prompt.text or "", truncation, add_special_tokens)
         else:
-            length, keep_start = truncation.max_tokens, truncation.keep_start
-            tokens, _ = self.tokenizer.encode_part(
-                prompt.text or "", length, keep_start=keep_start, add_special_tokens=add_special_tokens
-            )
+            tokens = prompt.ids if truncation is None else truncation.cut(prompt.ids)
         if not tokens:
             raise InvalidRequest("a prompt must have at least one token", "prompt")
         return tokens
+
+    def _encode(self, text: str, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:
+        try:
+            if truncation is None:
+                return self.tokenizer.encode(text, add_special_tokens)
+            length, keep_start = truncation.max_tokens, truncation.keep_start
+            ids, _ = self.tokenizer.encode_part(
+                text, length, keep_start=keep_start, add_special_tokens=add_special_tokens
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt: {error.message}", "prompt") from error
+        return ids
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
