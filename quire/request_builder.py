@@ -232,8 +232,8 @@ class RequestBuilder:
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
-        others = {name: value for name, value in prompt.items() if name not in ("prompt", "prompt_token_ids")}
-        if unknown := sorted(str(name) for name, value in others.items() if value is not None and value != {}):
+        set_fields = {str(name) for name, value in prompt.items() if value is not None}
+        if unknown := sorted(set_fields - {"prompt", "prompt_token_ids"}):
             raise InvalidRequest(f"a prompt cannot have {brief(unknown)}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None:
