@@ -36,7 +36,7 @@ ChatMessage: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 """Parameters for all prompts, or for each; None: the model's defaults."""
 
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 """What a prompt that is a mapping may have."""
 
 
@@ -210,18 +210,25 @@ class RequestBuilder:
 
     def _tokens(self, prompt: Prompt, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a prompt, or those that are kept of it. Special tokens that are added are among them."""
-        if prompt.ids is not None:
-            tokens = prompt.ids if truncation is None else truncation.cut(prompt.ids)
-        elif truncation is None:
-            tokens = self.tokenizer.encode(prompt.text or "", add_special_tokens)
+        if prompt.ids is None:
+            tokens = self._encode(prompt.text or "", truncation, add_special_tokens)
         else:
-            length, keep_start = truncation.max_tokens, truncation.keep_start
-            tokens, _ = self.tokenizer.encode_part(
-                prompt.text or "", length, keep_start=keep_start, add_special_tokens=add_special_tokens
-            )
+            tokens = prompt.ids if truncation is None else truncation.cut(prompt.ids)
         if not tokens:
             raise InvalidRequest("a prompt must have at least one token", "prompt")
         return tokens
+
+    def _encode(self, text: str, truncation: Truncation | None, add_special_tokens: bool) -> list[int]:
+        try:
+            if truncation is None:
+                return self.tokenizer.encode(text, add_special_tokens)
+            length, keep_start = truncation.max_tokens, truncation.keep_start
+            ids, _ = self.tokenizer.encode_part(
+                text, length, keep_start=keep_start, add_special_tokens=add_special_tokens
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt: {error.message}", "prompt") from error
+        return ids
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -257,8 +264,8 @@ class RequestBuilder:
             prompt = {"prompt": prompt}
         elif not isinstance(prompt, Mapping):
             prompt = {"prompt_token_ids": prompt}
-        others = {name: value for name, value in prompt.items() if name not in PROMPT_FIELDS}
-        if unknown := sorted(str(name) for name, value in others.items() if value is not None and value != {}):
+        set_fields = {str(name) for name, value in prompt.items() if value is not None}
+        if unknown := sorted(set_fields - PROMPT_FIELDS):
             raise InvalidRequest(f"a prompt cannot have {brief(unknown)}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None:

@@ -24,9 +24,9 @@ from services.gateway.api_responses import (
     CompletionStreamResponse,
     DetokenizeResponse,
     LoadResponse,
-    ResetResponse,
     ModelCard,
     ModelList,
+    ResetResponse,
     TokenizeResponse,
     VersionResponse,
 )

@@ -76,9 +76,7 @@ class ServedModel(Struct, frozen=True):
         return cls(
             names=tuple(config.served_model_name) or (root,),
             root=root,
-            tokenizer_config=read_json(text_folder / "tokenizer_config.json")
-            if config.enable_tokenizer_info_endpoint
-            else {},
+            tokenizer_config=_tokenizer_config(config, folder) if config.enable_tokenizer_info_endpoint else {},
             text_digest=text_digest(folder),
             tokenizer=text.tokenizer,
             template=text.template,
@@ -157,3 +155,7 @@ def named_generation_config(folder: str) -> tuple[dict[str, Any], Path]:
     if not path.is_file():
         raise ModelError(f"--generation-config {folder}: there is no {path}")
     return read_json(path), path
+
+
+def _tokenizer_config(config: GatewayConfig, folder: Path) -> dict[str, Any]:
+    return read_json((tokenizer_folder(config) or folder) / "tokenizer_config.json")

@@ -198,7 +198,9 @@ class ChatTemplate:
 
     def _run(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
+            raise InvalidRequest(
+                "this model has no chat template; use completions, or set one (--chat-template, LLM(chat_template=...))"
+            )
         context: dict[str, Any] = {"tools": None, "documents": None}  # templates compare these with none
         context |= self._special | self._variables | variables
         context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}

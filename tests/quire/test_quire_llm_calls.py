@@ -191,6 +191,13 @@ def test_prompts_are_truncated_on_request(llm: LLM) -> None:
     assert chat.prompt_token_ids == llm.tokenizer.encode("[user] Hello!\n> ")[-2:]
 
 
+@pytest.mark.parametrize("options", [{}, {"truncate_prompt_tokens": 3}])
+def test_a_text_that_is_no_text_names_the_prompt(llm: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: .*surrogate") as caught:
+        greedy(llm, ["x", "a\ud800"], tokenization_kwargs=options)
+    assert caught.value.param == "prompt"
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
