@@ -19,6 +19,7 @@ from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
 from shared.hub.checkpoint import cache_folder
 from shared.text.added_tokens import add_tokens, disagrees_on_prefix_space, special_tokens
+from shared.text.cut_text import CutText
 from shared.text.json_file import as_integer, read_json
 from shared.text.token_bytes import TokenBytes, decode_utf8
 
@@ -78,11 +79,24 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text. Other threads can run meanwhile. Raise `InvalidRequest`."""
+        return [encoding.ids for encoding in self._encode_batch(texts, add_special_tokens)]
+
+    def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        if any(isinstance(text, CutText) and text.cuts for text in texts):
+            return [self._encode_pieces(text, add_special_tokens) for text in texts]
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings: list[tokenizers.Encoding] = self.backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         except TypeError as error:  # raised by the library for a lone surrogate
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from error
-        return [encoding.ids for encoding in encodings]
+        return encodings
+
+    def _encode_pieces(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Encode a text piece by piece. What goes before a text, such as BOS, goes before the first piece."""
+        first, *others = text.pieces if isinstance(text, CutText) else [text]
+        encodings = self._encode_batch([first], add_special_tokens) + self._encode_batch(others, False)
+        return tokenizers.Encoding.merge(encodings)
 
     def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the number of characters of `text` before each token. A space belongs to the token after it."""
@@ -117,6 +131,11 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token, spelled as in the vocabulary; None if there is no such token."""
         return self.backend.token_to_id(token)
+
+    @property
+    def special_names(self) -> list[str]:
+        """Return the texts of all special tokens."""
+        return list(self._special_tokens.values())
 
     def special_token(self, id: int) -> str | None:
         """Return the text of a special token; None if the token is not special."""
