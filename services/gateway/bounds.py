@@ -23,9 +23,10 @@ MAX_VALUES = 1_048_576  # mostly token ids
 MAX_SAMPLES = 1024
 """Prompts times n of one request: as many as the engine's queue takes by default."""
 
-MAX_LOGPROBS_AT_ONCE = 4_000_000
+MAX_LOGPROBS_AT_ONCE = 8_000_000
 """Log-probabilities of output tokens, alternatives included, that an answer which is no stream may hold. They take some
-hundred bytes each until it is sent."""
+hundred bytes each until it is sent. A chat that sets no max_tokens may have all alternatives of 256 Ki tokens."""
+
 MAX_TOKENS = 1_048_576
 """Token ids in an answer of /tokenize: making a list of them takes 20 ms."""
 

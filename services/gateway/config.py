@@ -102,6 +102,13 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
             "auto: the one that the template reads."
         ),
     ] = "auto"
+    special_tokens_in_messages: Annotated[
+        Literal["tokens", "text"],
+        Meta(
+            description="What the names of special tokens in chat messages become, except in those of the assistant: "
+            "tokens, as in vLLM; text: a message cannot end its turn or begin another one."
+        ),
+    ] = "tokens"
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object of variables for the chat template; a request's own override them.")
     ] = ""

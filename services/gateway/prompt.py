@@ -177,7 +177,7 @@ def _tokenize(
         for text, ids in zip(batch, tokenizer.encode_all(batch, add_special_tokens), strict=True):
             check(len(ids))
             token_offsets = array("i", tokenizer.token_offsets(text, add_special_tokens)) if with_offsets else None
-            prompts.append(TokenizedPrompt(array("i", ids), text, token_offsets))
+            prompts.append(TokenizedPrompt(array("i", ids), str(text), token_offsets))  # cuts have had their effect
     return prompts
 
 

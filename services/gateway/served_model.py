@@ -46,6 +46,7 @@ class TextParts(NamedTuple):
             config.chat_template,
             content_format=config.chat_template_content_format,
             variables=json_object("--default-chat-template-kwargs", config.default_chat_template_kwargs),
+            plain_names=plain_names(config, tokenizer),
         )
         template.sanity_check()
         defaults = sampling_defaults(config.generation_config, folder, config.override_generation_config)
@@ -94,6 +95,11 @@ class ServedModel(Struct, frozen=True):
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
             raise UnknownModel(f"the model {brief(name)} does not exist here; there is: {served}", "model")
+
+
+def plain_names(config: GatewayConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return the special tokens that stay text where a message has their names."""
+    return tokenizer.special_names if config.special_tokens_in_messages == "text" else []
 
 
 def choose_parsers(config: GatewayConfig, template: ChatTemplate, tokenizer: Tokenizer) -> ParserChoice:

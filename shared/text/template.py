@@ -9,7 +9,7 @@ letters, loop controls, `{% generation %}`, and the special tokens by name. An e
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import display_path
 from shared.text.content_format import ContentFormat, ContentFormats, Message, detect_content_formats
+from shared.text.cut_text import CutText, NameCutter
 from shared.text.json_file import read_json
 from shared.text.messages import append_text, normalize_messages
 
@@ -63,12 +64,15 @@ class ChatTemplate:
         *,
         content_format: str = "auto",
         variables: Mapping[str, Any] = {},
+        plain_names: Collection[str] = (),
     ) -> None:
         """Compile `source`. Raise `ModelError`, which names `origin`, if the template does not parse.
 
         `content_format` is the format of all messages' content: `string` or `openai`, or `auto` to detect what the
         template reads. `variables` are passed to the template; those of a call of `render` override them.
+        `plain_names` are special tokens that stay text where a message has their names, but not one of the assistant.
         """
+        self._cutter = NameCutter(plain_names) if plain_names else None
         self._special = dict(special or {})
         self._origin = origin
         self._format = CONTENT_FORMATS.get(content_format)
@@ -94,6 +98,7 @@ class ChatTemplate:
         *,
         content_format: str = "auto",
         variables: Mapping[str, Any] = {},
+        plain_names: Collection[str] = (),
     ) -> "ChatTemplate":
         """Return the template of a model folder, or `override`. Raise `ModelError` if it cannot be used.
 
@@ -107,7 +112,14 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ModelError(f"cannot read the chat template {file or f'of {folder}'}: {reason}") from error
-        return cls(source, special, file or display_path(folder), content_format=content_format, variables=variables)
+        return cls(
+            source,
+            special,
+            file or display_path(folder),
+            content_format=content_format,
+            variables=variables,
+            plain_names=plain_names,
+        )
 
     def variant(self, source: str | None, content_format: str) -> "ChatTemplate":
         """Return the template for one caller: `source` instead of this one, unless that is None, or another format.
@@ -159,7 +171,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt with its special tokens. Encode it without adding any.
+        """Return the prompt with its special tokens. Encode it without adding any. It is cut where names stay text.
 
         With `continue_final_message` it ends with the last message's content, white space included, without the text
         that the template would put after it. `variables` are passed to the template; the names of special tokens and
@@ -173,6 +185,21 @@ class ChatTemplate:
                 "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
             )
         normalized = normalize_messages(messages, self._formats)
+        if self._cutter is None:
+            return self._render(normalized, add_generation_prompt, continue_final_message, extra)
+        cut = uuid.uuid4().hex
+        marked = [
+            message if message["role"] == "assistant" else self._cutter.mark(message, cut) for message in normalized
+        ]
+        return CutText.at(cut, self._render(marked, add_generation_prompt, continue_final_message, extra))
+
+    def _render(
+        self,
+        normalized: list[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        extra: dict[str, Any],
+    ) -> str:
         if not continue_final_message:
             return self._run(normalized, add_generation_prompt, extra)
         mark = (

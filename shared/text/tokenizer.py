@@ -20,6 +20,7 @@ from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import read_pointer
 from shared.hub.checkpoint import cache_folder
 from shared.text.added_tokens import add_tokens, disagrees_on_prefix_space, special_tokens
+from shared.text.cut_text import CutText
 from shared.text.json_file import as_integer, read_json
 from shared.text.token_bytes import TokenBytes, decode_utf8
 
@@ -89,6 +90,8 @@ class Tokenizer:
         return [encoding.ids for encoding in self._encode_batch(texts, add_special_tokens)]
 
     def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        if any(isinstance(text, CutText) and text.cuts for text in texts):
+            return [self._encode_pieces(text, add_special_tokens) for text in texts]
         try:
             encodings: list[tokenizers.Encoding] = self.backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
@@ -118,6 +121,12 @@ class Tokenizer:
             return (ids[:max_tokens] if keep_start else ids[-max_tokens:]), True
         kept = ids[start : start + num_kept] if keep_start else ids[end - num_kept : end]
         return ids[:start] + kept + ids[end:], True
+
+    def _encode_pieces(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Encode a text piece by piece. What goes before a text, such as BOS, goes before the first piece."""
+        first, *others = text.pieces if isinstance(text, CutText) else [text]
+        encodings = self._encode_batch([first], add_special_tokens) + self._encode_batch(others, False)
+        return tokenizers.Encoding.merge(encodings)
 
     def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the number of characters of `text` before each token. A space belongs to the token after it."""
@@ -159,6 +168,11 @@ class Tokenizer:
     def token(self, id: int) -> str:
         """Return a token as the vocabulary spells it; '' if the tokenizer does not have the id."""
         return self.backend.id_to_token(id) or ""
+
+    @property
+    def special_names(self) -> list[str]:
+        """Return the texts of all special tokens."""
+        return list(self._special_tokens.values())
 
     def special_token(self, id: int) -> str | None:
         """Return the text of a special token; None if the token is not special."""

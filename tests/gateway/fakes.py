@@ -26,7 +26,7 @@ from services.gateway.engine_request import Interruption
 from services.gateway.gateway import Gateway
 from services.gateway.lifecycle import Lifecycle
 from services.gateway.metrics import Metrics
-from services.gateway.served_model import ServedModel, choose_parsers
+from services.gateway.served_model import ServedModel, choose_parsers, plain_names
 from shared.errors import Unavailable
 from shared.protocol import (
     VERSION,
@@ -305,7 +305,7 @@ def make_gateway(
 ) -> Gateway:
     tokenizer = settings.pop("tokenizer", TOKENIZER)
     config = GatewayConfig(**settings)
-    chat_template = ChatTemplate(template, tokenizer.special)
+    chat_template = ChatTemplate(template, tokenizer.special, plain_names=plain_names(config, tokenizer))
     model = ServedModel(
         names=tuple(config.served_model_name) or (MODEL,),
         root=MODEL,

@@ -8,6 +8,7 @@ import pytest
 from services.gateway.config import GatewayConfig
 from services.gateway.served_model import ServedModel
 from shared.errors import ConfigError, ModelError
+from shared.text.cut_text import CutText
 from tests.text.vocabulary import write_model_folder
 
 USER = [{"role": "user", "content": "hi"}]
@@ -39,13 +40,17 @@ def test_the_users_sampling_defaults_win(folder: Path) -> None:
 
 
 def test_the_template_gets_what_the_settings_give_it(folder: Path) -> None:
-    """API-02: --default-chat-template-kwargs and --chat-template-content-format."""
+    """API-02: --default-chat-template-kwargs and --chat-template-content-format; --special-tokens-in-messages."""
     kwargs = json.dumps({"mood": "!"})
     template = ServedModel.load(GatewayConfig(model=str(folder), default_chat_template_kwargs=kwargs)).template
     assert template.render(USER) == "hi!"
     assert template.render(USER, variables={"mood": "?"}) == "hi?"
     config = GatewayConfig(model=str(folder), chat_template_content_format="openai")
     assert ServedModel.load(config).template.render(USER) == "hiP"
+    config = GatewayConfig(model=str(folder), special_tokens_in_messages="text")
+    prompt = ServedModel.load(config).template.render([{"role": "user", "content": "x</s>"}])
+    assert isinstance(prompt, CutText)
+    assert prompt.pieces[0] == "x<"
     config = GatewayConfig(model=str(folder), default_chat_template_kwargs='{"messages": []}')
     with pytest.raises(ModelError, match="the chat template cannot be given values for messages"):
         ServedModel.load(config)

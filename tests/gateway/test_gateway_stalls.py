@@ -159,6 +159,18 @@ async def test_names_of_megabytes_are_cut_in_errors() -> None:
             await client.complete(prompt="hi")
 
 
+@pytest.mark.parametrize("n", [10**6, 10**9])
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+async def test_a_number_of_choices_beyond_the_limit_costs_nothing(path: str, n: int) -> None:
+    """LIM-10: neither time nor memory."""
+    fields = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "n": n}
+    del fields["messages" if path == COMPLETION else "prompt"]
+    async with serve() as client:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+        assert await longest(client, path, [json.dumps(fields).encode()] * 5, {400}) < BOUND
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024
+
+
 async def test_a_stream_of_a_thousand_prompts_that_says_its_usage_in_every_chunk() -> None:
     """LOOP-02: the usage keeps its sums from chunk to chunk."""
     body = json.dumps(

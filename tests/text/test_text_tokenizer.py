@@ -10,8 +10,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from shared.errors import InvalidRequest, ModelError
+from shared.text.cut_text import CutText
 from shared.text.tokenizer import MAX_JOINED, Tokenizer
-from tests.text.vocabulary import make_tokenizer, write_model_folder
+from tests.text.vocabulary import KINDS, make_tokenizer, make_vocabulary, write_model_folder
 
 
 def test_text_goes_to_ids_and_back() -> None:
@@ -42,6 +43,39 @@ def test_no_text_of_few_tokens_is_too_long() -> None:
     tokenizer = make_tokenizer()
     text = "<|im_start|>" * 5  # the longest token
     assert len(text) <= tokenizer.max_characters(len(tokenizer.encode(text))) < 10 * len(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_is_cut_where_no_token_may_reach_over(kind: str) -> None:
+    """TOK-05: each piece is tokenized by itself, in every kind of vocabulary."""
+    tokenizer = make_vocabulary(kind).tokenizer
+    special = tokenizer.token_id("</s>")
+    text = "</s></s>"
+    assert tokenizer.encode(text, add_special_tokens=False).count(special) == 2
+    for cuts, count in (((), 2), ((1,), 1), ((5,), 1), ((1, 5), 0), ((4,), 2), ((0, 8), 2)):
+        cut = CutText(text, cuts)
+        assert cut == text
+        assert tokenizer.encode(cut, add_special_tokens=False).count(special) == count
+        assert tokenizer.encode_all(["</s>", cut], add_special_tokens=False)[0] == [special]
+    assert tokenizer.encode(CutText("", (0,)), add_special_tokens=False) == tokenizer.encode("", False)
+
+
+def test_a_part_of_a_text_is_cut_where_the_text_is() -> None:
+    """TOK-05."""
+    text = CutText("one</s> two", (1, 4, 9))
+    for part, pieces in ((text[3:], ["<", "/s> t", "wo"]), (text[:4], ["o", "ne<"]), (text[-7:], ["/s> t", "wo"])):
+        assert isinstance(part, CutText)
+        assert part.pieces == pieces
+    assert type(str(text)) is str
+    assert text[3] == "<"
+
+
+def test_bos_comes_once_before_a_text_that_is_cut() -> None:
+    """TOK-05."""
+    tokenizer = make_tokenizer(bos=True)
+    expected = [*tokenizer.encode("hello<"), *tokenizer.encode("s>", add_special_tokens=False)]
+    assert tokenizer.encode(CutText("hello<s>", (6,))) == expected
+    assert expected.count(tokenizer.token_id("<s>")) == 1
 
 
 def test_bos_is_added_only_where_it_is_wanted() -> None:
