@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from shared.errors import InvalidRequest, brief
+from shared.errors import InvalidRequest, brief, context_exceeded
 from shared.protocol import (
     MAX_LOGIT_BIAS,
     MAX_REPETITION_PENALTY,
@@ -205,10 +205,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         room = max_model_len - prompt_len
         if room < (1 if self.max_tokens is None else self.max_tokens):
             output = "" if self.max_tokens is None else f" and max_tokens is {brief(self.max_tokens)}"
-            raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, but the prompt has {prompt_len}{output}",
-                "max_tokens" if room > 0 else "prompt",
-            )
+            param = "max_tokens" if room > 0 else "prompt"
+            raise context_exceeded(max_model_len, f"the prompt has {prompt_len}{output}", param)
         if self.max_tokens is not None:
             return self.max_tokens
         return room if default is None else min(default, room)

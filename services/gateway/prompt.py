@@ -15,7 +15,7 @@ from msgspec import Struct
 from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.bounds import MAX_SAMPLES
 from services.gateway.threads import run_in_thread_if
-from shared.errors import InvalidRequest, brief
+from shared.errors import InvalidRequest, brief, context_exceeded
 from shared.params import SamplingParams
 from shared.protocol import Sampling
 from shared.text.message_parser import MessageFormat
@@ -77,10 +77,7 @@ async def chat_prompt(
     It writes BOS, so none is added unless requested.
     """
     if len(request.messages) > max_model_len:  # even an empty message has at least one token, for its role
-        raise InvalidRequest(
-            f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
-            "messages",
-        )
+        raise context_exceeded(max_model_len, f"there are {len(request.messages)} messages", "messages")
     text = await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
     (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
     return prompt
@@ -133,11 +130,8 @@ async def _from_texts(
     max_length = tokenizer.max_characters(max_model_len)
     for text in texts:
         if len(text) > max_length:
-            raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, so at most {max_length} characters, "
-                f"but {param} has {len(text)}",
-                param,
-            )
+            found = f"{param} has {len(text)} characters, of which at most {max_length} can fit"
+            raise context_exceeded(max_model_len, found, param)
     if sum(map(len, texts)) <= LONG_TEXT:
         return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
     return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
@@ -173,7 +167,7 @@ def _check_length(count: int, max_model_len: int, param: str) -> None:
     if not count:
         raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
     if count > max_model_len:
-        raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
+        raise context_exceeded(max_model_len, f"{param} has {count}", param)
 
 
 def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[TokenizedPrompt]:
