@@ -21,6 +21,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from shared.errors import InvalidRequest, ModelError, brief
 from shared.structured_outputs import StructuredOutputsParams
+from shared.text.json_schemas import closed, without_annotations
 from shared.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -194,15 +195,14 @@ def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> s
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequest(f"{param} must be a JSON schema, an object, got {brief(schema)}", param)
     check_length(_schema_text(schema, param), param)
-    if params.disable_additional_properties:
-        schema = _closed(schema)
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     # `true` is any JSON, as {} is; as options are written into the schema, it has to be an object.
     schema = {} if schema is True else {"not": {}} if schema is False else schema
     try:
-        return LLMatcher.grammar_from_json_schema(dict(schema), defaults=options)
+        schema = without_annotations(closed(schema) if params.disable_additional_properties else schema)
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not a JSON schema: {error}", param) from error
 
@@ -213,20 +213,6 @@ def _schema_text(schema: Any, param: str) -> str:
         return json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not a JSON schema: {brief(str(error))}", param) from error
-
-
-DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
-"""Keywords of JSON Schema whose values are data."""
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema in which each object that names properties allows no others, unless it says otherwise."""
-    if isinstance(schema, Mapping):
-        closed = {key: value if key in DATA_KEYWORDS else _closed(value) for key, value in schema.items()}
-        if isinstance(schema.get("properties"), Mapping):
-            closed.setdefault("additionalProperties", False)
-        return closed
-    return [_closed(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _choice_grammar(choices: Any, param: str) -> str:
@@ -269,7 +255,8 @@ def _tag_grammar(value: Any, param: str) -> str:
         schema = _parse(structure.get("schema", {}), param)
         if not isinstance(schema, Mapping):
             raise InvalidRequest(f"{param}: a schema must be an object, got {brief(schema)}", param)
-        tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=dict(schema), end=structure["end"]))
+        schema = without_annotations(schema)
+        tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=schema, end=structure["end"]))
     if not tags:
         raise InvalidRequest(f"{param} must have at least one structure", param)
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))

@@ -110,7 +110,7 @@ def test_objects_can_be_closed() -> None:
         ({"json": {"type": "string", "pattern": "(?<=a)b"}}, "look-around"),
         ({"json": {"not": {"type": "null"}}}, '"not"'),
         ({"json": {"uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"type": "string", "format": "no-such"}}, "no-such"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": False}, '"not"'),
         ({"regex": "["}, "unclosed character class"),
         ({"regex": "(?<=a)b"}, "look-around"),
