@@ -88,7 +88,9 @@ test-all:
 	$(MAKE) chaos
 
 test-clients: install $(CLIENT_VENVS:=/.installed) $(NODE)
-	for venv in $(CLIENT_VENVS); do $$venv/bin/python -m pytest -W ignore tests/clients $(ARGS) || exit 1; done
+	for venv in $(CLIENT_VENVS); do \
+		$$venv/bin/python -m pytest -W ignore tests/clients $(ARGS) || [ $$? -eq 5 ] || exit 1; \
+	done  # status 5: none of the tests that ARGS asks for is for these clients
 
 $(CLIENTS)/%/.installed: tests/clients/requirements_%.txt
 	$(PYTHON) -m venv $(@D)

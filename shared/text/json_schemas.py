@@ -10,7 +10,7 @@ from typing import Any
 FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
 """The formats that the library enforces. JSON Schema calls any other one an annotation."""
 
-ANY_NAME = ({}, True, {"type": "string"})
+ANY_NAME: tuple[Any, ...] = ({}, True, {"type": "string"})
 """Schemas of the names of properties that each name fits."""
 
 IN_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
