@@ -61,7 +61,7 @@ async def main() -> None:
     """Run both servers."""
     with tempfile.TemporaryDirectory() as name:
         template = write_template(Path(name), TEMPLATES["hermes"])
-        flags = [f"--chat-template={template}", "--tool-call-parser=hermes", f"--api-key={KEY}"]
+        flags = [f"--chat-template={template}", "--tool-call-parser=hermes", f"--api-key={KEY}", "--strict-fields"]
         failures = [ScriptedFailure(FATAL_TOKEN, "raise")]
         script = talk(replies=replies(), failures=failures, max_positions=32768, blocks=4096)
         with serving(locate(""), Path(name) / "real", *flags, "--max-model-len=2048", name="smol") as real:
