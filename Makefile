@@ -18,7 +18,12 @@ FAST := tests/core tests/simulation tests/scheduler tests/shared tests/text test
 # Triton decides at its import whether kernels are interpreted, so these have a process of their own.
 GPU_TESTS := tests/gpu_kernels
 
-.PHONY: help install serve test test-fast test-all lint docs kernels chaos compose-test soak bench-peers
+# The clients of `make test-clients`: an environment for each file of requirements, and one for Node if there is npm.
+CLIENTS := .clients
+CLIENT_VENVS := $(patsubst tests/clients/requirements_%.txt,$(CLIENTS)/%,$(wildcard tests/clients/requirements_*.txt))
+NODE := $(if $(shell command -v npm),$(CLIENTS)/node/.installed)
+
+.PHONY: help install serve test test-fast test-all test-clients lint docs kernels chaos compose-test soak bench-peers
 
 help:
 	@echo "make serve    install if need be and serve the embedded model at http://localhost:$(PORT)"
@@ -26,6 +31,7 @@ help:
 	@echo "make test     install if need be, then linters, types, import rules and all tests"
 	@echo "make test-fast  the tests that need neither a service nor a model: under a minute on two cores"
 	@echo "make test-all   make test, many more requests made up from /openapi.json, and then make chaos"
+	@echo "make test-clients  install clients of other projects in $(CLIENTS), and let them talk to servers; ARGS='-k langchain'"
 	@echo "make chaos    the whole matrix of faults with real processes, and write benchmarks/results/chaos.md anew; SEED=0"
 	@echo "make lint     linters, types and import rules, without tests"
 	@echo "make kernels  compile the GPU's kernels, without a GPU, and write benchmarks/results/kernels.md anew"
@@ -81,6 +87,22 @@ test-all:
 	$(MAKE) test
 	QUIRE_TEST_EXAMPLES=500 $(BIN)/python -m pytest tests/system/test_http_openapi.py
 	$(MAKE) chaos
+
+test-clients: install $(CLIENT_VENVS:=/.installed) $(NODE)
+	for venv in $(CLIENT_VENVS); do \
+		$$venv/bin/python -m pytest -W ignore tests/clients $(ARGS) || [ $$? -eq 5 ] || exit 1; \
+	done  # status 5: none of the tests that ARGS asks for is for these clients
+
+$(CLIENTS)/%/.installed: tests/clients/requirements_%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -r $<
+	@touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/ai_sdk/package.json tests/clients/ai_sdk/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --no-audit --no-fund
+	@touch $@
 
 docs: install
 	$(BIN)/python docs/generate.py

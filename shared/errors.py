@@ -23,6 +23,16 @@ class InvalidRequest(QuireError, ValueError):
         self.param = param
 
 
+def context_exceeded(max_model_len: int, found: str, param: str) -> InvalidRequest:
+    """Return the refusal of what does not fit the context.
+
+    Client libraries know it by its words, as servers differ in all else: LangChain by the first part, which is left
+    out if only `max_tokens` is too large, LiteLLM and pydantic-ai by the second.
+    """
+    message = f"this model's maximum context length is {max_model_len} tokens, but {found}"
+    return InvalidRequest(message if param == "max_tokens" else f"the prompt is too long: {message}", param)
+
+
 class Overloaded(QuireError):
     """The waiting queue is full. `retry_after` is an estimate, in seconds, of when it will not be."""
 

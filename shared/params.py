@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import force_setattr, replace
 
-from shared.errors import InvalidRequest, brief
+from shared.errors import InvalidRequest, brief, context_exceeded
 from shared.protocol import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT,
@@ -291,10 +291,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         room = max_model_len - prompt_len
         if room < (1 if self.max_tokens is None else self.max_tokens):
             output = "" if self.max_tokens is None else f" and max_tokens is {brief(self.max_tokens)}"
-            raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, but the prompt has {prompt_len}{output}",
-                "max_tokens" if room > 0 else "prompt",
-            )
+            param = "max_tokens" if room > 0 else "prompt"
+            raise context_exceeded(max_model_len, f"the prompt has {prompt_len}{output}", param)
         if self.max_tokens is not None:
             return self.max_tokens
         return room if default is None else min(default, room)

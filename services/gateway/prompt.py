@@ -17,7 +17,7 @@ from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.bounds import MAX_SAMPLES, MAX_TOKENS
 from services.gateway.threads import run_in_thread_if
 from shared.beam_params import BeamSettings
-from shared.errors import InvalidRequest, brief
+from shared.errors import InvalidRequest, brief, context_exceeded
 from shared.params import SamplingParams
 from shared.protocol import Sampling
 from shared.text.bad_words import tokenize_bad_words
@@ -87,10 +87,7 @@ async def chat_prompt(
     context.
     """
     if len(request.messages) > max_model_len:  # even an empty message has at least one token, for its role
-        raise InvalidRequest(
-            f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
-            "messages",
-        )
+        raise context_exceeded(max_model_len, f"there are {len(request.messages)} messages", "messages")
     text = await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
     add_special_tokens = request.add_special_tokens is True
     (prompt,) = await _from_texts([text], tokenizer, add_special_tokens, max_model_len, "messages", must_fit)
@@ -153,11 +150,8 @@ async def _from_texts(
     max_length = tokenizer.max_characters(max_model_len)
     for text in texts:
         if len(text) > max_length:
-            raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, so at most {max_length} characters, "
-                f"but {param} has {len(text)}",
-                param,
-            )
+            found = f"{param} has {len(text)} characters, of which at most {max_length} can fit"
+            raise context_exceeded(max_model_len, found, param)
     fits = partial(_check_length, max_model_len=max_model_len, param=param)
     check = fits if must_fit else partial(_check_listed, param=param)
     if sum(map(len, texts)) <= LONG_TEXT:
@@ -199,7 +193,7 @@ def _check_length(count: int, max_model_len: int, param: str) -> None:
     if not count:
         raise InvalidRequest(f"{param} must not be empty: it has no tokens", param)
     if count > max_model_len:
-        raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
+        raise context_exceeded(max_model_len, f"{param} has {count}", param)
 
 
 def _check_listed(count: int, param: str) -> None:

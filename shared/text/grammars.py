@@ -22,6 +22,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from shared.errors import InvalidRequest, ModelError, brief
 from shared.structured_outputs import StructuredOutputsParams
+from shared.text.json_schemas import closed, without_annotations
 from shared.text.lark import WHITESPACE, as_object, check_length, first_lines, lark_grammar, schema_text
 from shared.text.structural_tags import structural_tag_grammar
 from shared.text.tokenizer import Tokenizer
@@ -184,29 +185,14 @@ def _check_json_options(params: StructuredOutputsParams, param: str) -> None:
 
 def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> str:
     check_length(schema_text(schema, param), param)
-    if params.disable_additional_properties:
-        schema = _closed(schema)
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     try:
+        schema = without_annotations(closed(schema) if params.disable_additional_properties else schema)
         return LLMatcher.grammar_from_json_schema(as_object(schema), defaults=options)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{param} is not a JSON schema: {error}", param) from error
-
-
-DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})
-"""Keywords of JSON Schema whose values are data."""
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema in which each object that names properties allows no others, unless it says otherwise."""
-    if isinstance(schema, Mapping):
-        closed = {key: value if key in DATA_KEYWORDS else _closed(value) for key, value in schema.items()}
-        if isinstance(schema.get("properties"), Mapping):
-            closed.setdefault("additionalProperties", False)
-        return closed
-    return [_closed(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _choice_grammar(choices: Any, param: str) -> str:

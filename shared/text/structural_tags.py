@@ -15,6 +15,7 @@ from llguidance import regex_to_lark
 from msgspec import Meta, Struct
 
 from shared.errors import InvalidRequest, brief
+from shared.text.json_schemas import without_annotations
 from shared.text.lark import (
     ANY_TEXT,
     WHITESPACE,
@@ -214,7 +215,9 @@ class _Translator:
             case ConstString():
                 return self._literal(format.value)
             case JsonSchema():
-                schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | as_object(format.json_schema)
+                schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | as_object(
+                    without_annotations(format.json_schema)
+                )
                 return self._rules.rule(f"%json {schema_text(schema, self._param)}")
             case Grammar():
                 name = f"part{len(self._parts)}"

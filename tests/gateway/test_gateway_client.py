@@ -95,6 +95,26 @@ async def test_errors_have_the_clients_types() -> None:
     assert (error.param, error.type, error.status_code) == ("temperature", "BadRequestError", 400)
 
 
+async def test_a_prompt_that_is_too_long_is_known_by_its_words() -> None:
+    """LangChain, LiteLLM and pydantic-ai look for these, to shorten a conversation and go on."""
+
+    def wrong(client: openai.OpenAI) -> list[str]:
+        messages = []
+        for prompt in (" two" * 300, "x" * 100_000, [5] * 300, [5] * 256):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(model=MODEL, prompt=prompt, stream=True)
+            messages.append(caught.value.message)
+        for message in ([{"role": "user", "content": " two" * 300}], [{"role": "user", "content": ""}] * 300):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(model=MODEL, messages=message, stream=True)
+            messages.append(caught.value.message)
+        return messages
+
+    for message in await ask(FakeBackend(max_model_len=256), wrong):
+        assert "prompt is too long" in message
+        assert "this model's maximum context length is 256 tokens" in message
+
+
 async def test_a_wrong_key_and_a_full_queue_have_the_clients_types() -> None:
     backend = FakeBackend()
     backend.refusal = Overloaded("full", 1)

@@ -14,7 +14,10 @@ TEXT = "".join(
     (ROOT / page).read_text(encoding="utf-8")
     for page in (
         "README.md",
-        *(f"docs/{name}.md" for name in ("api", "benchmarks", "deploy", "models", "quantization", "settings")),
+        *(
+            f"docs/{name}.md"
+            for name in ("api", "benchmarks", "clients", "deploy", "models", "quantization", "settings")
+        ),
     )
 )
 """The README and the pages for users that continue it."""

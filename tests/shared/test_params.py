@@ -112,7 +112,7 @@ def test_what_is_huge_is_cut_in_the_error(value: Any) -> None:
             to_sampling(SamplingParams(**{field: argument}))
         assert len(caught.value.message) < 300
     if isinstance(value, int) and value > 0:
-        with pytest.raises(InvalidRequest, match="the context"):
+        with pytest.raises(InvalidRequest, match="maximum context length"):
             to_sampling(SamplingParams(max_tokens=value))
 
 
@@ -249,7 +249,7 @@ def test_the_rest_of_the_context_is_the_limit_if_none_is_given() -> None:
     [(91, 10, "max_tokens"), (1, 100, "prompt"), (None, 100, "prompt"), (None, 1000, "prompt"), (0, 101, "prompt")],
 )
 def test_what_is_longer_than_the_context_is_refused(max_tokens: int | None, prompt_len: int, param: str) -> None:
-    with pytest.raises(InvalidRequest, match="the context of this model is 100 tokens") as caught:
+    with pytest.raises(InvalidRequest, match="maximum context length is 100 tokens") as caught:
         to_sampling(SamplingParams(max_tokens=max_tokens), prompt_len=prompt_len)
     assert caught.value.param == param
 

@@ -113,7 +113,7 @@ def test_objects_can_be_closed() -> None:
         ({"json": {"not": {"type": "null"}}}, '"not"'),
         ({"json": {"uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "integer", "minimum": -(2**63)}}, str(-(2**63))),
-        ({"json": {"type": "string", "format": "no-such"}}, "no-such"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": False}, '"not"'),
         ({"regex": "["}, "unclosed character class"),
         ({"regex": "(?<=a)b"}, "look-around"),

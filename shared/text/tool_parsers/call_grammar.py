@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import InvalidRequest, brief
+from shared.text.json_schemas import closed, joins_schemas, without_annotations
 from shared.text.lark import ANY_TEXT, LarkRules
 
 OPTIONS = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -36,9 +37,13 @@ class CallGrammar(LarkRules):
         return self.json({"type": "object"} | (dict(schema) or {"additionalProperties": False}))
 
     def json(self, schema: Schema) -> str:
-        """Return an expression for JSON by a schema. Raise `InvalidRequest` if that is nested too deeply."""
+        """Return an expression for JSON by a schema, with the properties that it names and no others.
+
+        Raise `InvalidRequest` if it is nested too deeply.
+        """
         try:
-            text = json.dumps(dict(schema) | OPTIONS, ensure_ascii=False)
+            schema = schema if joins_schemas(schema) else closed(schema)
+            text = json.dumps(without_annotations(schema) | OPTIONS, ensure_ascii=False)
         except RecursionError as error:
             raise InvalidRequest("tools: a schema is nested too deeply", "tools") from error
         return self.rule(f"%json {text}")
