@@ -13,6 +13,8 @@ def tokenize_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[
     Many tokenizers write a word with other tokens behind a space, so that there are two sequences. Raise
     `InvalidRequest` if there are too many, or one is too long.
     """
+    if not words:
+        return []
     texts = [text for word in words for text in _forms(word)]
     sequences = dict.fromkeys(tuple(ids) for ids in tokenizer.encode_all(texts, add_special_tokens=False) if ids)
     if len(sequences) > MAX_BAD_WORDS:

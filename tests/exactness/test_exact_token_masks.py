@@ -26,12 +26,15 @@ TOKENS = 48
 pytestmark = pytest.mark.timeout(300)
 
 
-class Text(Struct):
-    """One streamed output so far."""
+class Output(Struct):
+    """One streamed output so far, as the texts of its tokens."""
 
-    text: str = ""
-    chunks: int = 0
+    tokens: list[str] = []
     finish: str | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return list(zip(self.tokens, self.tokens[1:], strict=False))
 
 
 @pytest.fixture(scope="module")
@@ -45,33 +48,30 @@ async def test_a_killed_process_is_a_pause(victim: str, tokenizer: Tokenizer, tm
         url = f"{server.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0, timeout=PATIENCE) as api:
             free = await write_all(api, {})
-            phrases = common_phrases([one.text for one in free], tokenizer)
-            fields = {"bad_words": phrases, "allowed_token_ids": without_letter("z", tokenizer)}
+            bad = [two_words(output, tokenizer) for output in free]
+            fields = {
+                "bad_words": list(dict.fromkeys("".join(pair) for pair in bad)),
+                "allowed_token_ids": without_letter("z", tokenizer),
+            }
             undisturbed = await write_all(api, fields)
             disturbed = await write_all(api, fields, server, victim)
-    assert [one.text for one in disturbed] == [one.text for one in undisturbed]
-    assert all(one.finish == "length" for one in disturbed)
-    assert [one.text for one in undisturbed] != [one.text for one in free]
-    for phrase in phrases:
-        assert any(phrase in one.text for one in free)
-        assert not any(phrase in one.text for one in disturbed)
+    assert disturbed == undisturbed
+    assert all(output.finish == "length" for output in disturbed)
+    assert any(first in output.tokens for output in disturbed for first, _ in bad), "a word that is begun may come"
+    for output in disturbed:
+        assert len(output.tokens) == TOKENS
+        assert not set(output.pairs) & set(bad)
+        assert not any("z" in token.lower() for token in output.tokens)
 
 
-def common_phrases(texts: list[str], tokenizer: Tokenizer) -> list[str]:
-    """Return two words that follow each other in each of the texts, with the spaces before both, as whole tokens."""
-    phrases = []
-    for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        words = [tokenizer.decode([id]) for id in ids]
-        pairs = zip(ids[8:], ids[9:], words[8:], words[9:], strict=False)
-        for first, second, one, other in pairs:
-            if one.startswith(" ") and other.startswith(" ") and (one + other).replace(" ", "").isalpha():
-                phrase = one + other
-                if [first, second] in tokenize_bad_words([phrase], tokenizer):
-                    phrases.append(phrase)
-                    break
-    assert len(phrases) == len(texts)
-    return list(dict.fromkeys(phrases))
+def two_words(output: Output, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return two tokens of an output, one after the other, each a word with a space before it."""
+    for first, second in output.pairs[8:]:
+        if first.startswith(" ") and second.startswith(" ") and f"{first[1:]}{second[1:]}".isalpha():
+            ids = [id for word in (first, second) for id in tokenizer.encode(word, add_special_tokens=False)]
+            if ids in tokenize_bad_words([first + second], tokenizer):
+                return first, second
+    raise AssertionError(f"no two words in {output}")
 
 
 def without_letter(letter: str, tokenizer: Tokenizer) -> list[int]:
@@ -83,35 +83,37 @@ def without_letter(letter: str, tokenizer: Tokenizer) -> list[int]:
 
 async def write_all(
     api: openai.AsyncOpenAI, fields: Mapping[str, Any], killed: Server | None = None, victim: str = ""
-) -> list[Text]:
-    """Return two texts about each topic, which are asked for at the same time; meanwhile a process may die."""
-    texts = [[Text(), Text()] for _ in TOPICS]
+) -> list[Output]:
+    """Return two outputs about each topic, which are asked for at the same time; meanwhile a process may die."""
+    outputs = [[Output(), Output()] for _ in TOPICS]
     async with asyncio.TaskGroup() as tasks:
         for index, topic in enumerate(TOPICS):
-            tasks.create_task(write(api, index, topic, fields, texts[index]))
+            tasks.create_task(write(api, index, topic, fields, outputs[index]))
         if killed is not None:
-            await until(lambda: all(one.chunks >= 5 for pair in texts for one in pair), PATIENCE)
-            assert all(one.finish is None for pair in texts for one in pair)
+            await until(lambda: all(len(one.tokens) >= 5 for pair in outputs for one in pair), PATIENCE)
+            assert all(one.finish is None for pair in outputs for one in pair)
             killed.children()[victim].kill()
             await until(lambda: status_is(killed, 503), PATIENCE)
-    return [one for pair in texts for one in pair]
+    return [one for pair in outputs for one in pair]
 
 
-async def write(api: openai.AsyncOpenAI, seed: int, topic: str, fields: Mapping[str, Any], texts: list[Text]) -> None:
+async def write(
+    api: openai.AsyncOpenAI, seed: int, topic: str, fields: Mapping[str, Any], outputs: list[Output]
+) -> None:
     chunks = await api.completions.create(
         model=NAME,
         prompt=f"A few facts about {topic}, and the",
         max_tokens=TOKENS,
-        n=len(texts),
+        n=len(outputs),
         seed=seed,
         temperature=0.9 * (seed % 2),
         presence_penalty=0.2,
+        logprobs=0,
         stream=True,
         extra_body={"ignore_eos": True, **fields},
     )
     async for chunk in chunks:
         for choice in chunk.choices:
-            one = texts[choice.index]
-            one.text += choice.text
-            one.chunks += 1
-            one.finish = choice.finish_reason
+            output = outputs[choice.index]
+            output.tokens += (choice.logprobs.tokens if choice.logprobs else None) or []
+            output.finish = choice.finish_reason

@@ -141,7 +141,7 @@ async def test_a_request_that_no_engine_can_take_delays_no_other() -> None:
 
 async def test_with_one_engine_nothing_is_noted_for_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[Any] = []
-    monkeypatch.setattr(Router, "note", lambda self, engine, prompt, outputs: noted.append(engine))
+    monkeypatch.setattr(Router, "note", lambda self, engine, *_: noted.append(engine))
     first, second = FakeEngine("0"), FakeEngine("1")
     for engines in ([first], [first, second]):
         with backend_of(*engines) as backend:

@@ -136,12 +136,11 @@ def test_requests_of_different_salts_share_no_prefix() -> None:
 
 def test_an_output_behind_a_prompt_that_fills_no_block_has_its_salt_too() -> None:
     router, engines = Router(), [FakeEngine(), FakeEngine()]
-    router.note(engines[1], PROMPT[: BLOCK - 1], [ANSWER], "a")
-    router.note(engines[0], ANSWER, [ANSWER], "a")  # so that its cache is not the emptier one
-    prompt = PROMPT[: BLOCK - 1] + ANSWER
-    assert (chosen(router, engines, prompt, salt="a"), chosen(router, engines, prompt)) == (1, 1)
-    engines[1].load = 1
-    assert chosen(router, engines, prompt) == 0
+    short, other = PROMPT[: BLOCK - 1], PROMPT[BLOCK : 2 * BLOCK - 1]
+    router.note(engines[0], other, [ANSWER], "a")  # so that neither cache is the emptier one
+    router.note(engines[1], short, [ANSWER], "a")
+    assert chosen(router, engines, short + ANSWER, salt="a") == 1
+    assert chosen(router, engines, short + ANSWER) == 0
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def record(tmp_path: Path) -> Path:
     submit(4, 5, 5)
     core.abort(4)
     core.drain()
+    core.reset_prefix_cache()
     while core.unfinished:
         step()
     core.end_record()
@@ -71,7 +72,7 @@ def test_a_summary_has_the_preemptions_and_the_losses(record: Path, capsys: pyte
     printed = lines(capsys, record)
     assert printed[0].startswith("engine east, model model, from 20")
     assert [" ".join(line.split()) for line in printed[1:]] == [
-        "127 inputs in 29.500 s, and 59 plans, which are the recorded ones",
+        "128 inputs in 29.500 s, and 59 plans, which are the recorded ones",
         "requests: 4 submitted, 1 refused, 0 unfinished at the end",
         "samples ended: 1 abort, 3 length",
         "tokens generated: 80",
@@ -98,6 +99,7 @@ def test_the_timeline_of_a_request(record: Path, capsys: pytest.CaptureFixture[s
         "10.000000 .0 lost slot 0, with the worker",
         "10.000000 epoch a worker with 4 blocks begins epoch 2",
         "10.000000 drain no new requests are accepted",
+        "10.000000 cache reset all cached blocks are forgotten",
         "10.500000 .0 resumed slot 0, 0 positions are in its blocks already",
         "10.500000 .0 chunk positions 0 to 19",
         "11.000000 .0 chunk positions 20 to 36",
