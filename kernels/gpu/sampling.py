@@ -378,8 +378,10 @@ def configurations() -> Iterator[Configuration]:
         x = torch.empty(rows, vocab, device="meta")
         words = torch.empty(rows * 12, dtype=torch.int32, device="meta")
         arguments = (x, words[: rows * 4], words[rows * 4 :])
+        masks = torch.empty(rows, triton.cdiv(vocab, 32), dtype=torch.int32, device="meta")
         size = x.numel() * 4
         shape = f"{rows} rows of {vocab}"
+        yield Configuration(f"mask_tokens {vocab}", partial(mask_tokens, *arguments[:2], masks), shape, 2 * size)
         yield Configuration(f"sample greedy {vocab}", partial(sample_packed, *arguments, False, False), shape, size)
         yield Configuration(f"sample {vocab}", partial(sample_packed, *arguments, True, False), shape, 2 * size)
         yield Configuration(f"sample filtered {vocab}", partial(sample_packed, *arguments, True, True), shape, 3 * size)
