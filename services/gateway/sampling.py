@@ -90,8 +90,6 @@ def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str,
     """Return the fields of `SamplingParams` that the request has, over those that the model's defaults have."""
     requested = {name: getattr(request, name) for name in COPIED_FIELDS}
     model_defaults = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
-    if request.use_beam_search:
-        requested["temperature"], model_defaults = 0.0, {}
     return model_defaults | {name: value for name, value in requested.items() if value is not None}
 
 
