@@ -134,7 +134,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a request goes where it does not fit": [
         (f"{BACKEND}._candidates", "length <= welcome.max_model_len", "True"),
     ],
-    "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],
+    "a request waits on after its client left": [(f"{BACKEND}.end", "self._waiting.pop(request, None)", "pass")],
 }
 
 
