@@ -32,9 +32,7 @@ BEAM_FIELDS = frozenset(
 )  # fmt: skip
 """Those of the copied fields that a beam search takes: it honours them, or they cannot change it (seed)."""
 
-_NO_SAMPLING = msgspec.structs.asdict(SamplingParams())
-_NOTHING: dict[str, tuple[Any, ...]] = {"top_k": (-1,), "stop": ([],), "logit_bias": ({},)}
-"""Values besides the default that ask for nothing."""
+_DEFAULTS = msgspec.structs.asdict(SamplingParams())
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -70,7 +68,8 @@ def beam_settings(request: GenerationRequest) -> BeamSettings | None:
     name = "n" if request.best_of is None else "best_of"
     for field in COPIED_FIELDS:
         value = getattr(request, field)
-        if field not in BEAM_FIELDS and value not in (None, _NO_SAMPLING[field], *_NOTHING.get(field, ())):
+        asks = value not in (None, [], {}, _DEFAULTS[field]) and (field, value) != ("top_k", -1)
+        if asks and field not in BEAM_FIELDS:
             raise InvalidRequest(f"{field} {REFUSED}, got {brief(value)}", field)
     if request.temperature is not None:
         check_temperature(request.temperature)
@@ -90,8 +89,6 @@ def _fields(request: GenerationRequest, defaults: SamplingDefaults) -> dict[str,
     """Return the fields of `SamplingParams` that the request has, over those that the model's defaults have."""
     requested = {name: getattr(request, name) for name in COPIED_FIELDS}
     model_defaults = {name: value for name, value in defaults.as_dict().items() if name != "max_tokens"}
-    if request.use_beam_search:
-        requested["temperature"], model_defaults = 0.0, {}
     return model_defaults | {name: value for name, value in requested.items() if value is not None}
 
 

@@ -146,7 +146,7 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     "a reset leaves out engines": [
         (f"{BACKEND}.reset_prefix_cache", "in self._connections", "in self._connections[:1]"),
     ],
-    "a request waits on after its client left": [(f"{BACKEND}.submit", "self._waiting.pop(request, None)", "pass")],
+    "a request waits on after its client left": [(f"{BACKEND}.end", "self._waiting.pop(request, None)", "pass")],
 }
 
 
