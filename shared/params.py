@@ -35,9 +35,35 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs")
 REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
+MAX_PATTERN_SIZE = 256  # tokens; looking for patterns of so many takes some 20 µs a token
+MAX_PATTERN_COUNT = 1_000_000
 _ID = re.compile(r"[0-9]{1,12}")
 OPTIONAL_FIELDS = frozenset({"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"})
+
+
+class RepetitionDetectionParams(Struct, frozen=True, kw_only=True):
+    """The repetitions that end an output: `min_count` copies of a pattern, one behind the other, at its end.
+
+    Patterns have `min_pattern_size` (0 is 1) to `max_pattern_size` tokens; with 0 of the latter none is looked for.
+    Raise `InvalidRequest`, naming the field, for a value of a wrong type or range.
+    """
+
+    max_pattern_size: int | float = 0
+    min_pattern_size: int | float = 0
+    min_count: int | float = 0
+
+    def __post_init__(self) -> None:
+        lowest_count = 2 if self.max_pattern_size else 0
+        for name, low, high in (
+            ("max_pattern_size", 0, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", lowest_count, MAX_PATTERN_COUNT),
+        ):
+            field = f"repetition_detection.{name}"
+            value = whole(field, getattr(self, name))
+            _between(field, value, low, high)
+            force_setattr(self, name, value)
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +95,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # has an effect only if those are not skipped
+    repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +118,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         value = getattr(self, name)
         if value is not None or name not in OPTIONAL_FIELDS:
             force_setattr(self, name, convert(name, value))
+
+        detection = self.repetition_detection
+        kind = RepetitionDetectionParams
+        is_kind = detection is None or isinstance(detection, kind)
+        _check(is_kind, "repetition_detection", f"must be a {kind.__name__}", detection)
 
     def _check_ranges(self) -> None:
         _between("n", self.n, 1, MAX_N)

@@ -2,6 +2,7 @@
 
 It feeds the tokens to the detokenizer, and the text to the stop matcher. Its rules:
 - The stop token itself is shown only with `include_stop_str_in_output`, and a special one only if none are skipped.
+- A repetition that the user wants to end the sample does so with its last token, unless that ends the sample anyway.
 - A stop string counts if a token after the first `min_tokens` completes it. The matcher searches the text that is
   shown, so a special token's text can be a stop string only if special tokens are shown.
 - Each token has one log-probability entry, the stop token included. An entry is due as soon as text after the token's
@@ -17,6 +18,7 @@ from shared.params import SamplingParams
 from shared.protocol import FinishReason, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import LogprobEntry, make_entry
+from shared.text.repetition import FINISH_REASON, STOP_REASON, RepetitionDetector
 from shared.text.stop_strings import StopMatcher
 from shared.text.tokenizer import Tokenizer
 
@@ -50,15 +52,22 @@ class SampleText:
     ) -> None:
         self.token_ids: list[int] = []
         self._offsets: list[int] = []  # characters before each token
-        self.finish_reason: str | None = None  # a value of `FinishReason`
+        self.finish_reason: str | None = None  # a value of `FinishReason`, or "repetition"
         self.stop_reason: str | int | None = None  # a stop string, or an id of the user's `stop_token_ids`
         self._tokenizer = tokenizer
         self._params = params
         self._stops = params.stop_strings
         self._stop_ids = frozenset(stop_token_ids)
         self._detokenizer = Detokenizer(
-            tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None, shown_special=shown_special
+            tokenizer,
+            prompt,
+            params.skip_special_tokens,
+            echo=echo_length is not None,
+            shown_special=shown_special,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
+        detection = params.repetition_detection
+        self._repetition = RepetitionDetector(detection) if detection and detection.max_pattern_size else None
         self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
         self._pieces: list[str] = []
         self._num_decoded = self._num_shown = echo_length or 0  # characters
@@ -87,7 +96,7 @@ class SampleText:
     ) -> str:
         """Add `tokens`, which are the last ones if there is a `finish_reason`. Return the text to show.
 
-        Tokens after a stop string are dropped.
+        Tokens after a stop string or a repetition are dropped.
         """
         shown = ""
         for index, token in enumerate(tokens):
@@ -97,11 +106,13 @@ class SampleText:
             self.token_ids.append(token)
             if logprobs is not None:
                 self._pending.append(self._pending_logprobs(token, logprobs[index]))
-            stops = finish_reason is FinishReason.STOP and index == len(tokens) - 1
-            if not (stops and self._hides(token)):
+            is_last = finish_reason is not None and index == len(tokens) - 1
+            if not (is_last and finish_reason is FinishReason.STOP and self._hides(token)):
                 shown += self._push(self._detokenizer.push(token))
+            if self._repetition is not None and self._repeats(token) and not is_last:
+                shown += self._finish(FINISH_REASON, STOP_REASON)
         if finish_reason is not None and self.finish_reason is None:
-            shown += self._finish(finish_reason)
+            shown += self._finish(finish_reason.value, self._stop_token(finish_reason))
         return shown
 
     def take_logprobs(self) -> list[LogprobEntry]:
@@ -131,13 +142,25 @@ class SampleText:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._matcher.matched
         return self._show(piece)
 
-    def _finish(self, reason: FinishReason) -> str:
+    def _repeats(self, token: int) -> bool:
+        """Return whether `token` completes a repetition that ends the sample."""
+        assert self._repetition is not None
+        return (
+            self._repetition.push(token)
+            and self.finish_reason is None
+            and len(self.token_ids) >= self._params.min_tokens
+        )
+
+    def _stop_token(self, reason: FinishReason) -> int | None:
+        """Return the id of the user's `stop_token_ids` that ended the sample, if one did."""
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if reason is FinishReason.STOP and last in (self._params.stop_token_ids or ()) else None
+
+    def _finish(self, reason: str, stop_reason: str | int | None) -> str:
+        """End the sample. Return the text that was held back."""
         shown = self._flush()
         if self.finish_reason is None:  # the rest of the text may have completed a stop string
-            self.finish_reason = reason.value
-            last = self.token_ids[-1] if self.token_ids else None
-            if reason is FinishReason.STOP and last in (self._params.stop_token_ids or ()):
-                self.stop_reason = last
+            self.finish_reason, self.stop_reason = reason, stop_reason
         return shown
 
     def _flush(self) -> str:

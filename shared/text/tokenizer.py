@@ -34,6 +34,10 @@ MAX_SHRINKAGE = 4
 """How many times shorter a normalizer may make a text."""
 
 
+CUT_MARGIN = 64
+"""Tokens beyond those that are kept of a text, so that a cut in front of them does not change how those are made."""
+
+
 class Tokenizer:
     """Converts text to token ids and back. `special` has special tokens by their names in templates (`eos_token`)."""
 
@@ -48,9 +52,9 @@ class Tokenizer:
         self.vocab_size = len(vocabulary)
         self._max_token_length = max(map(len, vocabulary), default=1)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self._special_tokens = {
-            id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
-        }
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens = {id: token.content for id, token in added.items()}
+        self._special_tokens = {id: token.content for id, token in added.items() if token.special}
         self.special_ids = frozenset(self._special_tokens)
         self.bytes = TokenBytes(backend)
 
@@ -78,11 +82,38 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text. Other threads can run meanwhile. Raise `InvalidRequest`."""
+        return [encoding.ids for encoding in self._encode_batch(texts, add_special_tokens)]
+
+    def _encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings: list[tokenizers.Encoding] = self.backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         except TypeError as error:  # raised by the library for a lone surrogate
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from error
-        return [encoding.ids for encoding in encodings]
+        return encodings
+
+    def encode_part(
+        self, text: str, max_tokens: int, *, keep_start: bool = False, add_special_tokens: bool = True
+    ) -> tuple[list[int], bool]:
+        """Return the last token ids of a text, or the first ones if `keep_start`, and whether any were dropped.
+
+        They are at most `max_tokens`, those included that `add_special_tokens` adds, which are kept if they fit. Of a
+        text that is certainly much longer, the part that matters is encoded. Raise `InvalidRequest`.
+        """
+        enough = self.max_characters(max_tokens + CUT_MARGIN)
+        part = text[:enough] if keep_start else text[-enough:]
+        (encoding,) = self._encode_batch([part], add_special_tokens)
+        ids: list[int] = encoding.ids
+        if len(ids) <= max_tokens:
+            return ids, len(part) < len(text)
+        content = [index for index, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        start, end = (content[0], content[-1] + 1) if content else (0, 0)
+        num_kept = max_tokens - start - (len(ids) - end)
+        if num_kept <= 0:
+            return (ids[:max_tokens] if keep_start else ids[-max_tokens:]), True
+        kept = ids[start : start + num_kept] if keep_start else ids[end - num_kept : end]
+        return ids[:start] + kept + ids[end:], True
 
     def token_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the number of characters of `text` before each token. A space belongs to the token after it."""
