@@ -69,6 +69,9 @@ class ChatTemplate:
         `content_format` is the format of all messages' content: `string` or `openai`, or `auto` to detect what the
         template reads. `variables` are passed to the template; those of a call of `render` override them.
         """
+        self.arguments = {  # that make a template like this one of another source
+            "special": dict(special or {}), "content_format": content_format, "variables": dict(variables),
+        }  # fmt: skip
         self._special = dict(special or {})
         self._origin = origin
         self._format = CONTENT_FORMATS.get(content_format)
@@ -179,7 +182,9 @@ class ChatTemplate:
 
     def _run(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; use completions, or start with --chat-template")
+            raise InvalidRequest(
+                "this model has no chat template; use completions, or start with --chat-template", "messages"
+            )
         context: dict[str, Any] = {"tools": None, "documents": None}  # templates compare these with none
         context |= self._special | self._variables | variables
         context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
