@@ -14,7 +14,7 @@ from services.gateway.body import check_expect
 from services.gateway.chat import chat_completions
 from services.gateway.completions import completions
 from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, Unavailable, brief
 
 STARTED = int(time.time())  # the API's creation time of the model
 MAX_DIGITS = 9  # of a number in a query
@@ -82,7 +82,7 @@ async def health(request: web.Request) -> web.Response:
     """
     count = request.query.get("engines", "1")
     if not count.isdecimal() or len(count) > MAX_DIGITS:
-        raise InvalidRequest("engines must be a number of engines")
+        raise InvalidRequest(f"engines must be a number of at most {MAX_DIGITS} digits, got {brief(count)}", "engines")
     try:
         request.app[GATEWAY].check_ready(int(count))
     except Unavailable as error:

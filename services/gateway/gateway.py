@@ -66,6 +66,7 @@ class Gateway(Struct, frozen=True):
         echo: bool = False,
         grammar: str = "",  # that the output has to follow
         format: MessageFormat | None = None,
+        shows_text: bool = False,  # in the answer, apart from an echo
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
 
@@ -92,6 +93,7 @@ class Gateway(Struct, frozen=True):
             echo_text,
             prompt.offsets,
             format,
+            prompt.text if shows_text else None,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
@@ -121,6 +123,17 @@ REQUEST_ID = web.RequestKey("id", str)
 
 RESPONSE_ID = web.RequestKey("response id", str)
 """The `id` of a response that generates, which has `REQUEST_ID` in it. Logs name such a request by it."""
+
+
+def begin_response(request: web.Request, kind: str, requested_id: str | None = None) -> str:
+    """Return the id of a response of some `kind`, under which it is logged from now on.
+
+    It has the id of the header X-Request-Id, or else the one that the body requests, or else a new one.
+    """
+    if requested_id is not None and request.headers.get("X-Request-Id") != request[REQUEST_ID]:
+        request[REQUEST_ID] = requested_id
+    id = request[RESPONSE_ID] = f"{kind}-{request[REQUEST_ID]}"
+    return id
 
 
 def logged_id(request: web.Request) -> str:

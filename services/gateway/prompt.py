@@ -12,11 +12,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from services.gateway.api_requests import ChatRequest, CompletionRequest
+from services.gateway.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from services.gateway.bounds import MAX_SAMPLES
+from services.gateway.request_template import render_request_template
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest, brief
-from shared.params import SamplingParams
+from shared.params import SamplingParams, whole
 from shared.protocol import Sampling
 from shared.text.message_parser import MessageFormat
 from shared.text.template import ChatTemplate
@@ -31,7 +32,7 @@ class TokenizedPrompt(Struct, frozen=True):
     """A prompt as token ids."""
 
     tokens: "array[int]"
-    text: str | None = None  # None if the request has token ids
+    text: str | None = None  # None if the request has token ids; without the part that was dropped
     offsets: "array[int] | None" = None  # character of the text at which each token begins, if needed
 
 
@@ -48,19 +49,120 @@ class PreparedPrompt(Struct, frozen=True):
     echo: str | None = None  # text that is shown before the output
     offsets: "array[int] | None" = None  # character of the prompt's text at which each token begins, if needed
     format: MessageFormat | None = None  # of the output's text; None: all of it is content
+    text: str | None = None  # that the answer has in a field of its own
+
+
+class Truncation(Struct, frozen=True):
+    """The part of a prompt that is kept: its last tokens, or its first ones if `keep_start`."""
+
+    max_tokens: int
+    keep_start: bool
+
+    @classmethod
+    def of(
+        cls, request: GenerationRequest, params: SamplingParams, default_max_tokens: int | None, max_model_len: int
+    ) -> "Truncation | None":
+        """Return what a request asks for; None: its prompt is kept whole. Raise `InvalidRequest`.
+
+        -1 keeps what leaves room for `max_tokens` of `params`, or else for the default, or for one token.
+        """
+        if request.truncate_prompt_tokens is None:
+            return None
+        length = whole("truncate_prompt_tokens", request.truncate_prompt_tokens)
+        num_output = 1 if params.max_tokens is None else params.max_tokens
+        if length == -1 and params.max_tokens is None and (default_max_tokens or 1) < max_model_len:
+            num_output = default_max_tokens or 1
+        limit = max_model_len - num_output
+        if limit < 1:
+            raise InvalidRequest(
+                f"the context of this model is {max_model_len} tokens, and max_tokens is {brief(num_output)}, which "
+                "leaves no room for a prompt",
+                "max_tokens",
+            )
+        if length != -1 and not 1 <= length <= limit:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or between 1 and {limit}, which is the context of {max_model_len} "
+                f"tokens without max_tokens, got {brief(length)}",
+                "truncate_prompt_tokens",
+            )
+        return cls(limit if length == -1 else length, request.truncation_side == "right")
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """Return the part of a prompt that was given as token ids."""
+        return ids[: self.max_tokens] if self.keep_start else ids[-self.max_tokens :]
+
+
+class Tokenizing(Struct, frozen=True):
+    """How the texts of one request become prompts. `field` is the one that has them."""
+
+    tokenizer: Tokenizer
+    add_special_tokens: bool
+    max_model_len: int
+    field: str
+    truncation: Truncation | None = None
+    with_offsets: bool = False
+
+    def check_characters(self, texts: Sequence[str]) -> None:
+        """Raise `InvalidRequest` for a text that certainly exceeds the context."""
+        limit = self.tokenizer.max_characters(self.max_model_len)
+        for text in texts:
+            if len(text) > limit:
+                raise InvalidRequest(
+                    f"the context of this model is {self.max_model_len} tokens, so at most {limit} characters, "
+                    f"but {self.field} has {len(text)}",
+                    self.field,
+                )
+
+    def prompts(self, texts: list[str]) -> list[TokenizedPrompt]:
+        """Return one prompt for each text. Raise `InvalidRequest` for one without tokens, or with too many."""
+        try:
+            if self.truncation is not None:
+                return [self._part(text, self.truncation) for text in texts]
+            return [
+                self._prompt(text, ids)
+                for batch in _batches(texts)
+                for text, ids in zip(batch, self.tokenizer.encode_all(batch, self.add_special_tokens), strict=True)
+            ]
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, error.param or self.field) from error
+
+    def _part(self, text: str, truncation: Truncation) -> TokenizedPrompt:
+        """Return the part of a text that is kept. Its own text is that of its tokens, as if they had been given."""
+        ids, was_cut = self.tokenizer.encode_part(
+            text,
+            truncation.max_tokens,
+            keep_start=truncation.keep_start,
+            add_special_tokens=self.add_special_tokens,
+        )
+        if not was_cut:
+            return self._prompt(text, ids)
+        return TokenizedPrompt(array("i", ids), self.tokenizer.decode(ids, skip_special_tokens=False, final=False))
+
+    def _prompt(self, text: str, ids: list[int]) -> TokenizedPrompt:
+        _check_length(len(ids), self.max_model_len, self.field)
+        offsets = None
+        if self.with_offsets:
+            offsets = array("i", self.tokenizer.token_offsets(text, self.add_special_tokens))
+        return TokenizedPrompt(array("i", ids), text, offsets)
 
 
 async def completion_prompts(
-    request: CompletionRequest, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int
+    request: CompletionRequest,
+    tokenizer: Tokenizer,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    truncation: Truncation | None = None,
 ) -> list[TokenizedPrompt]:
     """Return one prompt for each text or list of ids in the request. Raise `InvalidRequest` naming `prompt`."""
-    parts = _split(request.prompt, max_model_len)
+    parts = _split(request.prompt, max_model_len, truncation)
     texts = [part for part in parts if isinstance(part, str)]
     if texts:
         add_special_tokens = request.add_special_tokens is not False
         with_offsets = request.echo is True and request.logprobs is not None
-        return await _from_texts(texts, tokenizer, add_special_tokens, max_model_len, "prompt", with_offsets)
-    ids = [part for part in parts if not isinstance(part, str)]
+        tokenizing = Tokenizing(tokenizer, add_special_tokens, max_model_len, "prompt", truncation, with_offsets)
+        return await _from_texts(texts, tokenizing)
+    ids = [part if truncation is None else truncation.cut(part) for part in parts if not isinstance(part, str)]
     return await run_in_thread_if(sum(map(len, ids)) > LONG_TEXT, _from_all_ids, ids, max_model_len, vocab_size)
 
 
@@ -71,8 +173,9 @@ async def chat_prompt(
     *,
     variables: Mapping[str, Any],
     max_model_len: int,
+    truncation: Truncation | None = None,
 ) -> TokenizedPrompt:
-    """Return the messages as rendered by the template, which gets `variables`.
+    """Return the messages as rendered by the template, or by that of the request. The template gets `variables`.
 
     It writes BOS, so none is added unless requested.
     """
@@ -81,9 +184,30 @@ async def chat_prompt(
             f"the context of this model is {max_model_len} tokens, but there are {len(request.messages)} messages",
             "messages",
         )
-    text = await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
-    (prompt,) = await _from_texts([text], tokenizer, request.add_special_tokens is True, max_model_len, "messages")
+    text = await _chat_text(request, tokenizer, template, variables, max_model_len)
+    tokenizing = Tokenizing(tokenizer, request.add_special_tokens is True, max_model_len, "messages", truncation)
+    (prompt,) = await _from_texts([text], tokenizing)
     return prompt
+
+
+async def _chat_text(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    variables: Mapping[str, Any],
+    max_model_len: int,
+) -> str:
+    if request.chat_template is None:
+        return await run_in_thread_if(not _is_short(request, variables), render, request, template, variables)
+    return await render_request_template(
+        request.chat_template,
+        template,
+        request.messages,
+        max_characters=tokenizer.max_characters(max_model_len),
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=request.continue_final_message is True,
+        variables=variables,
+    )
 
 
 def render(request: ChatRequest, template: ChatTemplate, variables: Mapping[str, Any]) -> str:
@@ -96,16 +220,18 @@ def render(request: ChatRequest, template: ChatTemplate, variables: Mapping[str,
     )
 
 
-def _split(prompt: str | list[str | int | list[int]], max_model_len: int) -> Sequence[str | list[int]]:
+def _split(
+    prompt: str | list[str | int | list[int]], max_model_len: int, truncation: Truncation | None
+) -> Sequence[str | list[int]]:
     """Return a list of the prompts, from any of the four types. Raise `InvalidRequest` for too many or mixed ones."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt must not be empty", "prompt")
     single = isinstance(prompt[0], int)
-    if single:
+    if single and truncation is None:
         _check_length(len(prompt), max_model_len, "prompt")
-    elif len(prompt) > MAX_SAMPLES:
+    if not single and len(prompt) > MAX_SAMPLES:
         raise InvalidRequest(f"prompt must hold at most {MAX_SAMPLES} prompts, got {len(prompt)}", "prompt")
     if len(types := {type(part) for part in prompt}) > 1:
         names = " and ".join(sorted(type_.__name__ for type_ in types))
@@ -122,37 +248,12 @@ def _is_short(request: ChatRequest, variables: Mapping[str, Any]) -> bool:
     return all(isinstance(part, str) for part in parts) and sum(map(len, parts)) <= LONG_TEXT
 
 
-async def _from_texts(
-    texts: list[str],
-    tokenizer: Tokenizer,
-    add_special_tokens: bool,
-    max_model_len: int,
-    param: str,
-    with_offsets: bool = False,
-) -> list[TokenizedPrompt]:
-    max_length = tokenizer.max_characters(max_model_len)
-    for text in texts:
-        if len(text) > max_length:
-            raise InvalidRequest(
-                f"the context of this model is {max_model_len} tokens, so at most {max_length} characters, "
-                f"but {param} has {len(text)}",
-                param,
-            )
+async def _from_texts(texts: list[str], tokenizing: Tokenizing) -> list[TokenizedPrompt]:
+    if tokenizing.truncation is None:
+        tokenizing.check_characters(texts)
     if sum(map(len, texts)) <= LONG_TEXT:
-        return _tokenize(texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
-    return await asyncio.to_thread(_tokenize, texts, tokenizer, add_special_tokens, max_model_len, param, with_offsets)
-
-
-def _tokenize(
-    texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool, max_model_len: int, param: str, with_offsets: bool
-) -> list[TokenizedPrompt]:
-    prompts: list[TokenizedPrompt] = []
-    for batch in _batches(texts):
-        for text, ids in zip(batch, tokenizer.encode_all(batch, add_special_tokens), strict=True):
-            _check_length(len(ids), max_model_len, param)
-            token_offsets = array("i", tokenizer.token_offsets(text, add_special_tokens)) if with_offsets else None
-            prompts.append(TokenizedPrompt(array("i", ids), text, token_offsets))
-    return prompts
+        return tokenizing.prompts(texts)
+    return await asyncio.to_thread(tokenizing.prompts, texts)
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:

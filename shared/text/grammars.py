@@ -186,8 +186,8 @@ def _check_json_options(params: StructuredOutputsParams, param: str) -> None:
 
 def check_length(text: str, param: str, limit: int = MAX_LENGTH) -> None:
     """Raise `InvalidRequest` if `text` has more than `limit` bytes."""
-    if len(text) > limit or len(text.encode(errors="replace")) > limit:
-        raise InvalidRequest(f"{param} must have at most {limit} bytes", param)
+    if (length := len(text.encode(errors="replace"))) > limit:
+        raise InvalidRequest(f"{param} must have at most {limit} bytes, got {length}", param)
 
 
 def _json_grammar(schema: Any, params: StructuredOutputsParams, param: str) -> str:
@@ -242,8 +242,8 @@ def _grammar(text: str, param: str) -> str:
     """Return a grammar in Lark's notation, also if it is in GBNF's, whose rules have `::=`."""
     if "::=" in text:
         check_length(text, param, MAX_GBNF_LENGTH)
-    elif text.count(":") > MAX_RULES:
-        raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules", param)
+    elif (num_rules := text.count(":")) > MAX_RULES:
+        raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules, got {num_rules}", param)
     try:
         return llguidance.grammar_from("grammar", text)
     except ValueError as error:
