@@ -64,6 +64,17 @@ async def test_token_ids_come_with_their_text(path: str, fields: dict[str, Any])
             assert not any("prompt_token_ids" in chunk for chunk in later)
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_token_ids_wait_for_text_that_is_held_back(path: str) -> None:
+    backend = FakeBackend(says("one two three"))
+    backend.burst = 3
+    async with serve(backend) as client:
+        chunks = await streamed(client, path, return_token_ids=True, stop=" three five")
+    assert [part["token_ids"] for part in choices_of(chunks) if "token_ids" in part] == [
+        ids("one two"), [*ids(" three"), EOS]
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 async def test_an_echo_is_no_part_of_the_token_ids(logprobs: int | None) -> None:
     async with serve(FakeBackend(says(" two"))) as client:
