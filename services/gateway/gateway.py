@@ -81,7 +81,6 @@ class Gateway(Struct, frozen=True):
             default_max_tokens=default_max_tokens,
             grammar=grammar,
         )
-        echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
             prompt.tokens,
             params,
@@ -90,7 +89,7 @@ class Gateway(Struct, frozen=True):
             arrived,
             request_id,
             samples_before,
-            echo_text,
+            prompt.text if echo else None,
             prompt.offsets,
             format,
             prompt.text if shows_text else None,
@@ -102,15 +101,6 @@ class Gateway(Struct, frozen=True):
             count = getattr(params, name)
             if count is not None and count > limit:
                 raise InvalidRequest(f"{name} must be at most {limit} (--max-logprobs), got {count}", name)
-
-    def _echo(self, prompt: TokenizedPrompt) -> str:
-        """Return the text of an echo: the prompt's own, or its token ids decoded.
-
-        An incomplete character at the end is left out, since the output may complete it, and then has it.
-        """
-        if prompt.text is not None:
-            return prompt.text
-        return self.model.tokenizer.decode(prompt.tokens, skip_special_tokens=False, final=False)
 
 
 GATEWAY = web.AppKey("gateway", Gateway)

@@ -32,7 +32,7 @@ class TokenizedPrompt(Struct, frozen=True):
     """A prompt as token ids."""
 
     tokens: "array[int]"
-    text: str | None = None  # None if the request has token ids; without the part that was dropped
+    text: str | None = None  # None if the request has token ids and no echo; without the part that was dropped
     offsets: "array[int] | None" = None  # character of the text at which each token begins, if needed
 
 
@@ -136,7 +136,7 @@ class Tokenizing(Struct, frozen=True):
         )
         if not was_cut:
             return self._prompt(text, ids)
-        return TokenizedPrompt(array("i", ids), self.tokenizer.decode(ids, skip_special_tokens=False, final=False))
+        return TokenizedPrompt(array("i", ids), text_of(ids, self.tokenizer))
 
     def _prompt(self, text: str, ids: list[int]) -> TokenizedPrompt:
         _check_length(len(ids), self.max_model_len, self.field)
@@ -163,7 +163,9 @@ async def completion_prompts(
         tokenizing = Tokenizing(tokenizer, add_special_tokens, max_model_len, "prompt", truncation, with_offsets)
         return await _from_texts(texts, tokenizing)
     ids = [part if truncation is None else truncation.cut(part) for part in parts if not isinstance(part, str)]
-    return await run_in_thread_if(sum(map(len, ids)) > LONG_TEXT, _from_all_ids, ids, max_model_len, vocab_size)
+    shown_by = tokenizer if request.echo else None
+    is_long = sum(map(len, ids)) > LONG_TEXT
+    return await run_in_thread_if(is_long, _from_all_ids, ids, max_model_len, vocab_size, shown_by)
 
 
 async def chat_prompt(
@@ -277,11 +279,22 @@ def _check_length(count: int, max_model_len: int, param: str) -> None:
         raise InvalidRequest(f"the context of this model is {max_model_len} tokens, but {param} has {count}", param)
 
 
-def _from_all_ids(prompts: list[list[int]], max_model_len: int, vocab_size: int) -> list[TokenizedPrompt]:
-    return [_from_ids(ids, max_model_len, vocab_size) for ids in prompts]
+def text_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of a prompt's token ids, special tokens included.
+
+    An incomplete character at the end is left out, since the output may complete it, and then has it.
+    """
+    return tokenizer.decode(ids, skip_special_tokens=False, final=False)
 
 
-def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> TokenizedPrompt:
+def _from_all_ids(
+    prompts: list[list[int]], max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None
+) -> list[TokenizedPrompt]:
+    return [_from_ids(ids, max_model_len, vocab_size, tokenizer) for ids in prompts]
+
+
+def _from_ids(ids: list[int], max_model_len: int, vocab_size: int, tokenizer: Tokenizer | None) -> TokenizedPrompt:
+    """Return a prompt of token ids, with their text if a tokenizer is given."""
     _check_length(len(ids), max_model_len, "prompt")
     if min(ids) < 0 or max(ids) >= vocab_size:
         invalid = next(id for id in ids if not 0 <= id < vocab_size)
@@ -289,4 +302,4 @@ def _from_ids(ids: list[int], max_model_len: int, vocab_size: int) -> TokenizedP
             f"prompt holds {brief(invalid)}, which is out of vocabulary: its ids go from 0 to {vocab_size - 1}",
             "prompt",
         )
-    return TokenizedPrompt(array("i", ids))
+    return TokenizedPrompt(array("i", ids), None if tokenizer is None else text_of(ids, tokenizer))
