@@ -9,6 +9,7 @@ at a time. Starting it takes some 0.2 s, which only requests of this kind pay.
 import asyncio
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ from shared.text.template import ChatTemplate
 FIELD = "chat_template"
 MAX_SOURCE = 128 * 1024  # characters; the longest templates of models have a fifth of it
 MAX_OUTPUT = 8 * 1024 * 1024  # characters
-TIMEOUT = 5.0  # seconds, the start of the process included
-CPU_SECONDS = 6  # after which the process is killed even if nobody waits for it any more
+CPU_SECONDS = 3  # after which the kernel ends the process, even if nobody waits for it any more
+TIMEOUT = 30.0  # seconds, for a machine that has no time for the process
 MEMORY = 1024 * 1024 * 1024  # bytes of address space
+TOO_MUCH_MEMORY = f"{FIELD} takes more than {MEMORY >> 20} MiB of memory"
 MAX_PROCESSES = 2
 ENVIRONMENT = ("TZ",)  # variables of the gateway that a process gets; others may be keys
 
@@ -76,11 +78,13 @@ def _run(job: _Job) -> _Result:
         done = subprocess.run(
             command, input=msgspec.json.encode(job), capture_output=True, timeout=TIMEOUT, env=environment
         )
-        return msgspec.json.decode(done.stdout, type=_Result)
     except subprocess.TimeoutExpired:
         return _Result(error=f"{FIELD} has not rendered the messages within {TIMEOUT:g} s", param=FIELD)
-    except msgspec.DecodeError:  # it was killed
-        return _Result(error=f"{FIELD} takes too much time or memory: {CPU_SECONDS} s, {MEMORY >> 20} MiB", param=FIELD)
+    if done.returncode == -signal.SIGXCPU:
+        return _Result(error=f"{FIELD} takes more than {CPU_SECONDS} s to render the messages", param=FIELD)
+    if done.returncode:
+        return _Result(error=TOO_MUCH_MEMORY, param=FIELD)
+    return msgspec.json.decode(done.stdout, type=_Result)
 
 
 def _render(job: _Job) -> _Result:
@@ -90,7 +94,7 @@ def _render(job: _Job) -> _Result:
     except InvalidRequest as error:
         return _Result(error=error.message, param=error.param)
     except MemoryError:
-        return _Result(error=f"{FIELD} takes more than {MEMORY >> 20} MiB of memory", param=FIELD)
+        return _Result(error=TOO_MUCH_MEMORY, param=FIELD)
     except Exception as error:  # whatever a template can bring about is the template's fault
         return _Result(error=str(error) or type(error).__name__, param=FIELD)
     if len(text) > job.max_characters:
@@ -101,7 +105,7 @@ def _render(job: _Job) -> _Result:
 
 
 def _main() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=_Job)

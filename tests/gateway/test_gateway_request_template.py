@@ -78,18 +78,18 @@ async def test_it_gets_what_the_servers_own_template_gets() -> None:
         ("{{ 1 / 0 }}", "division", "messages"),
         ("{{ 'x' * 100000 }}", "characters", "chat_template"),
         ("{{ 'x' * 10000000000 }}", "1024 MiB", "chat_template"),
-        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "1 s", "chat_template"),
-        ("{{ 9 ** 9 ** 9 }}", "1 s", "chat_template"),
+        (
+            "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+            "than 3 s",
+            "chat_template",
+        ),
+        ("{{ 9 ** 999999999 }}", "than 3 s", "chat_template"),
         ("{{ '\\ud800' }}", "surrogate", "chat_template"),
         ("x" * (128 * 1024 + 1), "131072 characters, got 131073", "chat_template"),
     ],
 )
-async def test_what_a_template_may_take_is_bounded(
-    template: str, words: str, param: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process is gone afterwards, and a stream that runs meanwhile is not held up."""
-    if words == "1 s":
-        monkeypatch.setattr(request_template, "TIMEOUT", 1.0)
+async def test_what_a_template_may_take_is_bounded(template: str, words: str, param: str) -> None:
+    """Other requests are served meanwhile, and the next template after it."""
     async with serve(trust_request_chat_template=True) as client:
         asked = asyncio.ensure_future(client.refused(PATH, {"messages": [USER], "chat_template": template}))
         while not asked.done():
@@ -102,13 +102,21 @@ async def test_what_a_template_may_take_is_bounded(
         assert (await client.chat(chat_template=CHATML))["choices"][0]["message"]["content"] == "one two three"
 
 
+async def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_template, "TIMEOUT", 0.01)  # starting it takes longer
+    async with serve(trust_request_chat_template=True) as client:
+        status, error = await client.refused(PATH, {"messages": [USER], "chat_template": CHATML})
+        assert (status, error["param"]) == (400, "chat_template")
+        assert "within 0.01 s" in error["message"]
+
+
 def test_a_process_ends_by_itself_if_its_gateway_was_killed() -> None:
     """It has a limit of its own, since nobody is there to end it."""
     loop = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     job = request_template._Job(loop, {}, [USER], {}, 100)
     program = "import services.gateway.request_template as module; module.CPU_SECONDS = 1; module._main()"
     done = subprocess.run([sys.executable, "-c", program], input=msgspec.json.encode(job), capture_output=True)
-    assert done.returncode in (-signal.SIGXCPU, -signal.SIGKILL), "by the kernel"
+    assert done.returncode == -signal.SIGXCPU, "by the kernel"
     assert done.stdout == b""
 
 
