@@ -98,7 +98,7 @@ ACCEPTED: dict[str, str] = {
         enable_mamba_shared_prefix_checkpoint! replayssm_buffer_len use_replayssm!""",
     "it is a hint to vLLM's scheduler; Quire's has rules of its own": """
         long_prefill_token_threshold long_prefill_token_threshold_adaptive! max_num_scheduled_tokens
-        max_num_active_seqs watermark scheduler_reserve_full_isl! prefill_schedule_interval stream_interval
+        max_num_active_seqs watermark scheduler_reserve_full_isl! prefill_schedule_interval
         max_num_partial_prefills max_long_partial_prefills num_scheduler_steps num_lookahead_slots
         scheduler_delay_factor max_paddings preemption_mode disable_async_output_proc! swap_space
         kv_offloading_size kv_offloading_backend kv_sharing_fast_prefill! swa_bounded_replay!
@@ -155,7 +155,6 @@ REFUSED: dict[str, str] = {
         response_role=assistant return_tokens_as_token_ids! return_sampling_mask! enable_return_routed_experts!
         enable_per_request_metrics! aux_output_config""",
     "log-probabilities are the model's own": "logprobs_mode=raw_logprobs use_fp64_gumbel!",
-    "a request's own template is not used": "trust_request_chat_template!",
     "prompts are always computed in chunks, together with running sequences": "enable_chunked_prefill!=true",
     "the gateway speaks plain HTTP; put TLS before it": """
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers ssl_cert_reqs=0 enable_ssl_refresh!""",

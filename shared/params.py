@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from shared.errors import InvalidRequest, brief, context_exceeded
@@ -45,13 +46,40 @@ WHOLE_FIELDS = (
 )  # fmt: skip
 REAL_FIELDS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 BOOLEAN_FIELDS = (
-    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "flat_logprobs"
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
+    "flat_logprobs",
 )  # fmt: skip
+MAX_PATTERN_SIZE = 256  # tokens; looking for patterns of so many takes some 20 µs a token
+MAX_PATTERN_COUNT = 1_000_000
 _ID = re.compile(r"[0-9]{1,12}")
 OPTIONAL_FIELDS = frozenset(
     {"seed", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs"}
     | {"truncate_prompt_tokens", "stream_interval", "best_of"}
 )
+
+
+class RepetitionDetectionParams(Struct, frozen=True, kw_only=True):
+    """The repetitions that end an output: `min_count` copies of a pattern, one behind the other, at its end.
+
+    Patterns have `min_pattern_size` (0 is 1) to `max_pattern_size` tokens; with 0 of the latter none is looked for.
+    Raise `InvalidRequest`, naming the field, for a value of a wrong type or range.
+    """
+
+    max_pattern_size: int | float = 0
+    min_pattern_size: int | float = 0
+    min_count: int | float = 0
+
+    def __post_init__(self) -> None:
+        lowest_count = 2 if self.max_pattern_size else 0
+        for name, low, high in (
+            ("max_pattern_size", 0, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", lowest_count, MAX_PATTERN_COUNT),
+        ):
+            field = f"repetition_detection.{name}"
+            value = whole(field, getattr(self, name))
+            _between(field, value, low, high)
+            force_setattr(self, name, value)
 
 
 class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -88,6 +116,8 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # has an effect only if those are not skipped
+    repetition_detection: RepetitionDetectionParams | None = None
     detokenize: bool = True  # False: outputs have token ids only; for `LLM`
     flat_logprobs: bool = False  # log-probabilities in few objects; for `LLM`
     truncate_prompt_tokens: int | None = None  # of the prompt's end, which are kept; -1: what fits; for `LLM`
@@ -129,6 +159,11 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         value = getattr(self, name)
         if value is not None or name not in OPTIONAL_FIELDS:
             force_setattr(self, name, convert(name, value))
+
+        detection = self.repetition_detection
+        kind = RepetitionDetectionParams
+        is_kind = detection is None or isinstance(detection, kind)
+        _check(is_kind, "repetition_detection", f"must be a {kind.__name__}", detection)
 
     def _check_ranges(self) -> None:
         _between("n", self.n, 1, MAX_N)

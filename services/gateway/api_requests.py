@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from services.gateway.bounds import check_values
+from services.gateway.bounds import MAX_ID_LENGTH, check_values, is_id
 from services.gateway.tools import check_tools
 from services.gateway.unsupported_fields import STREAM_HINTS, unknown_fields
 from shared.errors import InvalidRequest, brief
-from shared.params import whole
+from shared.params import RepetitionDetectionParams, whole
 
 Integer = int | float
 RequestT = TypeVar("RequestT", bound=Struct)
@@ -57,12 +57,20 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     bad_words: list[str] | None = None
     logit_bias: dict[str, Any] | None = None  # `SamplingParams` checks it, so that the error names the key
     prompt_logprobs: Integer | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Integer | None = None  # tokens that are kept; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are dropped; by default left
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
     stream: bool | None = None
+    stream_interval: Integer | None = None  # tokens of a chunk
     stream_options: StreamOptions | None = None
     priority: Integer | None = None
     cache_salt: str | None = None
+    request_id: str | None = None  # unless the request has the header X-Request-Id
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
@@ -79,6 +87,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: Integer | None = None  # wins over max_tokens
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
+    echo: bool | None = None  # begin with the last message, if its role is the one that answers
+    return_prompt_text: bool | None = None
+    chat_template: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -121,6 +132,7 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
     "response_format": frozenset({"type", "json_schema", "structures", "triggers"}),
+    "repetition_detection": frozenset(RepetitionDetectionParams.__struct_fields__),
 }
 """The known fields of objects in a request. Messages and tools are missing here: all of theirs go to the template."""
 
@@ -145,6 +157,8 @@ def decode(body: bytes, *request_types: type[RequestT], strict: bool = False) ->
         request = _decoder(request_type).decode(body)
         ignored += _unknown_nested_fields(fields, request)
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InvalidRequest):
+            raise error.__cause__ from None
         raise _invalid(str(error)) from error
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
@@ -205,6 +219,15 @@ def _check_generation(request: GenerationRequest) -> None:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs is not supported in a stream", "prompt_logprobs")
+    if request.stream_interval is not None and whole("stream_interval", request.stream_interval) < 1:
+        raise InvalidRequest(
+            f"stream_interval must be at least 1, got {brief(request.stream_interval)}", "stream_interval"
+        )
+    if request.request_id is not None and not is_id(request.request_id):
+        raise InvalidRequest(
+            f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters, got {brief(request.request_id)}",
+            "request_id",
+        )
     _check_beams(request)
     if isinstance(request, ChatRequest):
         _check_chat(request)
@@ -217,14 +240,22 @@ def _check_beams(request: GenerationRequest) -> None:
         if best_of < n:
             raise InvalidRequest(f"best_of must be at least n, which is {n}, got {brief(best_of)}", "best_of")
     elif best_of != n:
-        raise InvalidRequest("best_of must be equal to n without use_beam_search", "best_of")
+        raise InvalidRequest(
+            f"best_of must equal n, which is {n}, without use_beam_search, got {brief(best_of)}", "best_of"
+        )
     elif request.length_penalty not in (None, 1.0):
-        raise InvalidRequest("length_penalty needs use_beam_search", "length_penalty")
+        raise InvalidRequest(
+            f"length_penalty needs use_beam_search, got {brief(request.length_penalty)}", "length_penalty"
+        )
 
 
 def _check_chat(request: ChatRequest) -> None:
     check_tools(request.tools or (), request.tool_choice)
     check_values(b",".join(_tool_call_arguments(request.messages)))  # nor in JSON inside strings
+    if (request.chat_template_kwargs or {}).get("chat_template") is not None:
+        raise InvalidRequest(
+            "chat_template_kwargs must not hold chat_template, which is a field of the request", "chat_template_kwargs"
+        )
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
 

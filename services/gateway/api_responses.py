@@ -145,6 +145,10 @@ PromptLogprobs = Annotated[
 
 StopReason = Annotated[str | int | None, Meta(description="The stop string or stop token that ended the sample.")]
 
+TokenIds = Annotated[list[int], Meta(description="With return_token_ids: the ids of the output's tokens.")]
+PromptTokenIds = Annotated[list[int], Meta(description="With return_token_ids: the ids of the prompt's tokens.")]
+PromptText = Annotated[str, Meta(description="With return_prompt_text: the prompt as the template wrote it.")]
+
 
 class FunctionCall(Struct, frozen=True):
     """A call of a function. `arguments` is JSON as the model wrote it, which may be wrong or cut off."""
@@ -164,7 +168,7 @@ class ToolCall(Struct, frozen=True):
 class ChatMessage(Struct, frozen=True):
     """The model's message. Reasoning has two names."""
 
-    role: Literal["assistant"]
+    role: Annotated[str, Meta(description="assistant, or that of the last message if it is continued.")]
     content: str | None
     refusal: None
     reasoning: str | UnsetType | None = UNSET
@@ -178,8 +182,9 @@ class ChatChoice(Struct, frozen=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition"]
     stop_reason: StopReason
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatCompletionResponse(Struct, frozen=True):
@@ -192,6 +197,8 @@ class ChatCompletionResponse(Struct, frozen=True):
     choices: list[ChatChoice]
     usage: UsageInfo
     prompt_logprobs: PromptLogprobs
+    prompt_token_ids: PromptTokenIds | UnsetType = UNSET
+    prompt_text: PromptText | UnsetType = UNSET
 
 
 class FunctionCallDelta(Struct, frozen=True):
@@ -213,7 +220,7 @@ class ToolCallDelta(Struct, frozen=True):
 class ChatDelta(Struct, frozen=True):
     """A piece of the model's message."""
 
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -226,8 +233,9 @@ class ChatChunkChoice(Struct, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition"] | None
     stop_reason: StopReason | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatCompletionStreamResponse(Struct, frozen=True):
@@ -239,6 +247,8 @@ class ChatCompletionStreamResponse(Struct, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageInfo | UnsetType = UNSET
+    prompt_token_ids: PromptTokenIds | UnsetType = UNSET
+    prompt_text: PromptText | UnsetType = UNSET
 
 
 class CompletionChoice(Struct, frozen=True):
@@ -247,9 +257,11 @@ class CompletionChoice(Struct, frozen=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "repetition"]
     stop_reason: StopReason
     prompt_logprobs: PromptLogprobs
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: PromptTokenIds | UnsetType = UNSET
 
 
 class CompletionResponse(Struct, frozen=True):
@@ -269,8 +281,10 @@ class CompletionChunkChoice(Struct, frozen=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "repetition"] | None
     stop_reason: StopReason
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: PromptTokenIds | UnsetType = UNSET
 
 
 class CompletionStreamResponse(Struct, frozen=True):

@@ -39,7 +39,7 @@ from services.gateway.gateway import GATEWAY, ROUTE_PATHS, Gateway
 from services.gateway.openapi import DESCRIPTION, Description, Route, show_openapi
 from services.gateway.response import json_response
 from services.gateway.tokenization import detokenize, tokenize, tokenizer_info
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, Unavailable, brief
 
 STARTED = int(time.time())  # the API's creation time of the model
 GENERATION, TOKENS, MODELS, SERVER = "Generation", "Tokens", "Models", "Server"  # groups of routes
@@ -205,7 +205,7 @@ async def health(request: web.Request) -> web.Response:
     """
     count = request.query.get("engines", "1")
     if not count.isdecimal() or len(count) > MAX_DIGITS:
-        raise InvalidRequest("engines must be a number of engines")
+        raise InvalidRequest(f"engines must be a number of at most {MAX_DIGITS} digits, got {brief(count)}", "engines")
     try:
         request.app[GATEWAY].check_ready(int(count))
     except Unavailable as error:

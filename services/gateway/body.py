@@ -11,7 +11,7 @@ from aiohttp import HttpVersion11, web
 from services.gateway import ignored_fields
 from services.gateway.api_requests import RequestT, decode
 from services.gateway.bounds import SMALL_BODY
-from services.gateway.errors import BodyTimeout, UnreadableBody
+from services.gateway.errors import BodyTimeout, BodyTooLong, UnreadableBody
 from services.gateway.gateway import GATEWAY
 from services.gateway.threads import run_in_thread_if
 from shared.errors import InvalidRequest
@@ -32,7 +32,7 @@ async def read(request: web.Request, *request_types: type[RequestT]) -> RequestT
         async with asyncio.timeout(BODY_TIMEOUT):
             body = await _receive(request, gateway.max_body_size)
     except TimeoutError as error:
-        raise BodyTimeout from error
+        raise BodyTimeout(BODY_TIMEOUT) from error
     except web.RequestPayloadError as error:
         raise UnreadableBody from error
     strict = gateway.config.strict_fields
@@ -42,15 +42,15 @@ async def read(request: web.Request, *request_types: type[RequestT]) -> RequestT
 
 
 async def _receive(request: web.Request, max_size: int) -> bytes:
-    """Return the body, decompressed. Raise 413 if its declared or its actual size exceeds `max_size` bytes."""
-    if (request.content_length or 0) > max_size:
-        raise web.HTTPRequestEntityTooLarge(max_size)
+    """Return the body, decompressed. Raise `BodyTooLong` if its declared or actual size exceeds `max_size` bytes."""
+    if (declared := request.content_length or 0) > max_size:
+        raise BodyTooLong(declared, max_size)
     await _send_continue(request)
     body = bytearray()
     while chunk := await request.content.readany():
         body += chunk
         if len(body) > max_size:
-            raise web.HTTPRequestEntityTooLarge(max_size)
+            raise BodyTooLong(len(body), max_size)
     return bytes(body)
 
 

@@ -33,6 +33,13 @@ MAX_TOKENS = 1_048_576
 MAX_LISTED = 65_536
 """Entries of lists of tokens (`logit_bias`, `stop_token_ids`, ...) times prompts: they go to the engine with each."""
 
+MAX_REPEATED = 16 * MIB
+"""Characters of prompts that one answer repeats, as text or as token ids, since each choice may have a copy."""
+
+CHARACTERS_PER_ID = 7  # in JSON, the comma included
+
+MAX_ID_LENGTH = 128  # characters
+
 _NOT_COMMAS = bytes(set(range(256)) - set(b","))
 _NOT_OPENING = bytes(set(range(256)) - set(b"[{"))
 
@@ -44,20 +51,42 @@ def max_body_size(max_model_len: int) -> int:
 
 def check_values(body: bytes) -> None:
     """Raise `InvalidRequest` if decoding `body` would build too many values. Each pass reads several GB/s."""
-    if len(body) <= SMALL_BODY or (body.count(b'"') <= 2 * MAX_STRINGS and _within(body)):
+    if len(body) <= SMALL_BODY or (body.count(b'"') <= 2 * MAX_STRINGS and _within(*_count(body))):
         return  # nearly always: these counts are upper bounds, since they include characters inside strings
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a string
     num_strings = unescaped.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         raise InvalidRequest(f"the body holds {num_strings} strings, but at most {MAX_STRINGS} are allowed")
-    outside_strings = b"".join(unescaped.split(b'"')[::2])
-    if not _within(outside_strings):
+    num_nested, num_values = _count(b"".join(unescaped.split(b'"')[::2]))
+    if not _within(num_nested, num_values):
         raise InvalidRequest(
-            f"the body holds more than {MAX_NESTED} lists and objects, or more than {MAX_VALUES} values"
+            f"the body holds {num_nested} lists and objects, and {num_values} values, but at most {MAX_NESTED} and "
+            f"{MAX_VALUES} are allowed"
         )
 
 
-def _within(text: bytes) -> bool:
-    return (
-        len(text.translate(None, _NOT_OPENING)) <= MAX_NESTED and len(text.translate(None, _NOT_COMMAS)) <= MAX_VALUES
-    )
+def is_id(text: str) -> bool:
+    """Return whether `text` can be a request's id, which is written to headers and logs."""
+    return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
+
+
+def check_repeated(field: str, length: int, num_choices: int) -> None:
+    """Raise `InvalidRequest` if an answer of `num_choices` would repeat too much of its prompts, because of `field`.
+
+    `length` is the number of characters that each choice repeats.
+    """
+    if length * num_choices > MAX_REPEATED:
+        raise InvalidRequest(
+            f"{field} would repeat {length} characters in each of {num_choices} choices, but an answer repeats at most "
+            f"{MAX_REPEATED} characters of its prompts",
+            field,
+        )
+
+
+def _count(text: bytes) -> tuple[int, int]:
+    """Return the numbers of lists and objects, and of values, in a JSON text without strings."""
+    return len(text.translate(None, _NOT_OPENING)), len(text.translate(None, _NOT_COMMAS))
+
+
+def _within(num_nested: int, num_values: int) -> bool:
+    return num_nested <= MAX_NESTED and num_values <= MAX_VALUES

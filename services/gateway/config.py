@@ -112,6 +112,10 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     default_chat_template_kwargs: Annotated[
         str, Meta(description="JSON object of variables for the chat template; a request's own override them.")
     ] = ""
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(description="Let a request bring its own chat template, which runs in a process with limits."),
+    ] = False
     tool_call_parser: Annotated[
         Name,
         Meta(
@@ -169,6 +173,14 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
             description="Write the usage in every chunk of a stream, as if each request asked for it in stream_options."
         ),
     ] = False
+    stream_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Tokens of a chunk of a stream. The first one comes at once; a request's stream_interval "
+            "overrides it.",
+        ),
+    ] = 1
     sse_keep_alive_interval: Annotated[
         float,
         Meta(ge=0, description="Seconds of silence, at most doubled, after which a stream gets a comment; 0: never."),

@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler
 
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import GATEWAY
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, brief
 
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 """The methods that "*" in `--allowed-methods` stands for. With credentials, browsers take "*" itself literally."""
@@ -28,10 +28,10 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
     if request.method != "OPTIONS" or method is None or "Origin" not in request.headers or not config.allowed_origins:
         return await handler(request)
     if _origin(config, request) is None:
-        raise InvalidRequest("this origin is not one of --allowed-origins")
+        raise InvalidRequest(f"the origin {brief(request.headers['Origin'])} is not one of --allowed-origins")
     methods = METHODS if "*" in config.allowed_methods else config.allowed_methods
     if method not in methods:
-        raise InvalidRequest("this method is not one of --allowed-methods")
+        raise InvalidRequest(f"the method {brief(method)} is not one of --allowed-methods")
     headers = {"Access-Control-Allow-Methods": ", ".join(methods), "Access-Control-Max-Age": str(MAX_AGE)}
     if names := _headers(config, request.headers.get("Access-Control-Request-Headers", "")):
         headers["Access-Control-Allow-Headers"] = names
@@ -68,5 +68,5 @@ def _headers(config: GatewayConfig, requested: str) -> str:
     allowed = {name.lower() for name in config.allowed_headers}
     names = {name.strip().lower() for name in requested.split(",")} - {""}
     if not requested.isascii() or ("*" not in allowed and names - allowed - SIMPLE_HEADERS):
-        raise InvalidRequest("a requested header is not one of --allowed-headers")
+        raise InvalidRequest(f"a header of {brief(requested)} is not one of --allowed-headers")
     return ", ".join(sorted(names))

@@ -60,7 +60,19 @@ class UnreadableBody(Exception):
 
 
 class BodyTimeout(Exception):
-    """The body has not arrived in time."""
+    """The body has not arrived within `limit` seconds."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
+class BodyTooLong(Exception):
+    """The body has more than `limit` bytes, `size` of them as far as that is known."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(size, limit)
+        self.size, self.limit = size, limit
 
 
 def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
@@ -82,7 +94,11 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
             message = "the body does not have the Content-Encoding or Transfer-Encoding that its headers name"
             return ApiError(400, message, None, {"Connection": "close"})
         case BodyTimeout():
-            return ApiError(408, "the request did not come in time", None, {"Connection": "close"})
+            message = f"the request did not come in time: its body may take {error.limit:g} s"
+            return ApiError(408, message, None, {"Connection": "close"})
+        case BodyTooLong():
+            limit = f"at most {error.limit} are allowed (--max-body-size)"
+            return ApiError(413, f"the body has {error.size} bytes or more, but {limit}")
         case Overloaded():
             return ApiError(429, error.message, None, {"Retry-After": str(max(math.ceil(error.retry_after), 1))})
         case Unavailable():
@@ -124,6 +140,4 @@ def _from_http_exception(error: web.HTTPException) -> ApiError:
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return ApiError(405, f"this path takes only {allowed}", None, {"Allow": allowed})
-        case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, "the body is longer than this server takes (--max-body-size)")
     return ApiError(error.status, error.reason or "")

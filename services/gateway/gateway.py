@@ -72,6 +72,7 @@ class Gateway(Struct, frozen=True):
         cache_salt: str = "",
         format: MessageFormat | None = None,
         beams: BeamSettings | None = None,
+        shows_text: bool = False,  # in the answer, apart from an echo
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
 
@@ -89,7 +90,6 @@ class Gateway(Struct, frozen=True):
         )
         if beams is not None:
             beams.check(len(prompt.tokens), sampling, welcome.model.vocab_size)
-        echo_text = self._echo(prompt) if echo else None
         return PreparedPrompt(
             prompt.tokens,
             params,
@@ -98,11 +98,12 @@ class Gateway(Struct, frozen=True):
             arrived,
             request_id,
             samples_before,
-            echo_text,
+            prompt.text if echo else None,
             prompt.offsets,
             format,
             cache_salt,
             beams,
+            prompt.text if shows_text else None,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
@@ -111,15 +112,6 @@ class Gateway(Struct, frozen=True):
             count = getattr(params, name)
             if count is not None and count > limit:
                 raise InvalidRequest(f"{name} must be at most {limit} (--max-logprobs), got {count}", name)
-
-    def _echo(self, prompt: TokenizedPrompt) -> str:
-        """Return the text of an echo: the prompt's own, or its token ids decoded.
-
-        An incomplete character at the end is left out, since the output may complete it, and then has it.
-        """
-        if prompt.text is not None:
-            return prompt.text
-        return self.model.tokenizer.decode(prompt.tokens, skip_special_tokens=False, final=False)
 
 
 GATEWAY = web.AppKey("gateway", Gateway)
@@ -132,6 +124,17 @@ REQUEST_ID = web.RequestKey("id", str)
 
 RESPONSE_ID = web.RequestKey("response id", str)
 """The `id` of a response that generates, which has `REQUEST_ID` in it. Logs name such a request by it."""
+
+
+def begin_response(request: web.Request, kind: str, requested_id: str | None = None) -> str:
+    """Return the id of a response of some `kind`, under which it is logged from now on.
+
+    It has the id of the header X-Request-Id, or else the one that the body requests, or else a new one.
+    """
+    if requested_id is not None and request.headers.get("X-Request-Id") != request[REQUEST_ID]:
+        request[REQUEST_ID] = requested_id
+    id = request[RESPONSE_ID] = f"{kind}-{request[REQUEST_ID]}"
+    return id
 
 
 def logged_id(request: web.Request) -> str:

@@ -6,7 +6,7 @@ engine, and each sample is recorded in the metrics once.
 
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cached_property
 
@@ -38,6 +38,14 @@ class Update(Struct, frozen=True, gc=False):
     sample: int
     text: str
     logprobs: list[LogprobEntry]
+
+
+def merge(updates: Sequence[Update]) -> Update:
+    """Return one update for several of a sample that come one after the other."""
+    if len(updates) == 1:
+        return updates[0]
+    logprobs = [entry for update in updates for entry in update.logprobs]
+    return Update(updates[0].sample, "".join(update.text for update in updates), logprobs)
 
 
 class Generation:

@@ -1,8 +1,9 @@
 """Formats log-probabilities in the API's three formats: a chat's, a completion's, and vLLM's for prompts.
 
-Each generated token has one entry, the token that ended the sample included. Each entry is encoded as soon as it is
-made: a response may have a million of them, and so many objects would take one long call to encode, and another to
-free.
+Each generated token has one entry, the token that ended the sample included. Two of the formats have tokens as text, or
+as `token_id:` with the number if `as_ids`, which tells tokens of the same text apart. Each entry is encoded as soon as
+it is made: a response may have a million of them, and so many objects would take one long call to encode, and another
+to free.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import msgspec
 
 from services.gateway.generation import Generation
 from services.gateway.response import to_json
-from shared.text.logprobs import LogprobEntry
+from shared.text.logprobs import Alternative, LogprobEntry
 
 MANY_LOGPROBS = 2000  # they take a few milliseconds to encode
 
@@ -31,18 +32,18 @@ def _count(generation: Generation) -> int:
     return count
 
 
-def chat_logprobs(entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[LogprobEntry], as_ids: bool = False) -> dict[str, Any]:
     """Return `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}`."""
-    return {"content": [_raw(_with_alternatives(entry)) for entry in entries]}
+    return {"content": [_raw(_with_alternatives(entry, as_ids)) for entry in entries]}
 
 
-def completion_logprobs(entries: Sequence[LogprobEntry], count: int) -> dict[str, list[Any]]:
+def completion_logprobs(entries: Sequence[LogprobEntry], count: int, as_ids: bool = False) -> dict[str, list[Any]]:
     """Return four lists with an item for each entry. `top_logprobs` has the `count` likeliest tokens and its own."""
     return {
         "text_offset": [entry.offset for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "tokens": [entry.token for entry in entries],
-        "top_logprobs": [_raw(_alternatives(entry, count)) for entry in entries],
+        "tokens": [_name(entry, as_ids) for entry in entries],
+        "top_logprobs": [_raw(_alternatives(entry, count, as_ids)) for entry in entries],
     }
 
 
@@ -55,22 +56,25 @@ def _raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(to_json(value))
 
 
-def _with_alternatives(entry: LogprobEntry) -> dict[str, Any]:
-    top = [_token(other.token, other.bytes, other.logprob) for other in entry.top]
-    return _token(entry.token, entry.bytes, entry.logprob) | {"top_logprobs": top}
+def _with_alternatives(entry: LogprobEntry, as_ids: bool) -> dict[str, Any]:
+    return _token(entry, as_ids) | {"top_logprobs": [_token(other, as_ids) for other in entry.top]}
 
 
-def _token(token: str, raw: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(raw)}
+def _token(entry: LogprobEntry | Alternative, as_ids: bool) -> dict[str, Any]:
+    return {"token": _name(entry, as_ids), "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 
-def _alternatives(entry: LogprobEntry, count: int) -> dict[str, float] | None:
+def _name(entry: LogprobEntry | Alternative, as_ids: bool) -> str:
+    return f"token_id:{entry.id}" if as_ids else entry.token
+
+
+def _alternatives(entry: LogprobEntry, count: int, as_ids: bool) -> dict[str, float] | None:
     if entry.logprob is None:
         return None
     logprobs: dict[str, float] = {}
     for other in entry.top[:count]:
-        logprobs.setdefault(other.token, other.logprob)  # two tokens may have the same text: keep the likelier one
-    logprobs.setdefault(entry.token, entry.logprob)
+        logprobs.setdefault(_name(other, as_ids), other.logprob)  # two may have the same text: keep the likelier one
+    logprobs.setdefault(_name(entry, as_ids), entry.logprob)
     return logprobs
 
 

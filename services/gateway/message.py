@@ -12,7 +12,18 @@ from services.gateway.tools import named_tool
 from shared.protocol import FinishReason
 from shared.text.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 from shared.text.logprobs import LogprobEntry
-from shared.text.messages import REASONING
+from shared.text.messages import REASONING, text_of
+
+
+def answering_role(request: ChatRequest) -> str:
+    """Return the role of the answer: without a generation prompt, the model goes on in the last message's role."""
+    return "assistant" if request.add_generation_prompt is not False else str(request.messages[-1].get("role"))
+
+
+def echo_of(request: ChatRequest) -> str:
+    """Return the text that comes before the answer: that of the last message, if it is of the role that answers."""
+    last = request.messages[-1]
+    return text_of(last.get("content"), "\n") if request.echo and last.get("role") == answering_role(request) else ""
 
 
 def finish_reason(request: ChatRequest, generation: Generation, sample: int) -> str | None:

@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from services.gateway.config import SHARED_METRICS_VARIABLE
 from shared.metrics import DETECTION_BUCKETS, RECOVERY_BUCKETS, EngineCollector, exposition, registry
-from shared.protocol import SchedulingInfo, Snapshot
+from shared.protocol import FinishReason, SchedulingInfo, Snapshot
+from shared.text.repetition import FINISH_REASON as REPETITION
 from shared.transport import DropReason
 
 LABELS = ("model_name", "engine")
@@ -42,6 +43,9 @@ def continue_shared_figures(gateway: str) -> None:
         values.ValueClass = values.MultiProcessValue(lambda: gateway)  # type: ignore[no-untyped-call]
 
 
+FINISH_REASONS = (*(reason.value for reason in FinishReason), REPETITION)
+
+
 class SampleTimes(Struct):
     """The times of one sample's events, in seconds of the monotonic clock. None: not yet."""
 
@@ -56,9 +60,7 @@ class EngineMetrics:
     """The metrics of the requests that one engine served, with their labels filled in."""
 
     def __init__(self, families: "_Families", labels: tuple[str, str]) -> None:
-        self.finished = {
-            reason: families.finished.labels(*labels, reason) for reason in ("stop", "length", "abort", "error")
-        }
+        self.finished = {reason: families.finished.labels(*labels, reason) for reason in FINISH_REASONS}
         (
             self.ttft,
             self.inter_token_latency,

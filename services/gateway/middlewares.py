@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler
 
 from services.gateway import cors, errors
 from services.gateway.body import awaits_continue
+from services.gateway.bounds import is_id
 from services.gateway.gateway import GATEWAY, REQUEST_ID, ROUTE_PATHS, logged_id
 from shared.log_format import of_request
 
@@ -30,7 +31,6 @@ UNLOGGED_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 NO_ROUTE = "none"  # where a route's path is wanted
 
-MAX_ID_LENGTH = 128  # characters
 CLIENT_CLOSED = 499  # only counted: there is no client left to send it to
 
 
@@ -84,8 +84,7 @@ MIDDLEWARES = (track_request, cors.preflight, authorize, strip_slash)
 
 
 def _request_id(requested: str) -> str:
-    is_valid = 0 < len(requested) <= MAX_ID_LENGTH and requested.isascii() and requested.isprintable()
-    return requested if is_valid else uuid.uuid4().hex
+    return requested if is_id(requested) else uuid.uuid4().hex
 
 
 def route_of(request: web.Request) -> str:

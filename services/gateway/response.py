@@ -1,4 +1,4 @@
-"""Makes what the responses of both endpoints share: their first fields, and the usage.
+"""Makes what the responses of both endpoints share: their first fields, the ids of tokens, and the usage.
 
 Each prompt counts once in the usage, whatever its number of samples.
 """
@@ -12,6 +12,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from services.gateway.generation import Generation
+from shared.text.sample_text import SampleText
+
+MANY_IDS = 50_000  # they take a millisecond to encode
 
 to_json = msgspec.json.Encoder().encode
 
@@ -43,6 +46,29 @@ class ResponseHead(Struct, frozen=True):
         """Return the whole response, with `rest` as further fields."""
         fields = msgspec.structs.asdict(self) | {"choices": choices} | rest
         return json_response(fields)
+
+
+def has_many_ids(generations: Sequence[Generation]) -> bool:
+    """Return whether encoding the ids of all tokens, those of the prompts included, would keep the loop too long."""
+    return sum(len(one.prompt.tokens) + one.text.num_output_tokens for one in generations) > MANY_IDS
+
+
+def raw_ids(tokens: Sequence[int]) -> msgspec.Raw:
+    """Return token ids as JSON, which may be copied into several choices."""
+    return msgspec.Raw(to_json(list(tokens)))
+
+
+class StreamedTokenIds:
+    """Gives each chunk of a stream the ids of those tokens whose text has come since the choice's last chunk."""
+
+    def __init__(self) -> None:
+        self._num_sent: dict[int, int] = {}  # by choice
+
+    def take(self, choice_index: int, sample: SampleText) -> list[int]:
+        """Return the ids for the next chunk of a choice."""
+        start, end = self._num_sent.get(choice_index, 0), sample.num_shown_tokens
+        self._num_sent[choice_index] = end
+        return sample.token_ids[start:end]
 
 
 def usage(generations: Sequence[Generation]) -> dict[str, Any]:

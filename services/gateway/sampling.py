@@ -19,7 +19,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+    "repetition_detection",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
 
@@ -27,7 +28,7 @@ COPIED_FIELDS = (
 BEAM_FIELDS = frozenset(
     {
         "n", "temperature", "seed", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-        "prompt_logprobs", "skip_special_tokens",
+        "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
     }
 )  # fmt: skip
 """Those of the copied fields that a beam search takes: it honours them, or they cannot change it (seed)."""
@@ -81,7 +82,7 @@ def priority_of(request: GenerationRequest) -> int:
     """Return the request's priority; a lower one is served first. Raise `InvalidRequest` if it exceeds 64 bits."""
     priority = _whole_or_none(request, "priority") or 0
     if not -(2**63) <= priority < 2**63:
-        raise InvalidRequest("priority must be between -2**63 and 2**63 - 1", "priority")
+        raise InvalidRequest(f"priority must be between -2**63 and 2**63 - 1, got {brief(priority)}", "priority")
     return priority
 
 

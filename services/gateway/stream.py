@@ -8,12 +8,13 @@ that proxies do not close the connection as idle. Comments are rare, since clien
 strips the blank line after a comment that comes alone, and would read the next event as part of the comment. So a blank
 line is written before the next event. It ends the comment for such a reader, and other readers skip it.
 
-All rows that have come for one prompt are written together, in one chunk for each sample.
+All rows that have come for one prompt are written together, in one chunk for each sample. With an interval of k tokens,
+a sample's first chunk is written at once, and each later one when k tokens have come since the one before, or the last.
 """
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Protocol
 
@@ -21,11 +22,11 @@ import msgspec
 from aiohttp import web
 
 from services.gateway import errors
-from services.gateway.api_requests import StreamOptions
+from services.gateway.api_requests import GenerationRequest, StreamOptions
 from services.gateway.bounds import MAX_LOGPROBS_AT_ONCE
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, logged_id
-from services.gateway.generation import Generation, Update, submit
+from services.gateway.generation import Generation, Update, merge, submit
 from services.gateway.prompt import PreparedPrompt
 from services.gateway.response import StreamedUsage, usage
 from shared.errors import InvalidRequest
@@ -44,8 +45,8 @@ class ChunkEncoder(Protocol):
     def prefix(self) -> bytes:
         """Return the JSON of a chunk up to its choices: `{"id": ..., "choices": [`."""
 
-    def opening(self, index: int, generation: Generation) -> bytes:
-        """Return the object that comes before the first text of a choice, or b'' if there is none."""
+    def openings(self, index: int, generation: Generation) -> Iterable[tuple[bytes, bytes]]:
+        """Return what comes before the first text of a choice: objects of it, each with further fields of its chunk."""
 
     async def prepare(self, prompt_index: int, generation: Generation) -> None:
         """Make what the first chunks of a prompt need, in a thread if it takes long."""
@@ -93,9 +94,12 @@ async def stream(
     gateway: Gateway,
     prompts: Sequence[PreparedPrompt],
     encoder: ChunkEncoder,
-    options: StreamOptions | None,
+    options: GenerationRequest,
 ) -> web.StreamResponse:
-    """Run all prompts, and write their output. Raise an error only if the status has not been sent yet."""
+    """Run all prompts, and write their output as `options` of the request say.
+
+    Raise an error only if the status has not been sent yet.
+    """
     writer = _StreamWriter(request, encoder, options, gateway.config)
     try:
         with gateway.lifecycle.abortable():
@@ -118,11 +122,35 @@ def _is_disconnect(error: BaseException) -> bool:
     return isinstance(error, ConnectionError)
 
 
+class _Interval:
+    """Holds the updates of one prompt's samples back until they are worth a chunk."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._num_sent: dict[int, int] = {}  # tokens of each sample until its last chunk
+        self._held: dict[int, list[Update]] = {}
+
+    def due(self, generation: Generation, updates: list[Update]) -> list[Update]:
+        """Return one update for each sample that gets a chunk now."""
+        if self._num_tokens == 1:
+            return updates
+        due: list[Update] = []
+        for update in updates:
+            sample = generation.text.samples[update.sample]
+            held = self._held.setdefault(update.sample, [])
+            held.append(update)
+            num_new = len(sample.token_ids) - self._num_sent.get(update.sample, -self._num_tokens)
+            if num_new >= self._num_tokens or sample.finish_reason is not None:
+                self._num_sent[update.sample] = len(sample.token_ids)
+                due.append(merge(self._held.pop(update.sample)))
+        return due
+
+
 class _StreamWriter:
     """Writes one stream. The tasks of its prompts share the response, and each write is of whole chunks."""
 
     def __init__(
-        self, request: web.Request, encoder: ChunkEncoder, options: StreamOptions | None, config: GatewayConfig
+        self, request: web.Request, encoder: ChunkEncoder, options: GenerationRequest, config: GatewayConfig
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._generations: list[Generation] = []
@@ -130,9 +158,10 @@ class _StreamWriter:
         self._encoder = encoder
         self._streamed_usage = StreamedUsage([])
         self._keep_alive_interval = config.sse_keep_alive_interval or math.inf
-        options = ALL_USAGE if config.enable_force_include_usage else options or StreamOptions()
-        self._with_usage = bool(options.include_usage)
-        self._usage_in_chunks = self._with_usage and bool(options.continuous_usage_stats)
+        self._interval = int(options.stream_interval or config.stream_interval)
+        usage_options = ALL_USAGE if config.enable_force_include_usage else options.stream_options or StreamOptions()
+        self._with_usage = bool(usage_options.include_usage)
+        self._usage_in_chunks = self._with_usage and bool(usage_options.continuous_usage_stats)
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
 
@@ -162,10 +191,13 @@ class _StreamWriter:
         generation = self._generations[prompt_index]
         num_samples = len(generation.text.samples)
         first_choice = prompt_index * num_samples
-        updates = await self._updates(prompt_index)
+        interval = _Interval(self._interval)
+        updates = await self._updates(prompt_index, interval)
         await self._encoder.prepare(prompt_index, generation)
         opening = b"".join(
-            self._chunk(self._encoder.opening(first_choice + index, generation)) for index in range(num_samples)
+            self._chunk(choice, fields)
+            for index in range(num_samples)
+            for choice, fields in self._encoder.openings(first_choice + index, generation)
         )
         while True:
             data = opening + b"".join(
@@ -175,13 +207,13 @@ class _StreamWriter:
                 await self.response.write(self._events(data))
             if generation.text.finished:
                 return
-            updates, opening = await self._updates(prompt_index), b""
+            updates, opening = await self._updates(prompt_index, interval), b""
 
-    async def _updates(self, prompt_index: int) -> list[Update]:
+    async def _updates(self, prompt_index: int, interval: _Interval) -> list[Update]:
         generation = self._generations[prompt_index]
         updates = await generation.updates()
         self._streamed_usage.set_cached(prompt_index, generation.text.num_cached_tokens)
-        return updates
+        return interval.due(generation, updates)
 
     async def end(self) -> None:
         """Write the usage, if it is requested, and the end of the stream."""
@@ -213,10 +245,9 @@ class _StreamWriter:
             self._streamed_usage.set_output(index, generation.text.samples[update.sample].num_shown_tokens)
         return self._chunk(self._encoder.choice(index, generation, update))
 
-    def _chunk(self, choice: bytes) -> bytes:
+    def _chunk(self, choice: bytes, fields: bytes = b"") -> bytes:
         if not choice:
             return b""
-        tail = b"]}\n\n"
         if self._usage_in_chunks:
-            tail = b'],"usage":' + msgspec.json.encode(self._streamed_usage.now()) + b"}\n\n"
-        return b"data: " + self._encoder.prefix + choice + tail
+            fields += b',"usage":' + msgspec.json.encode(self._streamed_usage.now())
+        return b"data: " + self._encoder.prefix + choice + b"]" + fields + b"}\n\n"

@@ -16,6 +16,7 @@ from services.gateway.completions import tokenize_completion
 from services.gateway.gateway import GATEWAY, Gateway
 from services.gateway.prompt import LONG_TEXT, TokenizedPrompt, check_ids
 from services.gateway.response import json_response
+from services.gateway.sampling import chat_params, completion_params
 from services.gateway.threads import run_in_thread_if
 from shared.protocol import Welcome
 from shared.text.tokenizer import Tokenizer
@@ -55,8 +56,10 @@ async def tokenizer_info(http: web.Request) -> web.Response:
 
 async def _prompt(request: TokenizeRequest, gateway: Gateway, welcome: Welcome) -> TokenizedPrompt:
     if isinstance(request, TokenizeChatRequest):
-        return await tokenize_chat(gateway, request, welcome, must_fit=False)
-    (prompt,) = await tokenize_completion(gateway, request, welcome, must_fit=False)
+        params = chat_params(request, gateway.model.defaults)
+        return await tokenize_chat(gateway, request, params, welcome, must_fit=False)
+    params = completion_params(request, gateway.model.defaults)
+    (prompt,) = await tokenize_completion(gateway, request, params, welcome, must_fit=False)
     return prompt
 
 

@@ -17,8 +17,8 @@ HINTS = frozenset(
         # OpenAI's: labels, accounting, and preferences about the service
         "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
         "safety_identifier", "service_tier", "store", "user", "verbosity", "web_search_options",
-        # vLLM's: labels, and fields about truncation or chunks only
-        "request_id", "session_id", "stream_interval", "truncation_side",
+        # vLLM's: labels
+        "session_id",
     }
 )  # fmt: skip
 """Fields that are accepted with any value. Some are about searches, which do not exist here."""
@@ -39,7 +39,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "ec_transfer_params": ({},),
-    "echo": (False,),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
@@ -47,15 +46,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mm_payload": (),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "repetition_detection": (),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (),
-    "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
     "vllm_xargs": ({},),
     "watermarking": (),
 }

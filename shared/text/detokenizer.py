@@ -8,7 +8,7 @@ The text of the prompt is not returned. If the prompt ends inside a character, i
 output completes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shared.text.token_bytes import decode_utf8
 from shared.text.tokenizer import Tokenizer
@@ -20,7 +20,8 @@ class Detokenizer:
     """`push` takes each token and `flush` ends the sequence. The pieces joined are the text of the output tokens.
 
     With `echo`, the caller shows the prompt before the output, with special tokens, without an incomplete character.
-    `shown_special` are special tokens of the output that are not skipped.
+    `shown_special` are special tokens of the output that are not skipped. Some tokenizers write a space between any two
+    words; without `spaces_between_special_tokens`, an added token gets none right behind another one, if all are shown.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Detokenizer:
         *,
         echo: bool = False,
         shown_special: frozenset[int] = frozenset(),
+        spaces_between_special_tokens: bool = True,
     ) -> None:
         self._bytes = tokenizer.bytes
         self._later = tokenizer.bytes.later
@@ -38,7 +40,11 @@ class Detokenizer:
         self._begun = False  # whether a token has become text
         self._strip = tokenizer.bytes.max_stripped  # characters that may still be stripped from the start of the text
         self._hidden = tokenizer.special_ids if skip_special_tokens and not echo else frozenset()
+        self._unspaced: Mapping[int, str] = {}  # added tokens that get no space right behind another one
+        self._after_unspaced = False
         self._read_prompt(prompt)
+        if not spaces_between_special_tokens and not skip_special_tokens:
+            self._unspaced = tokenizer.added_tokens
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         if shown_special:
             self._hidden -= shown_special
@@ -58,6 +64,8 @@ class Detokenizer:
         if token in self._hidden:
             return ""
         piece = self._later[token] if self._begun else self._begin(token)
+        if self._unspaced:
+            piece = self._without_space(token, piece)
         if not piece:
             return ""
         self._held_is_hidden = False
@@ -86,6 +94,11 @@ class Detokenizer:
             self._begun, self._strip = True, 0
         for token in prompt[start:]:
             self.push(token)
+
+    def _without_space(self, token: int, piece: bytes) -> bytes:
+        """Return the bytes of a token, which are the bare ones for an added token that comes after another one."""
+        after, self._after_unspaced = self._after_unspaced, token in self._unspaced
+        return self._unspaced[token].encode() if after and self._after_unspaced else piece
 
     def _begin(self, token: int) -> bytes:
         first = self._bytes.first(token)

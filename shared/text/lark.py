@@ -93,8 +93,8 @@ def lark_grammar(text: str, param: str) -> str:
     """
     if "::=" in text:
         check_length(text, param, MAX_GBNF_LENGTH)
-    elif text.count(":") > MAX_RULES:
-        raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules", param)
+    elif (num_rules := text.count(":")) > MAX_RULES:
+        raise InvalidRequest(f"{param} must have at most {MAX_RULES} rules, got {num_rules}", param)
     try:
         return llguidance.grammar_from("grammar", text)
     except ValueError as error:
@@ -120,8 +120,8 @@ def as_object(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
 
 def check_length(text: str, param: str, limit: int = MAX_LENGTH) -> None:
     """Raise `InvalidRequest` if `text` has more than `limit` bytes."""
-    if len(text) > limit or len(text.encode(errors="replace")) > limit:
-        raise InvalidRequest(f"{param} must have at most {limit} bytes", param)
+    if (length := len(text.encode(errors="replace"))) > limit:
+        raise InvalidRequest(f"{param} must have at most {limit} bytes, got {length}", param)
 
 
 def first_lines(error: str) -> str:

@@ -25,9 +25,9 @@ def normalize_messages(messages: Sequence[Any], formats: ContentFormats) -> list
     return [_normalize(message, f"messages[{index}]", formats) for index, message in enumerate(messages)]
 
 
-def text_of(content: Any) -> str:
+def text_of(content: Any, separator: str = "") -> str:
     """Return the text of a message's content, which is a string, a list of parts or None."""
-    return "".join(part["text"] for part in _parts(content, "content"))
+    return separator.join(part["text"] for part in _parts(content, "content"))
 
 
 def append_text(message: Message, text: str) -> None:

@@ -3,6 +3,7 @@
 It feeds the tokens to the detokenizer, and the text to the stop matcher. Its rules:
 - Without `detokenize` there is no text, only tokens, their log-probabilities and the finish reason.
 - The stop token itself is shown only with `include_stop_str_in_output`, and a special one only if none are skipped.
+- A repetition that the user wants to end the sample does so with its last token, unless that ends the sample anyway.
 - A stop string counts if a token after the first `min_tokens` completes it. The matcher searches the text that is
   shown. A special token that is not shown is a stop string as a whole, by its name, and no part of its name is.
 - Each token has one log-probability entry, the stop token included. An entry is due as soon as text after the token's
@@ -18,6 +19,7 @@ from shared.params import SamplingParams
 from shared.protocol import FinishReason, TokenLogprobs
 from shared.text.detokenizer import Detokenizer
 from shared.text.logprobs import LogprobEntry, make_entry
+from shared.text.repetition import FINISH_REASON, STOP_REASON, RepetitionDetector
 from shared.text.stop_strings import StopMatcher
 from shared.text.tokenizer import Tokenizer
 
@@ -51,7 +53,7 @@ class SampleText:
     ) -> None:
         self.token_ids: list[int] = []
         self._offsets: list[int] = []  # characters before each token
-        self.finish_reason: str | None = None  # a value of `FinishReason`
+        self.finish_reason: str | None = None  # a value of `FinishReason`, or "repetition"
         self.stop_reason: str | int | None = None  # a stop string, or an id of the user's `stop_token_ids`
         self._spelling = tokenizer if params.detokenize else None  # of the tokens in log-probabilities
         self._params = params
@@ -59,8 +61,15 @@ class SampleText:
         self._stop_ids = frozenset(stop_token_ids)
         prompt = prompt if params.detokenize else ()
         self._detokenizer = Detokenizer(
-            tokenizer, prompt, params.skip_special_tokens, echo=echo_length is not None, shown_special=shown_special
+            tokenizer,
+            prompt,
+            params.skip_special_tokens,
+            echo=echo_length is not None,
+            shown_special=shown_special,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
+        detection = params.repetition_detection
+        self._repetition = RepetitionDetector(detection) if detection and detection.max_pattern_size else None
         self._matcher = StopMatcher(self._stops, params.include_stop_str_in_output)
         self._hidden_stops = {
             id: stop
@@ -94,7 +103,7 @@ class SampleText:
     ) -> str:
         """Add `tokens`, which are the last ones if there is a `finish_reason`. Return the text to show.
 
-        Tokens after a stop string are dropped.
+        Tokens after a stop string or a repetition are dropped.
         """
         shown = ""
         for index, token in enumerate(tokens):
@@ -104,11 +113,14 @@ class SampleText:
             self.token_ids.append(token)
             if logprobs is not None:
                 self._pending.append(self._pending_logprobs(token, logprobs[index]))
-            stops = finish_reason is FinishReason.STOP and index == len(tokens) - 1
+            is_last = finish_reason is not None and index == len(tokens) - 1
+            stops = is_last and finish_reason is FinishReason.STOP
             if self._params.detokenize and not (stops and self._hides(token)):
                 shown += self._push(self._detokenizer.push(token))
             if token in self._hidden_stops and self._may_match and not stops:
                 shown += self._finish(FinishReason.STOP.value, self._hidden_stops[token])
+            if self._repetition is not None and self._repeats(token) and not is_last:
+                shown += self._finish(FINISH_REASON, STOP_REASON)
         if finish_reason is not None and self.finish_reason is None:
             shown += self._finish(finish_reason.value, self._stop_token(finish_reason))
         return shown
@@ -144,6 +156,15 @@ class SampleText:
             if self._matcher.matched is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP.value, self._matcher.matched
         return self._show(piece)
+
+    def _repeats(self, token: int) -> bool:
+        """Return whether `token` completes a repetition that ends the sample."""
+        assert self._repetition is not None
+        return (
+            self._repetition.push(token)
+            and self.finish_reason is None
+            and len(self.token_ids) >= self._params.min_tokens
+        )
 
     def _stop_token(self, reason: FinishReason) -> int | None:
         """Return the id of the user's `stop_token_ids` that ended the sample, if one did."""

@@ -73,6 +73,9 @@ class ChatTemplate:
         `plain_names` are special tokens that stay text where a message has their names, but not one of the assistant.
         """
         self._cutter = NameCutter(plain_names) if plain_names else None
+        self.arguments: dict[str, Any] = {  # that make a template like this one of another source
+            "special": dict(special or {}), "content_format": content_format, "variables": dict(variables),
+        }  # fmt: skip
         self._special = dict(special or {})
         self._origin = origin
         self._format = CONTENT_FORMATS.get(content_format)
@@ -105,7 +108,7 @@ class ChatTemplate:
         `override` is the path of a file, or, as a string, a template itself, which is known by its braces.
         """
         if isinstance(override, str) and "{" in override:
-            return cls(override, special, content_format=content_format, variables=variables)
+            return cls(override, special, content_format=content_format, variables=variables, plain_names=plain_names)
         file = Path(override) if override else None
         try:
             source = _find(folder) if file is None else file.read_text(encoding="utf-8")
@@ -127,12 +130,7 @@ class ChatTemplate:
         It has the same variables. Raise `ModelError` if it does not parse.
         """
         own = self.source if self.exists else None
-        return ChatTemplate(
-            own if source is None else source,
-            self._special,
-            content_format=content_format,
-            variables=self._variables,
-        )
+        return ChatTemplate(own if source is None else source, **self.arguments | {"content_format": content_format})
 
     @property
     def exists(self) -> bool:
@@ -226,7 +224,8 @@ class ChatTemplate:
     def _run(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         if self._template is None:
             raise InvalidRequest(
-                "this model has no chat template; use completions, or set one (--chat-template, LLM(chat_template=...))"
+                "this model has no chat template: use completions, or pass one (--chat-template)",
+                "messages",
             )
         context: dict[str, Any] = {"tools": None, "documents": None}  # templates compare these with none
         context |= self._special | self._variables | variables

@@ -57,9 +57,9 @@ class Tokenizer:
         self.vocab_size = len(vocabulary)
         self._max_token_length = max(map(len, vocabulary), default=1)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        self._special_tokens = {
-            id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
-        }
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens = {id: token.content for id, token in added.items()}
+        self._special_tokens = {id: token.content for id, token in added.items() if token.special}
         self.special_ids = frozenset(self._special_tokens)
         self.bytes = TokenBytes(backend)
 

@@ -18,7 +18,7 @@ STREAMS, STOPS, LIMITS = "test_gateway_streaming", "test_gateway_stops", "test_g
 FORMS = "test_gateway_structured_outputs"
 SCORES, HTTP, CHATS = "test_gateway_logprobs", "test_gateway_http", "test_gateway_chat"
 BEAMS, TOOLS, REASONING = "test_gateway_beam_search", "test_gateway_tools", "test_gateway_reasoning"
-TOKENS = "test_gateway_tokenize"
+TOKENS, ANSWERS = "test_gateway_tokenize", "test_gateway_answer_fields"
 
 REQUESTS = (
     ChatRequest,
@@ -76,7 +76,17 @@ PROOFS = {
     **dict.fromkeys(HINTS | STREAM_HINTS, (LIMITS, "test_hints_are_taken_in_silence")),
     **dict.fromkeys(NEUTRAL_VALUES, (LIMITS, "test_fields_that_others_have_are_said_not_to_be_supported")),
     "best_of": (BEAMS, "test_best_of_beams_n_are_returned"),
-    "echo": (STREAMS, "test_an_echo_comes_once_and_first"),
+    "chat_template": ("test_gateway_request_template", "test_a_template_of_a_request_renders_its_messages"),
+    "repetition_detection": (ANSWERS, "test_a_repetition_ends_an_output"),
+    "request_id": (ANSWERS, "test_the_header_wins_over_the_body_and_both_over_a_new_id"),
+    "return_prompt_text": (ANSWERS, "test_the_text_of_a_chats_prompt_may_be_shown"),
+    "return_token_ids": (ANSWERS, "test_token_ids_come_with_their_text"),
+    "return_tokens_as_token_ids": (ANSWERS, "test_tokens_may_be_named_by_their_ids"),
+    "spaces_between_special_tokens": (ANSWERS, "test_special_tokens_may_stand_side_by_side"),
+    "stream_interval": (ANSWERS, "test_chunks_may_hold_several_tokens"),
+    "truncate_prompt_tokens": (ANSWERS, "test_a_prompt_is_cut_to_the_tokens_of_a_side"),
+    "truncation_side": (ANSWERS, "test_a_prompt_is_cut_to_the_tokens_of_a_side"),
+    "echo": (ANSWERS, "test_an_answer_may_begin_with_the_last_message"),
     "documents": (CHATS, "test_documents_reach_the_template"),
     "include_reasoning": (REASONING, "test_reasoning_may_be_left_out"),
     "parallel_tool_calls": (TOOLS, "test_only_the_first_call_is_kept"),

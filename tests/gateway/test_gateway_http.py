@@ -484,7 +484,7 @@ async def test_a_body_that_does_not_come_is_given_up(path: str, monkeypatch: pyt
     async with serve() as client:
         async with client.post(path, data=begun(), headers={"Content-Type": "application/json"}) as response:
             assert response.status == 408
-            assert (await error_of(response))["message"] == "the request did not come in time"
+            assert (await error_of(response))["message"].startswith("the request did not come in time")
             assert response.headers["Connection"] == "close"
         monkeypatch.undo()
         await client.complete(prompt="x")

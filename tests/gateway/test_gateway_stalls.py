@@ -134,6 +134,34 @@ async def test_prompts_log_probabilities_in_an_answer_and_in_a_stream() -> None:
             assert await longest(client, COMPLETION, [body], {200}) < BOUND
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETION, {"prompt": [20] * 1_000_000, "return_token_ids": True}),
+        (COMPLETION, {"prompt": [20] * 1_000_000, "return_token_ids": True, "stream": True}),
+        (COMPLETION, {"prompt": [20] * 1_000_000, "truncate_prompt_tokens": 900_000, "echo": True}),
+        (COMPLETION, {"prompt": "one two " * 250_000, "truncate_prompt_tokens": 10}),
+        (COMPLETION, {"prompt": "one two " * 250_000, "truncate_prompt_tokens": 400_000, "truncation_side": "right"}),
+        (CHAT, {"messages": [{"role": "user", "content": "one two " * 250_000}], "return_prompt_text": True}),
+        (CHAT, {"messages": [{"role": "assistant", "content": "one two " * 250_000}], "echo": True, "stream": True}),
+    ],
+    ids=range(7),
+)
+async def test_what_an_answer_repeats_of_a_long_prompt_and_what_it_drops(path: str, fields: dict[str, Any]) -> None:
+    """LOOP-01."""
+    async with serve(FakeBackend(max_model_len=2**20)) as client:
+        body = json.dumps(fields | {"max_tokens": 1}).encode()
+        assert await longest(client, path, [body], {200}) < BOUND
+
+
+async def test_repetitions_are_looked_for_in_many_outputs() -> None:
+    """LOOP-01: a hundred outputs, each of which has all sizes of patterns in mind."""
+    detection = {"max_pattern_size": 256, "min_pattern_size": 256, "min_count": 1000}
+    body = json.dumps({"prompt": "hi", "n": 128, "max_tokens": 200, "repetition_detection": detection}).encode()
+    async with serve(FakeBackend(endless)) as client:
+        assert await longest(client, COMPLETION, [body], {200}) < BOUND
+
+
 async def test_names_of_megabytes_are_cut_in_errors() -> None:
     """LOOP-03: an error is a few lines long, whatever it quotes."""
     name = b"n" * 3 * MIB

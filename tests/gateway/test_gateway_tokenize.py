@@ -68,13 +68,18 @@ async def test_a_completions_tokens_are_those_that_the_engine_gets(prompt: str, 
         {"documents": [{"text": "one"}]},
         {"chat_template_kwargs": {"mood": "good"}},
         {"reasoning_effort": "low"},
+        {"truncate_prompt_tokens": 3, "truncation_side": "right"},
+        {"truncate_prompt_tokens": -1, "max_tokens": 250},
+        {"chat_template": "{{ messages[0].content }}"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]},
     ],
 )
 async def test_a_chats_tokens_are_those_that_the_engine_gets(fields: dict[str, Any]) -> None:
     backend = FakeBackend()
     body = {"messages": [{"role": "user", "content": "hello"}]} | fields
-    async with serve(backend, tokenizer=make_tokenizer(bos=True), template=SHOWS_ALL) as client:
+    async with serve(
+        backend, tokenizer=make_tokenizer(bos=True), template=SHOWS_ALL, trust_request_chat_template=True
+    ) as client:
         plain = await tokenize(client, messages=body["messages"])
         answer = await tokenize(client, **body)
         await client.chat(**body)
