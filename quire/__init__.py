@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, Logprob, RequestOutput
-    from shared.params import SamplingParams
+    from shared.params import RepetitionDetectionParams, SamplingParams
     from shared.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RepetitionDetectionParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _MODULES = {
     "LLM": "quire.llm",
     "CompletionOutput": "quire.outputs",
     "Logprob": "quire.outputs",
     "RequestOutput": "quire.outputs",
+    "RepetitionDetectionParams": "shared.params",
     "SamplingParams": "shared.params",
     "StructuredOutputsParams": "shared.structured_outputs",
 }
