@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         RequestStateStats,
     )
     from shared.beam_params import BeamSearchParams
-    from shared.params import SamplingParams
+    from shared.params import RepetitionDetectionParams, SamplingParams
     from shared.structured_outputs import StructuredOutputsParams
     from shared.vllm_params import RequestOutputKind
 
@@ -35,6 +35,7 @@ __all__ = [
     "Histogram",
     "Logprob",
     "Metric",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "RequestStateStats",
@@ -58,7 +59,7 @@ _NAMES = {
         "RequestStateStats",
     ),
     "shared.beam_params": ("BeamSearchParams",),
-    "shared.params": ("SamplingParams",),
+    "shared.params": ("RepetitionDetectionParams", "SamplingParams"),
     "shared.structured_outputs": ("StructuredOutputsParams",),
     "shared.vllm_params": ("RequestOutputKind",),
 }

@@ -16,6 +16,7 @@ from tests.text.vocabulary import CHATML
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
+ENDLESS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 
 
 async def test_a_template_of_a_request_is_refused_unless_trusted() -> None:
@@ -78,11 +79,7 @@ async def test_it_gets_what_the_servers_own_template_gets() -> None:
         ("{{ 1 / 0 }}", "division", "messages"),
         ("{{ 'x' * 100000 }}", "characters", "chat_template"),
         ("{{ 'x' * 10000000000 }}", "1024 MiB", "chat_template"),
-        (
-            "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-            "than 3 s",
-            "chat_template",
-        ),
+        (ENDLESS, "than 3 s", "chat_template"),
         ("{{ 9 ** 999999999 }}", "than 3 s", "chat_template"),
         ("{{ '\\ud800' }}", "surrogate", "chat_template"),
         ("x" * (128 * 1024 + 1), "131072 characters, got 131073", "chat_template"),
@@ -112,8 +109,7 @@ async def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.Monke
 
 def test_a_process_ends_by_itself_if_its_gateway_was_killed() -> None:
     """It has a limit of its own, since nobody is there to end it."""
-    loop = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-    job = request_template._Job(loop, {}, [USER], {}, 100)
+    job = request_template._Job(ENDLESS, {}, [USER], {}, 100)
     program = "import services.gateway.request_template as module; module.CPU_SECONDS = 1; module._main()"
     done = subprocess.run([sys.executable, "-c", program], input=msgspec.json.encode(job), capture_output=True)
     assert done.returncode == -signal.SIGXCPU, "by the kernel"

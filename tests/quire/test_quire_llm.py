@@ -15,7 +15,7 @@ import torch
 from transformers import OPTForCausalLM
 
 from kernels.cpu import extension
-from quire import LLM, SamplingParams
+from quire import LLM, RepetitionDetectionParams, SamplingParams
 from services.worker.interface import PendingStep
 from shared.errors import ConfigError, EngineFailure, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan
@@ -155,6 +155,19 @@ def test_a_stop_string_ends_the_text(llm: LLM) -> None:
         params = msgspec.structs.replace(GREEDY, stop=[stop], include_stop_str_in_output=include)
         completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
         assert (completion.text, completion.finish_reason, completion.stop_reason) == (expected, "stop", stop)
+
+
+def test_a_repetition_ends_it(llm: LLM) -> None:
+    """The engine goes on with the next request, whose tokens are the same with and without the search."""
+    entire = llm.generate("a", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0]
+    bias = {entire.token_ids[0]: 100}  # from there on it is always this token
+    detection = RepetitionDetectionParams(max_pattern_size=2, min_count=4)
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "repetition_detection": detection}
+    (repeats,) = llm.generate("a", SamplingParams(logit_bias=bias, **fields))[0].outputs
+    assert repeats.token_ids == [entire.token_ids[0]] * 4
+    assert (repeats.finish_reason, repeats.stop_reason) == ("repetition", "repetition_detected")
+    (again,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs
+    assert again.token_ids == entire.token_ids
 
 
 def test_a_stop_token_ends_it_and_is_not_shown(llm: LLM) -> None:
