@@ -37,9 +37,12 @@ TEXTS = {
 }
 """Text to fill strings with."""
 
-LISTS = ("prompt", "messages", "stop", "stop_token_ids", "tools", "documents", "unknown")
+LISTS = (
+    *("prompt", "messages", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
+    *("tools", "documents", "unknown"),
+)
 OBJECTS = ("chat_template_kwargs", "logit_bias", "metadata", "response_format", "stream_options", "unknown")
-STRINGS = ("prompt", "content", "model", "user", "stop", "key")
+STRINGS = ("prompt", "content", "model", "user", "stop", "cache_salt", "key")
 
 
 def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
