@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -21,7 +22,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def bound(max_tokens: int = 60, **demand: object) -> SamplingParams:
+def bound(max_tokens: int = 60, **demand: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=1.0, structured_outputs=StructuredOutputsParams(**demand))
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from services.worker import matchers as module
 from services.worker.matchers import GrammarMatchers, Matcher
 from shared.structured_outputs import StructuredOutputsParams
-from shared.text import grammars
 from shared.text.grammars import GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
 
@@ -25,7 +25,7 @@ class Compiler(GrammarCompiler):
         super().__init__(TOKENIZER)
         self.count = 0
 
-    def matcher(self, grammar: str) -> "grammars.LLMatcher":
+    def matcher(self, grammar: str) -> LLMatcher:
         self.count += 1
         return super().matcher(grammar)
 
