@@ -82,6 +82,9 @@ class RepetitionDetectionParams(Struct, frozen=True, kw_only=True):
             force_setattr(self, name, value)
 
 
+OBJECT_FIELDS = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
+
+
 class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
     """The sampling of one request. Raise `InvalidRequest`, naming the field, for a value of a wrong type or range.
 
@@ -150,20 +153,15 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             self._set(name, real)
         for name in BOOLEAN_FIELDS:
             self._set(name, boolean)
-        demand = self.structured_outputs
-        is_demand = demand is None or isinstance(demand, StructuredOutputsParams)
-        _check(is_demand, "structured_outputs", "must be a StructuredOutputsParams", demand)
+        for name, kind in OBJECT_FIELDS.items():
+            value = getattr(self, name)
+            _check(isinstance(value, kind | None), name, f"must be a {kind.__name__}", value)
 
     def _set(self, name: str, convert: Any) -> None:
         """Replace a field's value by its converted one."""
         value = getattr(self, name)
         if value is not None or name not in OPTIONAL_FIELDS:
             force_setattr(self, name, convert(name, value))
-
-        detection = self.repetition_detection
-        kind = RepetitionDetectionParams
-        is_kind = detection is None or isinstance(detection, kind)
-        _check(is_kind, "repetition_detection", f"must be a {kind.__name__}", detection)
 
     def _check_ranges(self) -> None:
         _between("n", self.n, 1, MAX_N)

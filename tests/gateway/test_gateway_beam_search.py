@@ -333,6 +333,20 @@ async def test_beams_of_long_contexts_are_bounded() -> None:
     assert prompts["param"] == "prompt"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_beams_hold_log_probabilities_until_the_search_ends(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 2 * 4 * 8 * 3)
+    fields = {"use_beam_search": True, "best_of": 4, "max_tokens": 8, "logprobs": 2, "stream": stream}
+    async with serve(BeamBackend()) as client:
+        async with client.post(PATHS[0], json=fields | {"prompt": [PROMPT] * 2}) as response:
+            assert response.status == 200
+        status, error = await client.refused(PATHS[0], fields | {"prompt": [PROMPT] * 3})
+    assert (status, error["param"]) == (400, "logprobs")
+    assert "288" in error["message"]
+
+
 async def test_several_prompts_are_searched_at_once() -> None:
     backend = BeamBackend()
     prompts = [PROMPT, PROMPT[:2]]
