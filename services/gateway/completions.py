@@ -151,7 +151,7 @@ def _check_samples(num_prompts: int, params: SamplingParams, num_sequences: int,
     """
     num_samples = num_prompts * num_sequences
     if num_samples > MAX_SAMPLES:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
+        raise InvalidRequest(f"prompts times n (or beams) must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
     lists = (params.logit_bias, params.stop_token_ids, params.allowed_token_ids)
     num_listed = sum(len(entries or ()) for entries in lists) + num_bad
     if num_prompts > 1 and num_prompts * num_listed > MAX_LISTED:
