@@ -45,7 +45,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
     prompts = await _prepare(gateway, request, arrived, id)
     head = ResponseHead.now(id, "text_completion", gateway.model.name)
     if request.stream:
-        return await stream(http, gateway, prompts, _ChunkEncoder(head, request), request)
+        return await stream(http, gateway, prompts, _ChunkEncoder(head, request), request.stream_options)
     generations = await collect(gateway, prompts)
     takes_long = has_many_logprobs(generations) or (request.return_token_ids is True and has_many_ids(generations))
     return await run_in_thread_if(takes_long, _respond, head, request, generations)

@@ -20,20 +20,20 @@ COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "repetition_detection",
+    "repetition_detection", "stream_interval",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
 
 BEAM_FIELDS = frozenset(
     {
         "n", "temperature", "seed", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-        "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+        "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
     }
 )  # fmt: skip
 """Those of the copied fields that a beam search takes: it honours them, or they cannot change it (seed)."""
 
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
-_NOTHING = (None, [], {}, RepetitionDetectionParams())  # values of any field that ask for nothing
+_NOTHING: tuple[Any, ...] = (None, [], {}, RepetitionDetectionParams())  # values of any field that ask for nothing
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:

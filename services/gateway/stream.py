@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from services.gateway import errors
-from services.gateway.api_requests import GenerationRequest, StreamOptions
+from services.gateway.api_requests import StreamOptions
 from services.gateway.bounds import MAX_LOGPROBS_AT_ONCE
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, logged_id
@@ -102,15 +102,12 @@ async def stream(
     gateway: Gateway,
     prompts: Sequence[PreparedPrompt],
     encoder: ChunkEncoder,
-    options: GenerationRequest,
+    options: StreamOptions | None,
 ) -> web.StreamResponse:
-    """Run all prompts, and write their output as `options` of the request say.
-
-    Raise an error only if the status has not been sent yet.
-    """
-    interval = int(options.stream_interval or gateway.config.stream_interval)
+    """Run all prompts, and write their output. Raise an error only if the status has not been sent yet."""
+    interval = prompts[0].params.stream_interval or gateway.config.stream_interval  # the same for all of them
     _check_logprobs(prompts, interval=interval)
-    writer = _StreamWriter(request, encoder, options.stream_options, interval, gateway.config)
+    writer = _StreamWriter(request, encoder, options, interval, gateway.config)
     try:
         with gateway.lifecycle.abortable():
             async with AsyncExitStack() as stack:

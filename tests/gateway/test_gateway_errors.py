@@ -186,6 +186,7 @@ CASES = [
     completion({"prompt": "\ud800"}, None, "not JSON"),
     chat({"messages": []}, "messages", "empty"),
     chat({"messages": [USER] * 257}, "messages", "256 tokens", "257 messages"),
+    chat({}, "messages", "256 tokens", "the prompt has 256", template="{{ 'one' * 256 }}"),
     chat({}, "messages", "surrogate", template="{{ '\\ud800' }}"),
     # messages and templates
     chat({"messages": [USER | {"content": 7}]}, "messages[0].content", "string or a list"),
