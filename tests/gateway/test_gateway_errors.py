@@ -187,6 +187,10 @@ CASES = [
     chat({"messages": []}, "messages", "empty"),
     chat({"messages": [USER] * 257}, "messages", "256 tokens", "257 messages"),
     chat({}, "messages", "256 tokens", "the prompt has 256", template="{{ 'one' * 256 }}"),
+    chat(
+        {"messages": [USER | {"content": "</s>" * 4097}]},
+        "messages", "4097", "4096", special_tokens_in_messages="text",
+    ),
     chat({}, "messages", "surrogate", template="{{ '\\ud800' }}"),
     # messages and templates
     chat({"messages": [USER | {"content": 7}]}, "messages[0].content", "string or a list"),
