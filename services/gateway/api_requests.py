@@ -131,7 +131,7 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 
 NESTED_FIELDS = {
     "stream_options": STREAM_HINTS.union(StreamOptions.__struct_fields__),
-    "response_format": frozenset({"type", "json_schema", "structures", "triggers"}),
+    "response_format": frozenset({"type", "json_schema", "format", "structures", "triggers"}),
     "repetition_detection": frozenset(RepetitionDetectionParams.__struct_fields__),
 }
 """The known fields of objects in a request. Messages and tools are missing here: all of theirs go to the template."""

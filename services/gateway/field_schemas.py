@@ -14,6 +14,8 @@ from shared.params import (
     MAX_BAD_WORD_LENGTH,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_PATTERN_COUNT,
+    MAX_PATTERN_SIZE,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     SEED_MAX,
@@ -222,6 +224,22 @@ FIELDS: Mapping[str, Schema] = {
     "include_stop_str_in_output": {"description": "Show the stop string in the text."},
     "ignore_eos": {"description": "Go on after end-of-sequence tokens."},
     "repetition_detection": {"description": "End an output that repeats itself."},
+    "max_pattern_size": {
+        "description": "Tokens of the longest pattern that is looked for; with 0 none is.",
+        "minimum": 0,
+        "maximum": MAX_PATTERN_SIZE,
+    },
+    "min_pattern_size": {
+        "description": "Tokens of the shortest pattern, at most max_pattern_size; 0 is 1.",
+        "minimum": 0,
+        "maximum": MAX_PATTERN_SIZE,
+    },
+    "min_count": {
+        "description": "Copies of a pattern, one behind the other, that end an output: at least 2 if there is a "
+        "max_pattern_size.",
+        "minimum": 0,
+        "maximum": MAX_PATTERN_COUNT,
+    },
     # what the answer has
     "stream": {"description": "Answer with server-sent events, as the output comes."},
     "stream_options": {"description": "Needs stream."},

@@ -26,6 +26,7 @@ from services.gateway.ignored_fields import HEADER
 from services.gateway.middlewares import OPEN_PATHS
 from services.gateway.threads import run_in_thread
 from services.gateway.unsupported_fields import HINTS
+from shared.params import RepetitionDetectionParams
 
 Json = dict[str, Any]
 
@@ -197,9 +198,9 @@ def _schemas(routes: Sequence[Route]) -> tuple[dict[Any, Json], dict[str, Json]]
     answers = [answer for route in routes for answer in (route.answer, route.chunk) if answer is not None]
     types = list(dict.fromkeys([*bodies, *answers, ErrorResponse]))
     schemas, components = msgspec.json.schema_components(types, ref_template=REF)
-    for request_type in bodies:
-        _describe(components, request_type)
-    _describe(components, StreamOptions)
+    described: list[type[Struct]] = [*bodies, StreamOptions, RepetitionDetectionParams]
+    for kind in described:
+        _describe(components, kind)
     return dict(zip(types, schemas, strict=True)), {name: _simplify(schema) for name, schema in components.items()}
 
 

@@ -35,6 +35,9 @@ MAX_CHOICES = 10_000
 MAX_COMPILE_SECONDS = 0.05
 """Maximum CPU time to compile a grammar. A worker compiles it between two steps, for which all streams wait."""
 
+NO_TEXT_ERROR = "NoExtensionBias"
+"""The library's whole message if a grammar has no first token, such as one whose rules never end."""
+
 MAX_CHECKED = 1024
 """Grammars that are remembered as right."""
 
@@ -109,7 +112,10 @@ class GrammarCompiler:
         check_length(grammar, param)
         error, seconds = self._thread.submit(self._try, self._tokenizer, grammar).result()
         if error:
-            raise InvalidRequest(f"{param} is not supported: {first_lines(error)}", param)
+            message = first_lines(error)
+            if message == NO_TEXT_ERROR:
+                raise InvalidRequest(f"{param} allows no text at all: its rules never end", param)
+            raise InvalidRequest(f"{param} is not supported: {message}", param)
         if seconds > MAX_COMPILE_SECONDS:
             limit = f"it takes {seconds:.2f} s to compile, and {MAX_COMPILE_SECONDS} s is the limit"
             raise InvalidRequest(f"{param} is too complex: {limit}", param)

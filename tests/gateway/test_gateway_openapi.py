@@ -19,11 +19,14 @@ from services.gateway.api_requests import (
 from services.gateway.field_schemas import FIELDS, PROMPT_FIELDS
 from services.gateway.middlewares import OPEN_PATHS
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES
+from shared.params import RepetitionDetectionParams
 from tests.gateway.documented import check_answer, check_event
 from tests.gateway.fakes import Client, FakeBackend, events, serve
 from tests.gateway.test_gateway_beam_search import BeamBackend
 
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeCompletionRequest, DetokenizeRequest)
+NESTED = (StreamOptions, RepetitionDetectionParams)
+"""The objects within requests whose fields are described."""
 LIMITED = {"stop", "stop_token_ids", "logit_bias"}
 MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
@@ -94,7 +97,7 @@ async def test_references_lead_somewhere() -> None:
 
 
 def test_every_field_is_described_and_no_unknown_one() -> None:
-    fields = {name for request in (*REQUESTS, StreamOptions) for name in request.__struct_fields__}
+    fields = {name for kind in (*REQUESTS, *NESTED) for name in kind.__struct_fields__}
     assert fields <= set(FIELDS)
     assert set(FIELDS) <= fields | set(NEUTRAL_VALUES) | HINTS
     assert all(schema["description"] for schema in FIELDS.values())
@@ -111,6 +114,10 @@ async def test_properties_are_the_structs_fields_and_the_hints() -> None:
         properties = schemas[request.__name__]["properties"]
         assert set(properties) == names
         assert all(schema["description"] for schema in properties.values())
+    for nested in NESTED:
+        properties = schemas[nested.__name__]["properties"]
+        assert set(properties) == set(nested.__struct_fields__)
+        assert all(schema.get("description") for schema in properties.values())
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert schemas["ChatRequest"]["properties"]["max_tokens"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
     assert {"type": "number"} in schemas["ChatRequest"]["properties"]["temperature"]["anyOf"]

@@ -15,6 +15,7 @@ from tests.gateway.test_gateway_limits import PATHS, body, refuses
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
 TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+FREE_FORMAT = {"format": {"type": "tag", "begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"}}
 
 
 def strictly(strict: bool | None) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def strictly(strict: bool | None) -> dict[str, Any]:
         *(({"response_format": strictly(strict)}, {"json": SCHEMA}) for strict in (True, False, None)),
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": {"type": "structural_tag"} | TAGS}, {"structural_tag": TAGS}),
+        ({"response_format": {"type": "structural_tag"} | FREE_FORMAT}, {"structural_tag": FREE_FORMAT}),
         ({"response_format": {"type": "text"}, "guided_regex": "a+"}, {"regex": "a+"}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json": SCHEMA}),

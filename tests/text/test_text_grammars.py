@@ -105,6 +105,9 @@ def test_objects_can_be_closed() -> None:
     [
         ({"json": {"type": "strng"}}, "strng"),
         ({"json": {"$ref": "#/nothing"}}, "/nothing"),
+        ({"json": {"$ref": "#"}}, "allows no text at all"),
+        ({"grammar": "start: a\na: b\nb: a"}, "allows no text at all"),
+        ({"grammar": "root ::= root"}, "allows no text at all"),
         ({"json": "[1]"}, "must be a JSON schema"),
         ({"json": "{"}, "not JSON"),
         ({"json": {"type": "object", "properties": [1]}}, "properties must be an object"),
