@@ -124,11 +124,15 @@ class GrammarCompiler:
             self._checked.popitem(last=False)
 
     def _try(self, tokenizer: LLTokenizer, grammar: str) -> tuple[str, float]:
-        """Compile a grammar, and make a mask, since some limits show only then. Return the error and the seconds."""
+        """Compile a grammar, and take two tokens: some limits show only then. Return the error and the seconds."""
         began = time.thread_time()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            fill_next_token_bitmask(matcher, np.empty((1, self.mask_words), np.int32))
+        mask = np.empty((1, self.mask_words), np.int32)
+        for _ in range(2):
+            if not matcher.is_error():
+                fill_next_token_bitmask(matcher, mask)
+            if not matcher.is_stopped():
+                matcher.consume_token(int(np.unpackbits(mask.view(np.uint8), bitorder="little").argmax()))
         return matcher.get_error(), time.thread_time() - began
 
 

@@ -131,6 +131,7 @@ def test_objects_can_be_closed() -> None:
         ({"choice": ["a" * 7] * 9_999}, "at most 65536 bytes"),
         ({"grammar": "root ::= nothing"}, "nothing"),
         ({"grammar": "start: OTHER"}, "OTHER"),
+        ({"grammar": 'start: "a"{1000000}'}, "items"),
         ({"structural_tag": {}}, "structures and triggers"),
         ({"structural_tag": TAGS | {"triggers": ["<g"]}}, "no trigger begins"),
         ({"structural_tag": TAGS | {"triggers": 1}}, "format.triggers"),
