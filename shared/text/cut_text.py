@@ -45,14 +45,16 @@ class NameCutter:
 
     def __init__(self, names: Collection[str]) -> None:
         """`names` are those of the special tokens; there is at least one."""
-        longest_first = sorted(names, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, longest_first)))
+        self._first = re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))(.)", re.DOTALL)
 
     def mark(self, value: Any, mark: str) -> Any:
-        """Return a copy of a JSON value with `mark` behind the first character of each name in it."""
+        """Return a copy of a JSON value with `mark` behind the first character of each name in it.
+
+        Names may overlap, and a name may be in another one, so each is looked for where the one before begins.
+        """
         match value:
             case str():
-                return self._names.sub(lambda name: name[0][0] + mark + name[0][1:], value)
+                return self._first.sub(rf"\g<1>{mark}", value)
             case Mapping():
                 return {self.mark(key, mark): self.mark(item, mark) for key, item in value.items()}
             case list():
