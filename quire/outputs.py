@@ -99,7 +99,6 @@ def distribution(entry: LogprobEntry, *, with_text: bool = True) -> TokenDistrib
     """Return one position's entry as a mapping, or None for the first token of a prompt."""
     if entry.logprob is None:
         return None
-
     own = Logprob(entry.logprob, entry.rank, entry.token if with_text else None)
     return {entry.id: own} | {
         other.id: Logprob(other.logprob, other.rank, other.token if with_text else None) for other in entry.top

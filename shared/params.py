@@ -153,17 +153,16 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         demand = self.structured_outputs
         is_demand = demand is None or isinstance(demand, StructuredOutputsParams)
         _check(is_demand, "structured_outputs", "must be a StructuredOutputsParams", demand)
+        detection = self.repetition_detection
+        kind = RepetitionDetectionParams
+        is_kind = detection is None or isinstance(detection, kind)
+        _check(is_kind, "repetition_detection", f"must be a {kind.__name__}", detection)
 
     def _set(self, name: str, convert: Any) -> None:
         """Replace a field's value by its converted one."""
         value = getattr(self, name)
         if value is not None or name not in OPTIONAL_FIELDS:
             force_setattr(self, name, convert(name, value))
-
-        detection = self.repetition_detection
-        kind = RepetitionDetectionParams
-        is_kind = detection is None or isinstance(detection, kind)
-        _check(is_kind, "repetition_detection", f"must be a {kind.__name__}", detection)
 
     def _check_ranges(self) -> None:
         _between("n", self.n, 1, MAX_N)
