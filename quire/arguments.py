@@ -34,7 +34,7 @@ holds a prompt in each row. vLLM has the same names."""
 
 OTHER_SETTINGS = frozenset(
     {"chat_template", "chat_template_content_format", "default_chat_template_kwargs", "served_model_name"}
-    | {"generation_config", "override_generation_config", "max_logprobs"}
+    | {"reasoning_parser", "generation_config", "override_generation_config", "max_logprobs"}
     | {"scheduling_policy", "priority_ageing", "async_scheduling"}
 )
 """Settings of the server that `LLM` takes besides the parameters of its constructor."""

@@ -119,7 +119,9 @@ class LLM:
         self._lock = threading.Lock()
         self._engine: InProcessEngine | None = InProcessEngine(scheduler, worker)
         limits = self._engine.limits
-        self._builder = RequestBuilder(parts, limits, max_logprobs=text.max_logprobs, seed=seed)
+        self._builder = RequestBuilder(
+            parts, limits, max_logprobs=text.max_logprobs, seed=seed, reasoning_parser=text.reasoning_parser
+        )
         self._queue: list[PendingRequest] = []  # enqueued, not run yet
         self._hf_tokenizer: PreTrainedTokenizerFast | None = None
 

@@ -29,6 +29,9 @@ from shared.errors import InvalidRequest, ModelError, brief
 from shared.params import SamplingParams, cache_salt
 from shared.text.bad_words import tokenize_bad_words
 from shared.text.grammars import GrammarCompiler
+from shared.text.message_grammar import message_grammar
+from shared.text.message_parser import NONE, MessageFormat, ParserChoice
+from shared.text.messages import text_of
 from shared.text.template import CONTENT_FORMATS, ChatTemplate
 from shared.text.truncation import Truncation
 
@@ -76,15 +79,22 @@ class Prompt(NamedTuple):
     text: str | None
     ids: list[int] | None = None
     cache_salt: str = ""
+    format: MessageFormat | None = None  # of the output; None: it has no reasoning
 
 
 class RequestBuilder:
-    """Builds requests for an engine with these `limits`. Unseeded ones draw their seeds from `seed`."""
+    """Builds requests for an engine with these `limits`. Unseeded ones draw their seeds from `seed`.
 
-    def __init__(self, text: TextParts, limits: Limits, *, max_logprobs: int, seed: int | None) -> None:
+    In chats, what `reasoning_parser` finds comes before an output of a demanded form.
+    """
+
+    def __init__(
+        self, text: TextParts, limits: Limits, *, max_logprobs: int, seed: int | None, reasoning_parser: str = "auto"
+    ) -> None:
         self.tokenizer, self.template, self.defaults = text
         self._limits = limits
         self._max_logprobs = max_logprobs
+        self._reasoning_parser = reasoning_parser
         self._grammars: GrammarCompiler | None = None  # made when the first output has to follow one
         self._seeds = random.Random(seed)
         self.ids = itertools.count()  # of requests at the engine
@@ -128,7 +138,8 @@ class RequestBuilder:
                 continue_final_message=continue_final_message,
                 variables=variables,
             )
-            prompts.append(Prompt(text))
+            continued = text_of(conversation[-1].get("content")) if continue_final_message else None
+            prompts.append(Prompt(text, format=self._format(template, text, continued)))
         return self._build(prompts, params, False, **options)  # the template has written the special tokens
 
     def beam_searches(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[PendingBeams]:
@@ -200,7 +211,7 @@ class RequestBuilder:
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            grammar=self._grammar(params),
+            grammar=self._grammar(params, prompt.format),
             bad_words=tokenize_bad_words(params.bad_words or (), self.tokenizer),
         )
         return PendingRequest(
@@ -242,12 +253,27 @@ class RequestBuilder:
             if count is not None and count > self._max_logprobs:
                 raise InvalidRequest(f"{name} must be at most max_logprobs, {self._max_logprobs}, got {count}", name)
 
-    def _grammar(self, params: SamplingParams) -> str:
+    def _format(self, template: ChatTemplate, prompt: str, continued: str | None) -> MessageFormat:
+        """Return what a chat's output has before its answer. `continued` is the content of a message to go on with."""
+        choice = ParserChoice.make(
+            template.source, self.tokenizer, tool_parser=NONE, reasoning_parser=self._reasoning_parser
+        )
+        return MessageFormat(
+            choice,
+            reasoning_is_open=choice.reasoning_is_open(prompt, continued),
+            reasoning_is_over=choice.reasoning_is_over(prompt, continued),
+        )
+
+    def _grammar(self, params: SamplingParams, format: MessageFormat | None) -> str:
         """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""
         if params.structured_outputs is None:
             return ""
         self._grammars = self._grammars or GrammarCompiler(self.tokenizer)
-        return self._grammars.compile(params.structured_outputs)
+        grammar = self._grammars.compile(params.structured_outputs)
+        if format is not None and format.has_reasoning:
+            grammar = message_grammar(format, grammar)
+            self._grammars.check(grammar, "structured_outputs")
+        return grammar
 
     def _template(self, source: str | None, content_format: str) -> ChatTemplate:
         """Return the template of a chat: the model's, unless the caller has another one or another format."""

@@ -46,7 +46,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     "model_impl": {"vllm": "quire"},
     "log_level": {"trace": "debug", "notset": "debug"},
     "tool_call_parser": {"llama4_json": "llama3_json"},
-    "reasoning_parser": {"deepseek_v3": "qwen3", "glm47": "glm45"},
+    "reasoning_parser": {"": "auto", "deepseek_v3": "qwen3", "glm47": "glm45"},
 }
 """vLLM's and Quire's names of a value, by Quire's name of the setting."""
 

@@ -7,6 +7,8 @@ of their own for a path or a secret, or that the names of properties are strings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shared.errors import InvalidRequest
+
 FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
 """The formats that the library enforces. JSON Schema calls any other one an annotation."""
 
@@ -22,13 +24,19 @@ Schema = Mapping[str, Any]
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return an equivalent schema without what demands nothing. What is no schema is returned as it is."""
-    return _rewritten(schema, _without_own_annotations)
+    """Return an equivalent schema without what demands nothing. What is no schema is returned as it is.
+
+    Raise `InvalidRequest` if it is nested too deeply.
+    """
+    return _rewrite(schema, _without_own_annotations)
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema in which each object that names properties has no others, unless it says otherwise."""
-    return _rewritten(schema, _closed_itself)
+    """Return a schema in which each object that names properties has no others, unless it says otherwise.
+
+    Raise `InvalidRequest` if it is nested too deeply.
+    """
+    return _rewrite(schema, _closed_itself)
 
 
 def joins_schemas(schema: Any) -> bool:
@@ -80,6 +88,13 @@ def _parts(schema: Schema) -> list[Any]:
         if isinstance(schema.get(key), list):
             parts += schema[key]
     return parts
+
+
+def _rewrite(schema: Any, rewrite: Callable[[Schema], Schema]) -> Any:
+    try:
+        return _rewritten(schema, rewrite)
+    except RecursionError as error:
+        raise InvalidRequest("a JSON schema is nested too deeply") from error
 
 
 def _rewritten(schema: Any, rewrite: Callable[[Schema], Schema]) -> Any:

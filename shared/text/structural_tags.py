@@ -248,8 +248,8 @@ class _Translator:
         """Return the expression for JSON by a schema."""
         try:
             schema = as_object(without_annotations(schema))
-        except RecursionError as error:
-            raise InvalidRequest(f"{self._param}: a schema is nested too deeply", self._param) from error
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self._param}: {error.message}", self._param) from error
         options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         return self._rules.rule(f"%json {schema_text(options | schema, self._param)}")
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
@@ -21,7 +22,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def bound(max_tokens: int = 60, **demand: object) -> SamplingParams:
+def bound(max_tokens: int = 60, **demand: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=1.0, structured_outputs=StructuredOutputsParams(**demand))
 
 
@@ -37,6 +38,22 @@ def test_outputs_have_the_demanded_form(llm: LLM) -> None:
     assert json.loads(whole)["a"] in (True, False)
     assert choice in ("one", "two")
     assert len(letters) == 3
+
+
+def test_the_form_of_a_chats_answer_begins_behind_its_reasoning(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<think>\n{% if quick %}</think>{% endif %}{% endif %}"
+    )
+    messages, params = [{"role": "user", "content": "one?"}], bound(choice=["one", "two"])
+    with LLM(folder, chat_template=template, kv_cache_memory=0.05, num_threads=1) as llm:
+        (thinking,) = llm.chat(messages, params, use_tqdm=False)
+        (quick,) = llm.chat(messages, params, use_tqdm=False, chat_template_kwargs={"quick": True})
+    assert thinking.outputs[0].text not in ("one", "two"), "it is free until the reasoning ends"
+    assert quick.outputs[0].text.strip() in ("one", "two")
+    with LLM(folder, chat_template=template, reasoning_parser="none", kv_cache_memory=0.05, num_threads=1) as llm:
+        (output,) = llm.chat(messages, params, use_tqdm=False)
+    assert output.outputs[0].text in ("one", "two")
 
 
 def test_an_output_that_cannot_go_on_ends_alone(llm: LLM) -> None:

@@ -204,7 +204,7 @@ def test_the_defaults_of_vllms_llm_are_taken() -> None:
     taken = translate_arguments(named, defaults)
     assert taken == {
         "model": "m", "dtype": "auto", "gpu_memory_utilization": 0.92, "enforce_eager": False,
-        "scheduling_policy": "fcfs",
+        "scheduling_policy": "fcfs", "reasoning_parser": "auto",
     }  # fmt: skip
 
 

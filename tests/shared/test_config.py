@@ -142,6 +142,7 @@ OTHER_VALUES: list[object] = [
     "cpu",
     "priority",
     "json",
+    "text",
     "dummy",
     "int8",
     "bfloat16",

@@ -16,7 +16,23 @@ KEYWORDS = (
     *("const", "anyOf", "oneOf", "allOf", "not", "$ref", "$defs", "pattern", "format", "minLength", "maxLength"),
     *("minimum", "maximum", "multipleOf", "minItems", "maxItems", "uniqueItems", "$schema", "x-guidance", "title"),
 )
-VALUES = ("string", "object", "#", "#/$defs/a", "date", "a", "[a-z]{1,3}", "(", 0, -1, 10**30, 1e300, True, [], {})
+VALUES: tuple[Any, ...] = (
+    "string",
+    "object",
+    "#",
+    "#/$defs/a",
+    "date",
+    "a",
+    "[a-z]{1,3}",
+    "(",
+    0,
+    -1,
+    10**30,
+    1e300,
+    True,
+    [],
+    {},
+)
 wild_schemas = st.recursive(
     st.dictionaries(st.sampled_from(KEYWORDS), st.one_of(JSON, st.sampled_from(VALUES)), max_size=4),
     lambda inner: st.dictionaries(

@@ -1,5 +1,6 @@
 """Tests that annotations of schemas are left out, and only those."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,23 @@ def test_parts_of_one_of_are_not_closed() -> None:
         grammar = CallGrammar({})
         with pytest.raises(InvalidRequest, match="oneOf"):
             COMPILER.check(grammar.of(grammar.object(parameters)), "tools")
+
+
+@pytest.mark.parametrize("depth", [200, 300, 450, 600])
+def test_a_schema_that_is_nested_deeply_is_read_or_refused(depth: int) -> None:
+    """Whoever meets it first: the JSON encoder, a rewrite or the library."""
+    schema: Any = {"type": "string", "format": "path"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"x": schema}}
+    tag = {"begin": "<f>", "schema": schema, "end": "</f>"}
+    grammar = CallGrammar({})
+    for work in (
+        lambda: compile(schema),
+        lambda: grammar.of(grammar.object(schema)),
+        lambda: COMPILER.compile(StructuredOutputsParams(structural_tag={"structures": [tag], "triggers": ["<f>"]})),
+    ):
+        with contextlib.suppress(InvalidRequest):
+            work()
 
 
 def test_tags() -> None:

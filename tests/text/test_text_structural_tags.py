@@ -14,7 +14,7 @@ from tests.text.vocabulary import make_backend
 
 BACKEND = make_backend()
 BACKEND.add_tokens([AddedToken("<call>", normalized=False), AddedToken("</call>", normalized=False)])
-COMPILER = GrammarCompiler(Tokenizer(BACKEND, eos_token_ids=[BACKEND.token_to_id("</s>")]))
+COMPILER = GrammarCompiler(Tokenizer(BACKEND, eos_token_ids=BACKEND.encode("</s>").ids))
 
 
 def const(value: str) -> dict[str, Any]:

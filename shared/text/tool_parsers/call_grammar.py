@@ -44,7 +44,7 @@ class CallGrammar(LarkRules):
         try:
             schema = schema if joins_schemas(schema) else closed(schema)
             text = json.dumps(without_annotations(schema) | OPTIONS, ensure_ascii=False)
-        except RecursionError as error:
+        except (RecursionError, InvalidRequest) as error:
             raise InvalidRequest("tools: a schema is nested too deeply", "tools") from error
         return self.rule(f"%json {text}")
 
