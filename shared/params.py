@@ -37,7 +37,7 @@ MAX_CANDIDATES = 64  # that a beam search may ask an engine for at each token, b
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024  # characters; a stream holds back at most as many
 MAX_BAD_WORD_LENGTH = 256  # characters
-MAX_ALLOWED_TOKEN_IDS = 262_144  # a vocabulary; they become a bit each, which takes some ten milliseconds
+MAX_ALLOWED_TOKEN_IDS = 262_144  # a vocabulary; they become a bit each, which takes some thirty milliseconds
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 WHOLE_FIELDS = (
@@ -80,6 +80,9 @@ class RepetitionDetectionParams(Struct, frozen=True, kw_only=True):
             value = whole(field, getattr(self, name))
             _between(field, value, low, high)
             force_setattr(self, name, value)
+
+
+OBJECT_FIELDS = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
 
 
 class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_omit_defaults=True):
@@ -150,13 +153,9 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             self._set(name, real)
         for name in BOOLEAN_FIELDS:
             self._set(name, boolean)
-        demand = self.structured_outputs
-        is_demand = demand is None or isinstance(demand, StructuredOutputsParams)
-        _check(is_demand, "structured_outputs", "must be a StructuredOutputsParams", demand)
-        detection = self.repetition_detection
-        kind = RepetitionDetectionParams
-        is_kind = detection is None or isinstance(detection, kind)
-        _check(is_kind, "repetition_detection", f"must be a {kind.__name__}", detection)
+        for name, kind in OBJECT_FIELDS.items():
+            value = getattr(self, name)
+            _check(isinstance(value, kind | None), name, f"must be a {kind.__name__}", value)
 
     def _set(self, name: str, convert: Any) -> None:
         """Replace a field's value by its converted one."""
@@ -259,6 +258,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         default_max_tokens: int | None = None,
         grammar: str = "",
         bad_words: Sequence[Sequence[int]] = (),
+        prompt_field: str = "prompt",
     ) -> Sampling:
         """Return the wire's form of these parameters, for a prompt of `prompt_len` tokens. `grammar` is that of
         `structured_outputs`; a token that ends a sequence also ends an output that follows one if `ignore_eos`.
@@ -267,7 +267,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         `max_tokens` of None becomes `default_max_tokens`, but at most the room that the prompt leaves in the context;
         without a default it becomes all of that room. An unseeded request gets a seed here, so that its noise stays the
         same if it is computed again. Raise `InvalidRequest` for token ids beyond the vocabulary, for lengths beyond the
-        context, and if nothing is left that may be sampled.
+        context, which names `prompt_field` if the prompt leaves no room, and if nothing is left that may be sampled.
         """
         for token in self.stop_token_ids or ():
             _token_in_vocabulary("stop_token_ids", token, vocab_size)
@@ -276,7 +276,7 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
             stop_ids |= dict.fromkeys(eos_token_ids)
         unseeded = self.seed is None or self.seed == -1
         num_logprobs = self.num_logprobs
-        max_tokens = self._max_tokens(prompt_len, max_model_len, default_max_tokens)
+        max_tokens = self._max_tokens(prompt_len, max_model_len, default_max_tokens, prompt_field)
         rule = f"must be at most max_tokens, which is {max_tokens} for this prompt"
         _check(self.min_tokens <= max_tokens, "min_tokens", rule, self.min_tokens)
         return Sampling(
@@ -320,12 +320,12 @@ class SamplingParams(VllmParams, kw_only=True, forbid_unknown_fields=True, repr_
         }
         return sorted(biases.items())
 
-    def _max_tokens(self, prompt_len: int, max_model_len: int, default: int | None) -> int:
+    def _max_tokens(self, prompt_len: int, max_model_len: int, default: int | None, prompt_field: str) -> int:
         """Return the limit of the output. Raise `InvalidRequest` if it exceeds the context or leaves no token."""
         room = max_model_len - prompt_len
         if room < (1 if self.max_tokens is None else self.max_tokens):
             output = "" if self.max_tokens is None else f" and max_tokens is {brief(self.max_tokens)}"
-            param = "max_tokens" if room > 0 else "prompt"
+            param = "max_tokens" if room > 0 else prompt_field
             raise context_exceeded(max_model_len, f"the prompt has {prompt_len}{output}", param)
         if self.max_tokens is not None:
             return self.max_tokens

@@ -565,7 +565,9 @@ def unpack_tokens(data: bytes) -> "array[int]":
 
 def pack_token_set(ids: Collection[int]) -> bytes:
     """Return token ids as a `TokenSet`: a bit for each id, the lowest first, in as many bytes as the highest needs."""
-    bits = bytearray(max(ids, default=-1) // 8 + 1)
+    digits = bytearray(b"0") * (max(ids, default=-1) + 1)  # of a binary number, the lowest first
+    one = ord("1")
     for id in ids:
-        bits[id >> 3] |= 1 << (id & 7)
-    return bytes(bits)
+        digits[id] = one
+    digits.reverse()
+    return int(digits or b"0", 2).to_bytes((len(digits) + 7) // 8, "little")

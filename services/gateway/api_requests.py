@@ -219,10 +219,6 @@ def _check_generation(request: GenerationRequest) -> None:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest("prompt_logprobs is not supported in a stream", "prompt_logprobs")
-    if request.stream_interval is not None and whole("stream_interval", request.stream_interval) < 1:
-        raise InvalidRequest(
-            f"stream_interval must be at least 1, got {brief(request.stream_interval)}", "stream_interval"
-        )
     if request.request_id is not None and not is_id(request.request_id):
         raise InvalidRequest(
             f"request_id must be 1 to {MAX_ID_LENGTH} printable ASCII characters, got {brief(request.request_id)}",

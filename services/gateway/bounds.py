@@ -24,11 +24,15 @@ MAX_SAMPLES = 1024
 """Prompts times n of one request: as many as the engine's queue takes by default."""
 
 MAX_LOGPROBS_AT_ONCE = 8_000_000
-"""Log-probabilities of output tokens, alternatives included, that an answer which is no stream may hold. They take some
-hundred bytes each until it is sent. A chat that sets no max_tokens may have all alternatives of 256 Ki tokens."""
+"""Log-probabilities of output tokens, alternatives included, that are held at once for an answer: all of them unless
+it is a stream. They take some hundred bytes each until they are sent. A chat that sets no max_tokens may have all
+alternatives of 256 Ki tokens."""
 
 MAX_TOKENS = 1_048_576
 """Token ids in an answer of /tokenize: making a list of them takes 20 ms."""
+
+MAX_TEXT = 16 * MIB
+"""Bytes of text in an answer of /detokenize. Some tokens are a hundred spaces, so that few ids can be much text."""
 
 MAX_LISTED = 65_536
 """Entries of lists of tokens (`logit_bias`, `stop_token_ids`, ...) times prompts: they go to the engine with each."""

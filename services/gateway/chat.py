@@ -48,7 +48,7 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     if request.stream:
         head = ResponseHead.now(id, "chat.completion.chunk", gateway.model.name)
         encoder = _ChunkEncoder(head, request)
-        return await stream(http, gateway, [prompt], encoder, request)
+        return await stream(http, gateway, [prompt], encoder, request.stream_options)
     head = ResponseHead.now(id, "chat.completion", gateway.model.name)
     generations = await collect(gateway, [prompt])
     repeats_much = _repeats_much(request, prompt) or (request.return_token_ids is True and has_many_ids(generations))
@@ -78,6 +78,7 @@ async def _prepare(gateway: Gateway, request: ChatRequest, arrived: float, id: s
         cache_salt=cache_salt(request.cache_salt),
         format=format,
         beams=beam_settings(request),
+        field="messages",
         shows_text=request.return_prompt_text is True,
     )
 

@@ -45,7 +45,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
     prompts = await _prepare(gateway, request, arrived, id)
     head = ResponseHead.now(id, "text_completion", gateway.model.name)
     if request.stream:
-        return await stream(http, gateway, prompts, _ChunkEncoder(head, request), request)
+        return await stream(http, gateway, prompts, _ChunkEncoder(head, request), request.stream_options)
     generations = await collect(gateway, prompts)
     takes_long = has_many_logprobs(generations) or (request.return_token_ids is True and has_many_ids(generations))
     return await run_in_thread_if(takes_long, _respond, head, request, generations)
@@ -151,7 +151,7 @@ def _check_samples(num_prompts: int, params: SamplingParams, num_sequences: int,
     """
     num_samples = num_prompts * num_sequences
     if num_samples > MAX_SAMPLES:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
+        raise InvalidRequest(f"prompts times n (or beams) must be at most {MAX_SAMPLES}, got {num_samples}", "prompt")
     lists = (params.logit_bias, params.stop_token_ids, params.allowed_token_ids)
     num_listed = sum(len(entries or ()) for entries in lists) + num_bad
     if num_prompts > 1 and num_prompts * num_listed > MAX_LISTED:

@@ -8,6 +8,7 @@ beyond them.
 from collections.abc import Mapping
 from typing import Any
 
+from shared.beam_params import MAX_LENGTH_PENALTY
 from shared.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_LENGTH,
@@ -195,7 +196,11 @@ FIELDS: Mapping[str, Schema] = {
         "items": {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_LENGTH},
     },
     "use_beam_search": {"description": "Look for the likeliest outputs instead of sampling."},
-    "length_penalty": {"description": "With use_beam_search: above 1 it favours longer outputs."},
+    "length_penalty": {
+        "description": "With use_beam_search: above 1 it favours longer outputs.",
+        "minimum": -MAX_LENGTH_PENALTY,
+        "maximum": MAX_LENGTH_PENALTY,
+    },
     # the end of an output
     "max_tokens": {
         "description": "Maximum number of tokens of an output. Default: the model's own; else 16 in a completion, and "
@@ -268,9 +273,8 @@ FIELDS: Mapping[str, Schema] = {
 PROMPT_FIELDS = frozenset(
     {
         "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
-        "continue_final_message",
-        "documents", "messages", "model", "prompt", "reasoning_effort", "return_token_strs", "tool_choice", "tools",
-        "truncate_prompt_tokens", "truncation_side",
+        "continue_final_message", "documents", "max_completion_tokens", "max_tokens", "messages", "model", "prompt",
+        "reasoning_effort", "return_token_strs", "tool_choice", "tools", "truncate_prompt_tokens", "truncation_side",
     }
 )  # fmt: skip
 """The fields that make a difference to /tokenize. It takes the others too, but they would only hide these."""

@@ -73,6 +73,7 @@ class Gateway(Struct, frozen=True):
         format: MessageFormat | None = None,
         beams: BeamSettings | None = None,
         shows_text: bool = False,  # in the answer, apart from an echo
+        field: str = "prompt",  # that has the prompt, for errors
     ) -> PreparedPrompt:
         """Return a prompt that is ready to be submitted. Raise `InvalidRequest` if it exceeds the model's limits.
 
@@ -87,6 +88,7 @@ class Gateway(Struct, frozen=True):
             default_max_tokens=default_max_tokens,
             grammar=grammar,
             bad_words=bad_words,
+            prompt_field=field,
         )
         if beams is not None:
             beams.check(len(prompt.tokens), sampling, welcome.model.vocab_size)
@@ -94,16 +96,16 @@ class Gateway(Struct, frozen=True):
             prompt.tokens,
             params,
             sampling,
-            priority,
-            arrived,
-            request_id,
-            samples_before,
-            prompt.text if echo else None,
-            prompt.offsets,
-            format,
-            cache_salt,
-            beams,
-            prompt.text if shows_text else None,
+            priority=priority,
+            arrived=arrived,
+            request_id=request_id,
+            samples_before=samples_before,
+            echo=prompt.text if echo else None,
+            offsets=prompt.offsets,
+            format=format,
+            cache_salt=cache_salt,
+            beams=beams,
+            text=prompt.text if shows_text else None,
         )
 
     def _check_logprobs(self, params: SamplingParams) -> None:

@@ -89,9 +89,9 @@ class _Connection(RequestHandler):
         self._resumes = False  # reading goes on in the loop's next turn
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Go on reading, if it was paused in the loop's next turn: others run between the pieces of a packed body.
+        """Go on reading. If it was paused, do so in the loop's next turn: others run between pieces of a packed body.
 
-        The library goes on at once, so that who reads a small body that is long inside would never wait.
+        The library goes on at once, so that the reader of a small body that is long when unpacked would never wait.
         """
         if not self._reading_paused:
             super().resume_reading(resume_parser)

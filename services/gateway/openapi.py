@@ -39,12 +39,13 @@ ERRORS = {
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is too long.",
+    415: "The body has a Content-Encoding that is not supported.",
     417: "The request expects something else than 100-continue.",
     429: "The queue is full.",
     500: "The server has failed.",
     503: "No engine can take the request now.",
 }
-OF_BODIES = (400, 404, 408, 413, 417)  # statuses that any route with a body may have
+OF_BODIES = (400, 404, 408, 413, 415, 417)  # statuses that any route with a body may have
 RETRIED = (429, 503)  # statuses after which a client should come again
 
 INTRODUCTION = (

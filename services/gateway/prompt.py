@@ -144,7 +144,13 @@ async def completion_prompts(
         add_special_tokens = request.add_special_tokens is not False
         with_offsets = request.echo is True and request.logprobs is not None
         tokenizing = Tokenizing(
-            tokenizer, add_special_tokens, max_model_len, "prompt", truncation, must_fit, with_offsets
+            tokenizer,
+            add_special_tokens,
+            max_model_len,
+            field="prompt",
+            truncation=truncation,
+            must_fit=must_fit,
+            with_offsets=with_offsets,
         )
         return await _from_texts(texts, tokenizing)
     ids = [part if truncation is None else truncation.cut(part) for part in parts if not isinstance(part, str)]
@@ -172,7 +178,9 @@ async def chat_prompt(
         raise context_exceeded(max_model_len, f"there are {len(request.messages)} messages", "messages")
     text = await _chat_text(request, tokenizer, template, variables, max_model_len)
     add_special_tokens = request.add_special_tokens is True
-    tokenizing = Tokenizing(tokenizer, add_special_tokens, max_model_len, "messages", truncation, must_fit)
+    tokenizing = Tokenizing(
+        tokenizer, add_special_tokens, max_model_len, field="messages", truncation=truncation, must_fit=must_fit
+    )
     (prompt,) = await _from_texts([text], tokenizing)
     return prompt
 

@@ -29,6 +29,7 @@ CPU_SECONDS = 3  # after which the kernel ends the process, even if nobody waits
 TIMEOUT = 30.0  # seconds, for a machine that has no time for the process
 MEMORY = 1024 * 1024 * 1024  # bytes of address space
 TOO_MUCH_MEMORY = f"{FIELD} takes more than {MEMORY >> 20} MiB of memory"
+MAX_ERROR = 1000  # characters of an error's text, which a template may make as long as it likes
 MAX_PROCESSES = 2
 ENVIRONMENT = ("TZ",)  # variables of the gateway that a process gets; others may be keys
 
@@ -92,11 +93,11 @@ def _render(job: _Job) -> _Result:
         text = ChatTemplate(job.source, **job.template).render(job.messages, **job.options)
         text.encode()  # a template may write half of a surrogate pair
     except InvalidRequest as error:
-        return _Result(error=error.message, param=error.param)
+        return _Result(error=error.message[:MAX_ERROR], param=error.param)
     except MemoryError:
         return _Result(error=TOO_MUCH_MEMORY, param=FIELD)
     except Exception as error:  # whatever a template can bring about is the template's fault
-        return _Result(error=str(error) or type(error).__name__, param=FIELD)
+        return _Result(error=str(error)[:MAX_ERROR] or type(error).__name__, param=FIELD)
     if len(text) > job.max_characters:
         return _Result(
             error=f"{FIELD} must print at most {job.max_characters} characters, got {len(text)}", param=FIELD

@@ -11,7 +11,7 @@ import msgspec
 from services.gateway.api_requests import ChatRequest, CompletionRequest, GenerationRequest
 from shared.beam_params import REFUSED, BeamSettings, check_temperature
 from shared.errors import InvalidRequest, brief
-from shared.params import SamplingParams, whole
+from shared.params import RepetitionDetectionParams, SamplingParams, whole
 from shared.text.sampling_defaults import SamplingDefaults
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
@@ -20,20 +20,20 @@ COPIED_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "repetition_detection",
+    "repetition_detection", "stream_interval",
 )  # fmt: skip
 """Fields that are passed to `SamplingParams` unchanged, which checks and converts them."""
-
 
 BEAM_FIELDS = frozenset(
     {
         "n", "temperature", "seed", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-        "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+        "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
     }
 )  # fmt: skip
 """Those of the copied fields that a beam search takes: it honours them, or they cannot change it (seed)."""
 
 _DEFAULTS = msgspec.structs.asdict(SamplingParams())
+_NOTHING: tuple[Any, ...] = (None, [], {}, RepetitionDetectionParams())  # values of any field that ask for nothing
 
 
 def chat_params(request: ChatRequest, defaults: SamplingDefaults) -> SamplingParams:
@@ -69,7 +69,7 @@ def beam_settings(request: GenerationRequest) -> BeamSettings | None:
     name = "n" if request.best_of is None else "best_of"
     for field in COPIED_FIELDS:
         value = getattr(request, field)
-        asks = value not in (None, [], {}, _DEFAULTS[field]) and (field, value) != ("top_k", -1)
+        asks = value not in (*_NOTHING, _DEFAULTS[field]) and (field, value) != ("top_k", -1)
         if asks and field not in BEAM_FIELDS:
             raise InvalidRequest(f"{field} {REFUSED}, got {brief(value)}", field)
     if request.temperature is not None:

@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import web
 
 from services.gateway import errors
-from services.gateway.api_requests import GenerationRequest, StreamOptions
+from services.gateway.api_requests import StreamOptions
 from services.gateway.bounds import MAX_LOGPROBS_AT_ONCE
 from services.gateway.config import GatewayConfig
 from services.gateway.gateway import Gateway, logged_id
@@ -57,7 +57,7 @@ class ChunkEncoder(Protocol):
 
 async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
     """Run all prompts to their ends. Raise the exception of the first one that fails."""
-    _check_logprobs(prompts)
+    _check_logprobs(prompts, interval=None)
     async with AsyncExitStack() as stack:
         generations = await _submit_all(stack, gateway, prompts)
         async with asyncio.TaskGroup() as tasks:
@@ -66,18 +66,26 @@ async def collect(gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[G
     return generations
 
 
-def _check_logprobs(prompts: Sequence[PreparedPrompt]) -> None:
-    """Raise `InvalidRequest` if all log-probabilities of the outputs together could be too many to hold."""
-    count = sum(
-        prompt.params.n * prompt.sampling.max_tokens * (prompt.sampling.logprobs + 1)  # -1: none
-        for prompt in prompts
-    )
+def _check_logprobs(prompts: Sequence[PreparedPrompt], *, interval: int | None) -> None:
+    """Raise `InvalidRequest` if too many log-probabilities of outputs could have to be held at once.
+
+    A stream holds those of `interval` tokens of each sample; what is no stream, and a beam search, those of all.
+    """
+    count = sum(_num_held_tokens(prompt, interval) * (prompt.sampling.logprobs + 1) for prompt in prompts)  # -1: none
     if count > MAX_LOGPROBS_AT_ONCE:
         raise InvalidRequest(
-            f"this asks for up to {count} log-probabilities (samples times max_tokens times alternatives and the token "
-            f"itself), but one answer holds at most {MAX_LOGPROBS_AT_ONCE}; a stream may have more",
+            f"this asks for up to {count} log-probabilities at once (samples or beams, times max_tokens or a stream's "
+            f"interval, times alternatives and the token itself), but at most {MAX_LOGPROBS_AT_ONCE} are held; a "
+            "stream may have more",
             "logprobs" if prompts[0].params.top_logprobs is None else "top_logprobs",
         )
+
+
+def _num_held_tokens(prompt: PreparedPrompt, interval: int | None) -> int:
+    max_tokens = prompt.sampling.max_tokens
+    if prompt.beams is not None:
+        return prompt.beams.width * max_tokens
+    return prompt.params.n * (max_tokens if interval is None else min(interval, max_tokens))
 
 
 async def _submit_all(stack: AsyncExitStack, gateway: Gateway, prompts: Sequence[PreparedPrompt]) -> list[Generation]:
@@ -94,13 +102,12 @@ async def stream(
     gateway: Gateway,
     prompts: Sequence[PreparedPrompt],
     encoder: ChunkEncoder,
-    options: GenerationRequest,
+    options: StreamOptions | None,
 ) -> web.StreamResponse:
-    """Run all prompts, and write their output as `options` of the request say.
-
-    Raise an error only if the status has not been sent yet.
-    """
-    writer = _StreamWriter(request, encoder, options, gateway.config)
+    """Run all prompts, and write their output. Raise an error only if the status has not been sent yet."""
+    interval = prompts[0].params.stream_interval or gateway.config.stream_interval  # the same for all of them
+    _check_logprobs(prompts, interval=interval)
+    writer = _StreamWriter(request, encoder, options, interval, gateway.config)
     try:
         with gateway.lifecycle.abortable():
             async with AsyncExitStack() as stack:
@@ -150,7 +157,12 @@ class _StreamWriter:
     """Writes one stream. The tasks of its prompts share the response, and each write is of whole chunks."""
 
     def __init__(
-        self, request: web.Request, encoder: ChunkEncoder, options: GenerationRequest, config: GatewayConfig
+        self,
+        request: web.Request,
+        encoder: ChunkEncoder,
+        options: StreamOptions | None,
+        interval: int,
+        config: GatewayConfig,
     ) -> None:
         self.response = web.StreamResponse(headers=HEADERS)
         self._generations: list[Generation] = []
@@ -158,10 +170,10 @@ class _StreamWriter:
         self._encoder = encoder
         self._streamed_usage = StreamedUsage([])
         self._keep_alive_interval = config.sse_keep_alive_interval or math.inf
-        self._interval = int(options.stream_interval or config.stream_interval)
-        usage_options = ALL_USAGE if config.enable_force_include_usage else options.stream_options or StreamOptions()
-        self._with_usage = bool(usage_options.include_usage)
-        self._usage_in_chunks = self._with_usage and bool(usage_options.continuous_usage_stats)
+        self._interval = interval  # tokens of a chunk
+        options = ALL_USAGE if config.enable_force_include_usage else options or StreamOptions()
+        self._with_usage = bool(options.include_usage)
+        self._usage_in_chunks = self._with_usage and bool(options.continuous_usage_stats)
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
 

@@ -11,6 +11,7 @@ from aiohttp import web
 from services.gateway.api_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from services.gateway.api_responses import DetokenizeResponse, TokenizeResponse
 from services.gateway.body import read
+from services.gateway.bounds import MAX_TEXT
 from services.gateway.chat import tokenize_chat
 from services.gateway.completions import tokenize_completion
 from services.gateway.gateway import GATEWAY, Gateway
@@ -18,6 +19,7 @@ from services.gateway.prompt import LONG_TEXT, TokenizedPrompt, check_ids
 from services.gateway.response import json_response
 from services.gateway.sampling import chat_params, completion_params
 from services.gateway.threads import run_in_thread_if
+from shared.errors import InvalidRequest
 from shared.protocol import Welcome
 from shared.text.tokenizer import Tokenizer
 
@@ -71,4 +73,7 @@ def _respond(prompt: TokenizedPrompt, tokenizer: Tokenizer, max_model_len: int, 
 
 def _decode(tokens: list[int], tokenizer: Tokenizer, vocab_size: int) -> web.Response:
     check_ids(tokens, vocab_size, "tokens")
+    length = sum(len(tokenizer.bytes.later[id]) for id in tokens)
+    if length > MAX_TEXT:
+        raise InvalidRequest(f"an answer has at most {MAX_TEXT} bytes of text, but tokens have {length}", "tokens")
     return json_response(DetokenizeResponse(tokenizer.decode(tokens, skip_special_tokens=False)))

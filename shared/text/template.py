@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shared.errors import InvalidRequest, ModelError
 from shared.gguf.folder import display_path
 from shared.text.content_format import ContentFormat, ContentFormats, Message, detect_content_formats
-from shared.text.cut_text import CutText, NameCutter
+from shared.text.cut_text import MAX_CUTS, CutText, NameCutter
 from shared.text.json_file import read_json
 from shared.text.messages import append_text, normalize_messages
 
@@ -191,7 +191,13 @@ class ChatTemplate:
         marked = [
             message if message["role"] == "assistant" else self._cutter.mark(message, cut) for message in normalized
         ]
-        return CutText.at(cut, self._render(marked, add_generation_prompt, continue_final_message, extra))
+        text = CutText.at(cut, self._render(marked, add_generation_prompt, continue_final_message, extra))
+        if len(text.cuts) > MAX_CUTS:
+            raise InvalidRequest(
+                f"messages hold {len(text.cuts)} names of special tokens, of which at most {MAX_CUTS} can stay text",
+                "messages",
+            )
+        return text
 
     def _render(
         self,

@@ -170,6 +170,29 @@ async def test_a_stream_has_each_beam_in_one_chunk(path: str) -> None:
     assert backend.open == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_asked_of_prompt_and_answer_holds_for_beams(stream: bool) -> None:
+    """A cut prompt, its echo, token ids and the cache's salt, with chunks of several tokens."""
+    backend = BeamBackend()
+    found = search(backend.model, 2, 6, prompt=PROMPT[1:])
+    fields = {
+        "prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 6, "truncate_prompt_tokens": 2, "echo": True,
+        "return_token_ids": True, "cache_salt": "mine", "stream_interval": 3,
+    }  # fmt: skip
+    shown_texts, prompts, outputs = ["", ""], [[], []], [[], []]
+    async with serve(backend) as client:
+        answers = await client.stream_completion(**fields) if stream else [await client.complete(**fields)]
+    for answer in answers:
+        for choice in answer["choices"]:
+            shown_texts[choice["index"]] += choice["text"]
+            prompts[choice["index"]] += choice.get("prompt_token_ids", [])
+            outputs[choice["index"]] += choice["token_ids"]
+    assert shown_texts == [TOKENIZER.decode([*PROMPT[1:], *one.beam.tokens]) for one in found]
+    assert prompts == [PROMPT[1:]] * 2
+    assert outputs == [one.beam.tokens for one in found]
+    assert {one["cache_salt"] for one in backend.arguments} == {"mine"}
+
+
 async def test_long_beams_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"prompt": PROMPT, "use_beam_search": True, "n": 3, "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 0}
     async with serve(BeamBackend()) as client:
@@ -281,6 +304,9 @@ async def test_the_models_defaults_of_sampling_do_not_apply() -> None:
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"stop": "x"}, "stop"),
+        ({"allowed_token_ids": [5]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, "repetition_detection"),
         ({"response_format": {"type": "json_object"}}, "use_beam_search"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "use_beam_search"),
         ({"n": 33}, "n"),
@@ -312,6 +338,7 @@ async def test_what_a_beam_search_cannot_do_is_refused(path: str, fields: dict[s
         {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1.0},
         {"stop": [], "logit_bias": {}, "seed": 4, "best_of": 2, "length_penalty": None},
         {"response_format": {"type": "text"}, "user": "me"},
+        {"bad_words": [], "allowed_token_ids": None, "repetition_detection": {}},
     ],
 )
 async def test_what_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
@@ -331,6 +358,20 @@ async def test_beams_of_long_contexts_are_bounded() -> None:
     assert error["param"] == "max_tokens"
     assert "at most 262144" in error["message"]
     assert prompts["param"] == "prompt"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_all_beams_hold_log_probabilities_until_the_search_ends(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 2 * 4 * 8 * 3)
+    fields = {"use_beam_search": True, "best_of": 4, "max_tokens": 8, "logprobs": 2, "stream": stream}
+    async with serve(BeamBackend()) as client:
+        async with client.post(PATHS[0], json=fields | {"prompt": [PROMPT] * 2}) as response:
+            assert response.status == 200
+        status, error = await client.refused(PATHS[0], fields | {"prompt": [PROMPT] * 3})
+    assert (status, error["param"]) == (400, "logprobs")
+    assert "288" in error["message"]
 
 
 async def test_several_prompts_are_searched_at_once() -> None:

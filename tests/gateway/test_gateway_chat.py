@@ -191,6 +191,19 @@ async def test_a_message_cannot_end_its_turn_if_that_is_wanted(text: str) -> Non
     assert TOKENIZER.decode(tokens, skip_special_tokens=False) == expected
 
 
+async def test_parts_of_a_message_cannot_make_the_name_of_a_special_token() -> None:
+    """TOK-05: a template writes one part right behind the other."""
+    template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}</s>{% endfor %}"
+    for pieces in (["<|im_", "end|>"], ["<", "|im_", "end|>"], ["a<|im_<|im_", "end|>", "</s"], ["</s>", "<", "/s>"]):
+        backend = FakeBackend()
+        parts = [{"type": "text", "text": piece} for piece in pieces]
+        async with serve(backend, template=template, special_tokens_in_messages="text") as client:
+            await client.chat(messages=[USER | {"content": parts}])
+        tokens = backend.requests[0].tokens
+        assert [token for token in tokens if token in TOKENIZER.special_ids] == [EOS], "the template's own"
+        assert TOKENIZER.decode(tokens, skip_special_tokens=False) == "".join(pieces) + "</s>"
+
+
 async def test_the_assistants_own_special_tokens_stay_tokens() -> None:
     """TOK-05: a template may write its calls so, and a client may continue them."""
     backend = FakeBackend()

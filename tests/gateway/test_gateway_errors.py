@@ -1,7 +1,7 @@
 """A table of the errors of the API: what is asked, and the status, type, field and words of the answer.
 
-A test checks that no place of `services/gateway` and `shared/params.py` that raises `InvalidRequest` is left out, so a
-new one needs a line here. Each line is asked for as a whole and as a stream, which must have the same status.
+A test checks that no place of `services/gateway` and `CHECKING` that raises `InvalidRequest` is left out, so a new one
+needs a line here. Each line is asked for as a whole and as a stream, which must have the same status.
 """
 
 import ast
@@ -15,13 +15,17 @@ from typing import Any, NamedTuple
 import pytest
 
 import services.gateway
+import shared.beam_params
 import shared.params
+import shared.text.bad_words
 from services.gateway import completions, errors
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
-from tests.gateway.fakes import VOCAB, FakeBackend, error_of, says, serve
+from tests.gateway.fakes import EOS, VOCAB, FakeBackend, error_of, ids, says, serve
 from tests.text.vocabulary import CHATML
 
-COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+BEAMS = {"use_beam_search": True}
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 SHOWS_TOOLS = CHATML + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
@@ -124,7 +128,36 @@ CASES = [
         {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
         "repetition_detection.min_pattern_size", "between 0 and 2", "got 3",
     ),
+    completion({"logprobs": 20, "n": 128, "max_tokens": 200, "stream_interval": 200}, "logprobs", "537600", "500000"),
+    chat(
+        {"logprobs": True, "top_logprobs": 20, "n": 128, "max_tokens": 200, "stream_interval": 200},
+        "top_logprobs", "537600", "500000",
+    ),
+    # beam searches
+    *both(BEAMS | {"n": 3, "best_of": 2}, "best_of", "n, which is 3", "got 2"),
+    *both({"length_penalty": 2}, "length_penalty", "needs use_beam_search", "got 2"),
+    *both(BEAMS | {"length_penalty": 11}, "length_penalty", "between -10.0 and 10.0", "got 11"),
+    *both(BEAMS | {"n": 33}, "n", "between 1 and 32", "got 33"),
+    *both(BEAMS | {"best_of": 33}, "best_of", "between 1 and 32", "got 33"),
+    *both(BEAMS | {"temperature": 0.5}, "temperature", "0 or 1", "got 0.5"),
+    *both(BEAMS | {"stop": "x"}, "stop", "not supported in a beam search", "'x'"),
+    *both(BEAMS | {"response_format": {"type": "json_object"}}, "use_beam_search", "structured output"),
+    *both(BEAMS | {"max_tokens": 0}, "max_tokens", "at least 1", "got 0"),
+    *both(BEAMS | {"n": 20, "max_tokens": 100}, "max_tokens", "20 beams", "100 of output", "at most 2000"),
+    *both(BEAMS | {"n": 32, "max_tokens": 1, "stop_token_ids": [*range(40)]}, "stop_token_ids", "at most 64", "got 7"),
     # lists
+    *both({"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+    *both({"allowed_token_ids": [1] * 262_145}, "allowed_token_ids", "at most 262144 token ids", "got 262145"),
+    *both({"allowed_token_ids": [VOCAB]}, "allowed_token_ids", f"0 to {VOCAB - 1}", f"got {VOCAB}"),
+    *both({"allowed_token_ids": ids("one"), "bad_words": ["one"]}, "bad_words", "all of allowed_token_ids"),
+    *both({"allowed_token_ids": [EOS], "min_tokens": 1}, "min_tokens", "all of allowed_token_ids"),
+    *both({"bad_words": ["x"] * 129}, "bad_words", "at most 128 words", "got 129"),
+    *both({"bad_words": [""]}, "bad_words", "empty string"),
+    *both({"bad_words": ["x" * 257]}, "bad_words", "at most 256 characters", "got 257"),
+    *both({"bad_words": [f"x{at}" for at in range(128)]}, "bad_words", "at most 128 sequences", "got 256"),
+    *both({"bad_words": ["x" * 256]}, "bad_words", "at most 64 tokens", "has 25"),
+    *both({"cache_salt": ""}, "cache_salt", "1 to 128 characters", "''"),
+    *both({"cache_salt": "x" * 129}, "cache_salt", "1 to 128 characters", "'xxx"),
     *both({"stop": ["a"] * 5}, "stop", "at most 4 strings", "got 5"),
     *both({"stop": [""]}, "stop", "empty string"),
     *both({"stop": "a" * 1025}, "stop", "at most 1024 characters", "got 1025"),
@@ -153,6 +186,11 @@ CASES = [
     completion({"prompt": "\ud800"}, None, "not JSON"),
     chat({"messages": []}, "messages", "empty"),
     chat({"messages": [USER] * 257}, "messages", "256 tokens", "257 messages"),
+    chat({}, "messages", "256 tokens", "the prompt has 256", template="{{ 'one' * 256 }}"),
+    chat(
+        {"messages": [USER | {"content": "</s>" * 4097}]},
+        "messages", "4097", "4096", special_tokens_in_messages="text",
+    ),
     chat({}, "messages", "surrogate", template="{{ '\\ud800' }}"),
     # messages and templates
     chat({"messages": [USER | {"content": 7}]}, "messages[0].content", "string or a list"),
@@ -161,6 +199,10 @@ CASES = [
     chat({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "chat_template"),
     chat({"chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
     chat({"chat_template": "x" * 131_073}, "chat_template", "131072", "131073", trust_request_chat_template=True),
+    chat(
+        {"chat_template": "x"}, "chat_template", "--special-tokens-in-messages text",
+        trust_request_chat_template=True, special_tokens_in_messages="text",
+    ),
     chat({"chat_template": "{% if %}"}, "chat_template", "line 1", trust_request_chat_template=True),
     # tools
     chat({"tools": [{}]}, "tools[0]", "'function'"),
@@ -197,7 +239,12 @@ CASES = [
     # prompts that are only tokenized
     Case(TOKENIZE, b'{"prompt": "x", "messages": []}', "prompt", ("messages", "prompt")),
     Case(TOKENIZE, json.dumps({"prompt": "x" * 1001}).encode(), "prompt", ("1000 tokens", "1001")),
+    Case(DETOKENIZE, json.dumps({"tokens": [VOCAB]}).encode(), "tokens", (str(VOCAB), f"0 to {VOCAB - 1}")),
+    Case(DETOKENIZE, json.dumps({"tokens": ids("one") * 400}).encode(), "tokens", ("at most 1000 bytes", "have 1")),
 ]  # fmt: skip
+
+CHECKING = (shared.beam_params, shared.params, shared.text.bad_words)
+"""Modules outside the gateway that check requests."""
 
 UNREACHABLE = {
     "cors.py": "preflights, which browsers send and do not show: tests/gateway/test_gateway_cors.py",
@@ -205,6 +252,7 @@ UNREACHABLE = {
 """Files whose errors have tests of their own."""
 
 UNREACHABLE_FUNCTIONS = {
+    ("beam_params.py", "__post_init__"): "the parameters of quire.LLM: tests/shared/test_beam_search.py",
     ("engine_connection.py", "_to_error"): "an engine's refusals: tests/gateway/test_gateway_backend.py",
 }
 
@@ -218,6 +266,9 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make limits that only long requests exceed small."""
     monkeypatch.setattr("services.gateway.bounds.MAX_REPEATED", 20_000)
     monkeypatch.setattr("services.gateway.prompt.MAX_TOKENS", 1000)
+    monkeypatch.setattr("services.gateway.tokenization.MAX_TEXT", 1000)
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 500_000)
+    monkeypatch.setattr("shared.beam_params.MAX_BEAM_TOKENS", 2000)
     monkeypatch.setattr(completions, "MAX_PROMPT_LOGPROBS", 500_000)
 
 
@@ -274,7 +325,7 @@ async def test_no_error_is_left_out_of_the_table(monkeypatch: pytest.MonkeyPatch
     folder = Path(services.gateway.__file__ or "").parent
     missing = [
         f"{path.name}:{lines.start} in {function}"
-        for path in (*folder.glob("*.py"), Path(shared.params.__file__))
+        for path in (*folder.glob("*.py"), *(Path(module.__file__ or "") for module in CHECKING))
         for function, lines in raises_in(path)
         if path.name not in UNREACHABLE and (path.name, function) not in UNREACHABLE_FUNCTIONS
         if not any((str(path), line) in reached for line in lines)

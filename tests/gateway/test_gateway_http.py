@@ -15,6 +15,7 @@ from services.gateway.api_requests import ChatRequest, CompletionRequest
 from services.gateway.middlewares import OPEN_PATHS
 from shared.errors import EngineFailure
 from tests.gateway.fakes import MODEL, Client, FakeBackend, error_of, serve
+from tests.gateway.test_gateway_beam_search import BeamBackend
 from tests.waiting import until
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -237,7 +238,7 @@ async def test_any_type_in_any_field_is_no_failure(path: str) -> None:
     kind = CompletionRequest if path == PATHS[0] else ChatRequest
     good: dict[str, Any] = {"prompt": "x"} if path == PATHS[0] else {"messages": [{"role": "user", "content": "x"}]}
     refused = 0
-    async with serve() as client:
+    async with serve(BeamBackend()) as client:
         for field in kind.__struct_fields__:
             for value in WRONG:
                 async with client.post(path, json=good | {"max_tokens": 2, field: value}) as response:

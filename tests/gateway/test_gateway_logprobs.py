@@ -296,6 +296,20 @@ async def test_log_probabilities_of_one_answer_have_a_limit(
                     assert "4200" in error["message"]
 
 
+@pytest.mark.parametrize(("interval", "status"), [(1, 200), (10, 200), (11, 400), (10**9, 400)])
+async def test_a_stream_holds_no_more_log_probabilities_back(
+    interval: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.stream.MAX_LOGPROBS_AT_ONCE", 10 * 20 * 21)
+    fields = {"prompt": "hi", "n": 20, "max_tokens": 200, "logprobs": 20, "stream": True, "stream_interval": interval}
+    async with serve() as client, client.post("/v1/completions", json=fields) as response:
+        assert response.status == status
+    async with serve(stream_interval=interval) as client:
+        del fields["stream_interval"]
+        async with client.post("/v1/completions", json=fields) as response:
+            assert response.status == status, "the server's own interval counts as well"
+
+
 @pytest.mark.parametrize("count", [-1, 21, VOCAB])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_more_alternatives_than_there_can_be_are_refused(path: str, count: int) -> None:

@@ -21,6 +21,7 @@ from services.gateway.middlewares import OPEN_PATHS
 from services.gateway.unsupported_fields import HINTS, NEUTRAL_VALUES
 from tests.gateway.documented import check_answer, check_event
 from tests.gateway.fakes import Client, FakeBackend, events, serve
+from tests.gateway.test_gateway_beam_search import BeamBackend
 
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeChatRequest, TokenizeCompletionRequest, DetokenizeRequest)
 LIMITED = {"stop", "stop_token_ids", "logit_bias"}
@@ -28,6 +29,13 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
 }
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "n": {"max_tokens": 1},
+    "length_penalty": {"use_beam_search": True},
+}
+"""What has to stand beside a field."""
 
 
 async def description(**settings: Any) -> Any:
@@ -125,7 +133,7 @@ def beyond(schema: dict[str, Any], is_whole: bool) -> list[Any]:
 async def test_bounds_of_numbers_are_those_that_are_enforced(path: str) -> None:
     """A value at a bound may be refused for another reason; it is not for this field alone."""
     request_type = ChatRequest if path == "/v1/chat/completions" else CompletionRequest
-    async with serve() as client:
+    async with serve(BeamBackend()) as client:
         properties = (await (await client.get("/openapi.json")).json())["components"]["schemas"][request_type.__name__]
         num_bounds = 0
         for name, schema in properties["properties"].items():
@@ -134,8 +142,7 @@ async def test_bounds_of_numbers_are_those_that_are_enforced(path: str) -> None:
                 continue
             for value in beyond(schema, "integer" in types):
                 num_bounds += 1
-                more = {"logprobs": True} if name == "top_logprobs" else {}
-                status, error = await client.refused(path, MINIMAL[path] | more | {name: value})
+                status, error = await client.refused(path, MINIMAL[path] | NEEDED.get(name, {}) | {name: value})
                 assert (status, error["param"]) == (400, name), (name, value)
             for value in (schema.get("minimum"), schema.get("maximum")):
                 if value is not None and not (name == "best_of" and value > 1):
@@ -145,9 +152,7 @@ async def test_bounds_of_numbers_are_those_that_are_enforced(path: str) -> None:
 
 async def accepted(client: Client, path: str, name: str, value: Any) -> None:
     """Check that a value of a field is not refused for its range."""
-    more = {"logprobs": True} if name == "top_logprobs" else {}
-    more |= {"max_tokens": 1} if name == "n" else {}
-    async with client.post(path, json=MINIMAL[path] | more | {name: value}) as response:
+    async with client.post(path, json=MINIMAL[path] | NEEDED.get(name, {}) | {name: value}) as response:
         if response.status != 200:
             error = (await response.json())["error"]
             assert "context" in error["message"] or "max_tokens" in error["message"], (name, value, error)

@@ -99,6 +99,13 @@ async def test_what_a_template_may_take_is_bounded(template: str, words: str, pa
         assert (await client.chat(chat_template=CHATML))["choices"][0]["message"]["content"] == "one two three"
 
 
+def test_a_long_error_of_a_template_stays_in_its_process() -> None:
+    job = request_template._Job("{{ raise_exception('x' * 100000) }}", {}, [USER], {}, 100)
+    result = request_template._run(job)
+    assert result.error.startswith("xxx")
+    assert len(result.error) == request_template.MAX_ERROR
+
+
 async def test_a_process_that_gets_no_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_template, "TIMEOUT", 0.01)  # starting it takes longer
     async with serve(trust_request_chat_template=True) as client:

@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from services.gateway.bounds import MIB
-from tests.gateway.fakes import Client, FakeBackend, endless, serve
+from services.gateway.bounds import MAX_TOKENS, MIB
+from tests.gateway.fakes import Client, FakeBackend, endless, ids, serve
 from tests.gateway.large_bodies import CHAT, COMPLETION, bodies, stall
 from tests.gateway.raw_http import ask, get, listening
 
@@ -211,3 +212,17 @@ async def test_a_stream_of_a_thousand_prompts_that_says_its_usage_in_every_chunk
     ).encode()
     async with serve() as client:
         assert await longest(client, COMPLETION, [body], {200}) < BOUND
+
+
+async def test_tokenizing_long_prompts() -> None:
+    """LOOP-01: neither a long text nor many tokens keep the loop."""
+    backend = FakeBackend(max_model_len=100_000)
+    many = MAX_TOKENS - 10
+    asked = [
+        ("/tokenize", {"prompt": "é" * (many // 2), "return_token_strs": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": " two" * 500_000}]}),
+        ("/detokenize", {"tokens": ids("é") * (many // 2)}),
+    ]
+    async with serve(backend) as client:
+        for path, body in asked:
+            assert await longest(client, path, [msgspec.json.encode(body)] * 2, {200}) < BOUND, path

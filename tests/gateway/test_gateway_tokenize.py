@@ -17,7 +17,6 @@ from services.gateway.served_model import ServedModel
 from shared.errors import Unavailable
 from tests.gateway.documented import check
 from tests.gateway.fakes import EOS, TOKENIZER, VOCAB, Client, FakeBackend, ids, make_gateway, serve
-from tests.gateway.test_gateway_stalls import BOUND, longest
 from tests.text.vocabulary import CHATML, WORDS, make_tokenizer, write_model_folder
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -137,6 +136,16 @@ async def test_unknown_fields_are_named() -> None:
         assert (await client.refused("/detokenize", {"tokens": [], "colour": 1}))[1]["param"] == "colour"
 
 
+async def test_the_text_of_few_tokens_may_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = TOKENIZER.encode("one two three")
+    monkeypatch.setattr("services.gateway.tokenization.MAX_TEXT", len(" one two three"))
+    async with serve() as client:
+        assert await detokenize(client, tokens=tokens) == "one two three"
+        status, error = await client.refused("/detokenize", {"tokens": [*tokens, tokens[0]]})
+    assert (status, error["param"]) == (400, "tokens")
+    assert "at most 14 bytes" in error["message"]
+
+
 async def test_detokenize_is_the_inverse() -> None:
     text = "one two <|im_start|>user\n é\U0001f600"
     async with serve() as client:
@@ -183,20 +192,6 @@ async def test_a_drain_refuses_them() -> None:
     async with serve() as client:
         client.gateway.lifecycle.drain()
         assert (await client.refused("/tokenize", {"prompt": "x"}))[0] == 503
-
-
-async def test_long_prompts_keep_no_stream_waiting() -> None:
-    """LOOP-01: neither a long text nor many tokens keep the loop."""
-    backend = FakeBackend(max_model_len=100_000)
-    many = MAX_TOKENS - 10
-    asked = [
-        ("/tokenize", {"prompt": "é" * (many // 2), "return_token_strs": True}),
-        ("/tokenize", {"messages": [{"role": "user", "content": " two" * 500_000}]}),
-        ("/detokenize", {"tokens": ids("é") * (many // 2)}),
-    ]
-    async with serve(backend) as client:
-        for path, body in asked:
-            assert await longest(client, path, [msgspec.json.encode(body)] * 2, {200}) < BOUND, path
 
 
 async def test_an_answer_lists_a_bounded_number_of_tokens() -> None:

@@ -92,12 +92,13 @@ def test_other_hosts_cannot_connect() -> None:
 
 def test_clients_that_send_nothing_do_not_block_others() -> None:
     service = Service()
+    num_before = threading.active_count()
     with administered(service) as port:
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         assert ask(port, "GET", "/drain")[0] == 200
         for each in silent:
             each.close()
-        wait_until(lambda: threading.active_count() < 20)
+        wait_until(lambda: threading.active_count() < num_before + 20)
 
 
 def test_a_port_that_is_taken_is_a_wrong_setting() -> None:

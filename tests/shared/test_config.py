@@ -153,6 +153,7 @@ OTHER_VALUES: list[object] = [
     "/under/here",
     "openai",
     "least_loaded",
+    "text",
 ]
 
 

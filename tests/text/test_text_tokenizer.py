@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from shared.errors import InvalidRequest, ModelError
-from shared.text.cut_text import CutText, NameCutter
+from shared.text.cut_text import CutText
 from shared.text.tokenizer import MAX_JOINED, Tokenizer
 from tests.text.vocabulary import KINDS, make_tokenizer, make_vocabulary, write_model_folder
 
@@ -68,17 +68,6 @@ def test_a_part_of_a_text_is_cut_where_the_text_is() -> None:
         assert part.pieces == pieces
     assert type(str(text)) is str
     assert text[3] == "<"
-
-
-@pytest.mark.parametrize("names", [["<s>", "<<s>>"], ["<<s>>", "<s>"], ["ab", "bc"], ["<s>", "<s>x"]], ids=str)
-def test_names_are_cut_also_where_they_overlap(names: list[str]) -> None:
-    """TOK-05."""
-    text = "<<s>> <s>x abc\nab"
-    marked = NameCutter(names).mark({"content": [text]}, "|")
-    (cut,) = (CutText.at("|", one) for one in marked["content"])
-    assert cut == text
-    assert len(cut.pieces) > 1
-    assert not any(name in piece for name in names for piece in cut.pieces)
 
 
 def test_bos_comes_once_before_a_text_that_is_cut() -> None:
