@@ -34,7 +34,7 @@ class CompletionOutput(Struct, frozen=True, kw_only=True, repr_omit_defaults=Tru
     logprobs: Sequence[TokenDistribution] | None  # a list, or `FlatLogprobs`
     finish_reason: str | None  # "stop", "length", "repetition" or "error"
     stop_reason: str | int | None  # the stop string, or the id of `stop_token_ids`, that ended it
-    error: str | None = None  # why it could not go on, if the reason is "error"; other outputs are whole all the same
+    error: str | None = None  # why it could not go on, if the reason is "error"; others that have begun are whole
     lora_request: None = None
     routed_experts: None = None
     sampling_mask: None = None
@@ -99,7 +99,6 @@ def distribution(entry: LogprobEntry, *, with_text: bool = True) -> TokenDistrib
     """Return one position's entry as a mapping, or None for the first token of a prompt."""
     if entry.logprob is None:
         return None
-
     own = Logprob(entry.logprob, entry.rank, entry.token if with_text else None)
     return {entry.id: own} | {
         other.id: Logprob(other.logprob, other.rank, other.token if with_text else None) for other in entry.top

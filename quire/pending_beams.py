@@ -10,6 +10,7 @@ from quire.progress_bar import ProgressBar
 from shared.beam_branches import BeamBranches, Branch
 from shared.beam_params import BeamSearchParams
 from shared.beam_search import FinishedBeam
+from shared.errors import EngineFailure
 from shared.protocol import FinishReason, Sampling, Submit, pack_tokens
 from shared.text.logprobs import make_entry
 from shared.text.tokenizer import Tokenizer
@@ -96,9 +97,11 @@ class _RunningBranches:
         self._engine.submit(pending.submit(id, branch))
 
     def step(self) -> None:
-        """Compute one step of the engine, and give its rows to their branches."""
+        """Compute one step of the engine, and give its rows to their branches. Raise `EngineFailure` if one failed."""
         for row in self._engine.step():
             if (branch := self.by_id.get(row.id)) is not None:  # otherwise it was dropped in the meantime
+                if row.finish_reason is FinishReason.ERROR:
+                    raise EngineFailure(row.detail)
                 branch.add(row)
                 if branch.ended:
                     del self.by_id[row.id]

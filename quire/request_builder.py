@@ -107,8 +107,7 @@ class RequestBuilder:
         self, prompts: PromptType | Sequence[PromptType], params: Params, **options: Unpack[PromptOptions]
     ) -> list[PendingRequest]:
         """Return a request for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
-        tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=True)
-        return self._build([self._prompt(prompt) for prompt in as_list(prompts)], params, tokenization, options)
+        return self._build([self._prompt(prompt) for prompt in as_list(prompts)], params, True, **options)
 
     def from_messages(
         self,
@@ -129,8 +128,6 @@ class RequestBuilder:
         single = bool(messages) and isinstance(messages[0], Mapping)
         template = self._template(chat_template, chat_template_content_format)
         variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
-        # the template has written the special tokens
-        tokenization = Tokenization.read(options.get("tokenization_kwargs"), add_special_tokens=False)
         conversations: Sequence[Any] = [messages] if single else messages
         prompts = []
         for conversation in conversations:
@@ -143,7 +140,7 @@ class RequestBuilder:
             )
             continued = text_of(conversation[-1].get("content")) if continue_final_message else None
             prompts.append(Prompt(text, format=self._format(template, text, continued)))
-        return self._build(prompts, params, tokenization, options)
+        return self._build(prompts, params, False, **options)  # the template has written the special tokens
 
     def beam_searches(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[PendingBeams]:
         """Return a search for a prompt, or for each of several. Raise `InvalidRequest` if one cannot be served."""
@@ -162,12 +159,21 @@ class RequestBuilder:
         return PendingBeams(tokens, params, sampling, cache_salt=prompt.cache_salt)
 
     def _build(
-        self, prompts: Sequence[Prompt], params: Params, tokenization: Tokenization, options: PromptOptions
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        add_special_tokens: bool,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PendingRequest]:
-        refuse("lora_request", options.get("lora_request"), "adapters are not supported")
-        refuse("mm_processor_kwargs", options.get("mm_processor_kwargs"), "only text is served")
+        refuse("lora_request", lora_request, "adapters are not supported")
+        refuse("mm_processor_kwargs", mm_processor_kwargs, "only text is served")
+        tokenization = Tokenization.read(tokenization_kwargs, add_special_tokens=add_special_tokens)
         all_params = self._per_prompt(params, len(prompts))
-        all_priorities = priorities(options.get("priority"), len(prompts))
+        all_priorities = priorities(priority, len(prompts))
         each = zip(prompts, all_params, all_priorities, strict=True)
         return [self._request(prompt, one, priority, tokenization) for prompt, one, priority in each]
 

@@ -87,11 +87,12 @@ class GrammarMatchers:
 
     def start(self, grammar: str, output: Sequence[int] = ()) -> Matcher:
         """Return a matcher that has seen `output`. Raise `QuireError` if nothing compiles grammars."""
-        compiled = self._compiled.setdefault(grammar, _Compiled())
+        compiled = self._compiled.get(grammar) or _Compiled()
         if compiled.num_copies < (self._num_lexers if compiled.seconds < QUICK_SECONDS else 1):
             began = time.perf_counter()
             compiled.matchers.append(self._load_compiler().matcher(grammar))
             compiled.seconds = time.perf_counter() - began
+        self._compiled[grammar] = compiled
         self._compiled.move_to_end(grammar)
         while len(self._compiled) > MAX_GRAMMARS:
             self._compiled.popitem(last=False)

@@ -25,7 +25,7 @@ from shared.text.grammars import GrammarCompiler
 
 Words = npt.NDArray[np.uint32]
 
-NOTHING_LEFT = "no token may come next: bad_words rule out all that is allowed"
+NOTHING_LEFT = "no token may come next: allowed_token_ids, bad_words and the output's grammar have none in common"
 
 
 class SampledTokens(Protocol):
@@ -189,7 +189,8 @@ def _as_words(tokens: bytes, num_words: int) -> Words:
     """Return a `TokenSet` as a mask; an empty one allows all."""
     if not tokens:
         return np.full(num_words, 2**WORD - 1, np.uint32)
-    return np.frombuffer(tokens.ljust(num_words * WORD // 8, b"\0"), "<u4").astype(np.uint32)
+    size = num_words * WORD // 8
+    return np.frombuffer(tokens[:size].ljust(size, b"\0"), "<u4").astype(np.uint32)
 
 
 def _take(words: Words, tokens: Sequence[int]) -> None:

@@ -51,7 +51,7 @@ class NameCutter:
 
     def __init__(self, names: Collection[str]) -> None:
         """`names` are those of the special tokens; there is at least one."""
-        self._names = re.compile(_pattern(names))
+        self._names = re.compile(f"(?=({_pattern(names)}))")  # which may overlap
         self._max_length = max(map(len, names))
         self._beginnings = {name[:length] for name in names for length in range(1, len(name))}
 

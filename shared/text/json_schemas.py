@@ -40,13 +40,22 @@ def closed(schema: Any) -> Any:
 
 
 def joins_schemas(schema: Any) -> bool:
-    """Return whether a schema uses `allOf` or `oneOf`, whose parts cannot be closed.
+    """Return whether an object has to fit several parts of a schema, which cannot be closed then.
 
-    No part of `allOf` names the properties of all, and what fits one closed part of `oneOf` may fit two open ones.
+    No part of `allOf` names the properties of all, nor do `properties` beside `$ref` or `anyOf`. And what fits one
+    closed part of `oneOf` may fit two open ones.
     """
     if not isinstance(schema, Mapping):
         return False
-    return "allOf" in schema or "oneOf" in schema or any(map(joins_schemas, _parts(schema)))
+    is_joined = "allOf" in schema or "oneOf" in schema or ("properties" in schema and _refers_to_more(schema))
+    return is_joined or any(map(joins_schemas, _parts(schema)))
+
+
+def _refers_to_more(schema: Schema) -> bool:
+    """Return whether a schema may name properties in `$ref` or in parts of `anyOf`."""
+    others = schema.get("anyOf", [])
+    parts = [part for part in others if isinstance(part, Mapping)] if isinstance(others, list) else []
+    return "$ref" in schema or any("properties" in part or "$ref" in part for part in parts)
 
 
 def _without_own_annotations(schema: Schema) -> Schema:

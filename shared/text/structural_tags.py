@@ -215,10 +215,7 @@ class _Translator:
             case ConstString():
                 return self._literal(format.value)
             case JsonSchema():
-                schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | as_object(
-                    without_annotations(format.json_schema)
-                )
-                return self._rules.rule(f"%json {schema_text(schema, self._param)}")
+                return self._json(format.json_schema)
             case Grammar():
                 name = f"part{len(self._parts)}"
                 self._parts[name] = lark_grammar(format.grammar, self._param)
@@ -246,6 +243,15 @@ class _Translator:
             case TagsWithSeparator():
                 body = self._tags_with_separator(format)
         return self._rules.rule(body)
+
+    def _json(self, schema: Mapping[str, Any] | bool) -> str:
+        """Return the expression for JSON by a schema."""
+        try:
+            schema = as_object(without_annotations(schema))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{self._param}: {error.message}", self._param) from error
+        options = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+        return self._rules.rule(f"%json {schema_text(options | schema, self._param)}")
 
     def _up_to(self, format: Format, ends: Sequence[str]) -> str:
         """Return the expression for a format and one of `ends` behind it, the first of which ends free text."""
@@ -291,24 +297,30 @@ class _Translator:
     def _triggered_tags(self, format: TriggeredTags, ends: Sequence[str] = ()) -> str:
         """Return the expression for text with tags, and one of `ends` behind it, if there are some."""
         free = self._free(format.excludes)
-        triggered = f"({' | '.join(self._by_trigger(format, free))})"
+        # Each is a rule, since it is used twice, and may have others within it that are.
+        rests = [self._rules.rule(self._up_to(tag.content, tag.ends)) for tag in format.tags]
+        triggered = f"({' | '.join(self._by_trigger(format, free, rests))})"
         text = self._until(free, ends) if ends else free
         end = self._either(ends) if ends else ""
-        first = f"({' | '.join(map(self._expression, format.tags))})"
         if format.at_least_one:
+            tags = zip(format.tags, rests, strict=True)
+            first = f"({' | '.join(f'{self._literal(tag.begin)} {rest}' for tag, rest in tags)})"
             return f"{first} {end}" if format.stop_after_first else f"{first} {triggered}* {text}"
         return f"({triggered} {end} | {text})" if format.stop_after_first else f"{triggered}* {text}"
 
-    def _by_trigger(self, format: TriggeredTags, free: str) -> Iterable[str]:
-        """Yield an expression for each trigger: free text, the trigger, and the rest of one of its tags."""
-        rests: dict[str, list[str]] = {}
-        for tag in format.tags:
+    def _by_trigger(self, format: TriggeredTags, free: str, rests: Sequence[str]) -> Iterable[str]:
+        """Yield an expression for each trigger: free text, the trigger, and what follows it in one of its tags.
+
+        `rests` are the expressions for what follows the beginning of each tag.
+        """
+        by_trigger: dict[str, list[str]] = {}
+        for tag, rest in zip(format.tags, rests, strict=True):
             trigger = next((trigger for trigger in format.triggers if tag.begin.startswith(trigger)), None)
             if trigger is None:
                 raise InvalidRequest(f"{self._param}: no trigger begins {brief(tag.begin)}", self._param)
-            rest = f"{self._literal(tag.begin.removeprefix(trigger))} {self._up_to(tag.content, tag.ends)}"
-            rests.setdefault(trigger, []).append(rest)
-        for trigger, expressions in rests.items():
+            expression = f"{self._literal(tag.begin.removeprefix(trigger))} {rest}"
+            by_trigger.setdefault(trigger, []).append(expression)
+        for trigger, expressions in by_trigger.items():
             yield f"{self._until(free, [trigger])} ({' | '.join(expressions)})"
 
     def _tags_with_separator(self, format: TagsWithSeparator) -> str:

@@ -73,9 +73,11 @@ class ChatTemplate:
         `plain_names` are special tokens that stay text where a message has their names, but not one of the assistant.
         """
         self._cutter = NameCutter(plain_names) if plain_names else None
-        self.arguments: dict[str, Any] = {  # that make a template like this one of another source
-            "special": dict(special or {}), "content_format": content_format, "variables": dict(variables),
-        }  # fmt: skip
+        self.arguments: dict[str, Any] = {  # that make a template like this one of another source, without plain names
+            "special": dict(special or {}),
+            "content_format": content_format,
+            "variables": dict(variables),
+        }
         self._special = dict(special or {})
         self._origin = origin
         self._format = CONTENT_FORMATS.get(content_format)

@@ -95,7 +95,7 @@ def by_quire(
 ) -> list[Beams]:
     sampling = Sampling(max_tokens=params.max_tokens, seed=0, temperature=0.0, **fields)
     searches = [PendingBeams(prompt, params, sampling) for prompt in asked]
-    run_beams(engine, searches, itertools.count(), ProgressBar(len(searches), disable=True))
+    run_beams(engine, searches, itertools.count(), ProgressBar(len(searches), use_tqdm=False))
     assert engine.engine.snapshot.blocks_free == engine.engine.snapshot.blocks
     found = [one.branches.search.finished for one in searches]
     return [Beams([one.beam.tokens for one in each], [one.score for one in each]) for each in found]

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import OPTForCausalLM
 
 from quire import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from shared.errors import InvalidRequest
+from shared.errors import EngineFailure, InvalidRequest
+from shared.protocol import FinishReason
 
 PROMPTS = ["What is the capital of France?", "The quick brown fox"]
 
@@ -135,6 +137,23 @@ def test_after_an_interruption_the_engine_is_empty(llm: LLM, monkeypatch: pytest
 
     monkeypatch.setattr(engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
+        llm.beam_search(PROMPTS, params)
+    monkeypatch.undo()
+    assert engine.engine.snapshot.running == engine.engine.snapshot.waiting == 0
+    assert llm.beam_search(PROMPTS, params) == before
+
+
+def test_a_branch_that_fails_ends_the_search_with_the_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search without it would have another result."""
+    params, engine = BeamSearchParams(4, 8), llm._running()
+    before, step = llm.beam_search(PROMPTS, params), engine.step
+
+    def failing() -> Any:
+        rows = step()
+        return [replace(row, finish_reason=FinishReason.ERROR, detail="a reason") for row in rows]
+
+    monkeypatch.setattr(engine, "step", failing)
+    with pytest.raises(EngineFailure, match="a reason"):
         llm.beam_search(PROMPTS, params)
     monkeypatch.undo()
     assert engine.engine.snapshot.running == engine.engine.snapshot.waiting == 0

@@ -17,7 +17,7 @@ from transformers import OPTForCausalLM
 from kernels.cpu import extension
 from quire import LLM, RepetitionDetectionParams, SamplingParams
 from services.worker.interface import PendingStep
-from shared.errors import ConfigError, EngineFailure, InvalidRequest, ModelError, QuireError
+from shared.errors import ConfigError, InvalidRequest, ModelError, QuireError
 from shared.protocol import StepPlan
 from shared.text.bad_words import tokenize_bad_words
 from tests.models.gptq_awq_writer import Scheme, save_packed
@@ -119,11 +119,15 @@ def contains(ids: list[int], word: list[int]) -> bool:
     return any(ids[at : at + len(word)] == word for at in range(len(ids)))
 
 
-def test_an_output_of_which_bad_words_leave_nothing_is_an_error(llm: LLM) -> None:
+def test_an_output_of_which_bad_words_leave_nothing_ends_alone_with_an_error(llm: LLM) -> None:
     digits = [id for id in range(320) if llm.tokenizer.decode([id]) in {"1", "2"}]
     params = SamplingParams(temperature=0, max_tokens=8, allowed_token_ids=digits, bad_words=["11", "12", "21", "22"])
-    with pytest.raises(EngineFailure, match="bad_words rule out"):
-        llm.generate(PROMPTS[0], params, use_tqdm=False)
+    failed, whole = llm.generate(PROMPTS[:2], [params, GREEDY], use_tqdm=False)
+    assert (failed.finished, failed.outputs[0].finish_reason) == (True, "error")
+    assert "bad_words" in (failed.outputs[0].error or "")
+    assert failed.outputs[0].text in ("1", "2")
+    assert whole.outputs[0].error is None
+    assert whole.outputs[0].text == alone(llm, GREEDY)[1]
     with pytest.raises(InvalidRequest, match="bad_words rule out"):
         llm.generate(PROMPTS[0], msgspec.structs.replace(params, bad_words=["1", "2"]), use_tqdm=False)
     assert texts(llm, PROMPTS[0], GREEDY) == alone(llm, GREEDY)[:1]

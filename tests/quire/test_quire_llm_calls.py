@@ -56,6 +56,13 @@ def greedy(llm: LLM, prompts: Any, **options: Any) -> list[RequestOutput]:
     return llm.generate(prompts, GREEDY, use_tqdm=False, **options)
 
 
+@pytest.mark.parametrize("call", ["generate", "chat", "enqueue", "enqueue_chat"])
+def test_an_argument_that_there_is_not_is_an_error(llm: LLM, call: str) -> None:
+    prompt: Any = HELLO if "chat" in call else PROMPTS[0]
+    with pytest.raises(TypeError, match="prioritie"):
+        getattr(llm, call)(prompt, GREEDY, use_tqdm=False, prioritie=[1])
+
+
 def test_what_is_enqueued_runs_together_later(llm: LLM) -> None:
     first = llm.enqueue(PROMPTS[:2], GREEDY)
     alone = greedy(llm, PROMPTS)  # meanwhile; it returns its own outputs only

@@ -113,6 +113,19 @@ def test_parts_of_all_of_are_not_closed() -> None:
     assert call_follows('{"city": "Oslo", "days": 3}', {"allOf": [PLACE, other]})
 
 
+@pytest.mark.parametrize("keyword", ["anyOf", "$ref"])
+def test_properties_beside_others_are_not_closed(keyword: str) -> None:
+    other = {"properties": {"days": {"type": "integer"}}}
+    value = {"anyOf": [other, {"$ref": "#/$defs/other"}], "$ref": "#/$defs/other"}[keyword]
+    assert call_follows('{"city": "Oslo", "days": 3}', PLACE | {keyword: value, "$defs": {"other": other}})
+
+
+def test_properties_beside_those_that_are_required_are_closed() -> None:
+    parameters = PLACE | {"anyOf": [{"required": ["city"]}, {"required": ["mood"]}]}
+    assert call_follows('{"city": "Oslo"}', parameters)
+    assert not call_follows('{"city": "Oslo", "days": 3}', parameters)
+
+
 def test_parts_of_one_of_are_not_closed() -> None:
     """If they were, `{"b": 1}` would fit only one of them, and so the schema, while it fits both as they are."""
     parts = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]

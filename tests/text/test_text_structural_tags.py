@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from shared.errors import InvalidRequest
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text.grammars import GrammarCompiler
-from shared.text.structural_tags import MAX_DEPTH, MAX_FORMATS
+from shared.text.structural_tags import MAX_DEPTH, MAX_FORMATS, structural_tag_grammar
 from shared.text.tokenizer import Tokenizer
 from tests.text.vocabulary import make_backend
 
@@ -146,8 +146,25 @@ def test_the_older_form_is_triggered_tags() -> None:
     assert one == other
 
 
+@pytest.mark.parametrize("at_least_one", [False, True])
+def test_a_tag_within_others_is_written_once(at_least_one: bool) -> None:
+    """Otherwise time and length would double at each level."""
+    format: Any = DIGITS
+    for _ in range(MAX_DEPTH // 2 - 1):
+        tags = [tag("<f>", format, "</f>")]
+        format = {"type": "triggered_tags", "triggers": ["<f>"], "tags": tags, "at_least_one": at_least_one}
+    assert len(structural_tag_grammar({"format": format}, "", {})) < 10_000
+    depth = MAX_DEPTH // 2 - 1
+    assert matches(format, f"{'<f>' * depth}12{'</f>' * depth}")
+    assert not matches(format, f"{'<f>' * depth}x{'</f>' * depth}")
+
+
 def nested(depth: int) -> dict[str, Any]:
     return const("a") if depth == 1 else {"type": "star", "content": nested(depth - 1)}
+
+
+def nested_schema(depth: int) -> dict[str, Any]:
+    return {} if depth == 1 else {"not": nested_schema(depth - 1)}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +178,7 @@ def nested(depth: int) -> dict[str, Any]:
         (SUM | {"any_order": True}, "any_order"),
         ({"type": "json_schema", "json_schema": {"type": "strng"}}, "strng"),
         ({"type": "json_schema"}, "json_schema"),
+        ({"type": "json_schema", "json_schema": nested_schema(600)}, "nested too deeply"),
         ({"type": "regex", "pattern": "["}, "unclosed"),
         ({"type": "grammar", "grammar": "root ::= nothing"}, "nothing"),
         (const(""), "length >= 1"),

@@ -8,6 +8,7 @@ from llguidance import LLMatcher
 
 from services.worker import matchers as module
 from services.worker.matchers import GrammarMatchers, Matcher
+from shared.errors import ModelError
 from shared.structured_outputs import StructuredOutputsParams
 from shared.text.grammars import GrammarCompiler, grammar_text
 from tests.text.vocabulary import make_tokenizer
@@ -93,6 +94,17 @@ def test_few_grammars_are_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPat
     old = matchers.start(regex("b"))
     assert compiler.count == 4
     assert allowed(matchers, [old]) == ["b"]
+
+
+def test_grammars_that_nothing_compiles_are_not_kept() -> None:
+    def fail() -> GrammarCompiler:
+        raise ModelError("no tokenizer here")
+
+    matchers = GrammarMatchers(fail, VOCAB, 1)
+    for expression in "ab":
+        with pytest.raises(ModelError):
+            matchers.start(regex(expression))
+    assert len(matchers._compiled) == 0
 
 
 def test_an_output_so_far_is_followed(compiler: Compiler) -> None:

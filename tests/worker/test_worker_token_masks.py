@@ -199,6 +199,22 @@ def test_only_allowed_tokens_may_come_and_an_end_only_if_it_is_one(running: Toke
     assert (allowed(running, 0), allowed(running, 1)) == ("bc", ".b")
 
 
+def test_zeros_behind_the_last_token_of_a_set_mean_nothing(running: TokenMasks) -> None:
+    """The scheduler lets them through, since no token is beyond the vocabulary."""
+    sampling = Sampling(max_tokens=9, seed=0, allowed_tokens=pack_token_set([A]) + bytes(VOCAB))
+    running.update(plan(new_sequences=[NewSequence(0, pack_tokens([5]), 1, [], sampling, 0)]))
+    assert allowed(running, 0) == "a"
+
+
+def test_what_allowed_tokens_leave_of_a_grammar_may_be_nothing(running: TokenMasks) -> None:
+    """An end is no exception, as it is none without a grammar."""
+    enter(running, 0, "b", allowed="bc")
+    assert allowed(running, 0) == "b"
+    running.expect([0], Step("b"))
+    (error,) = masks(running, 0).errors.values()
+    assert "allowed_token_ids, bad_words and the output's grammar" in error
+
+
 def test_a_bad_word_of_one_token_never_comes(running: TokenMasks) -> None:
     enter(running, 0, bad=["b", "d"])
     assert missing(running, 0) == "bd"
