@@ -1,5 +1,6 @@
 """What a request demands of its output's form: OpenAI's `response_format`, vLLM's `structured_outputs` and the older
-`guided_...` fields, of which a request may use one. In a chat, `tool_choice` and `strict` of tools demand calls.
+`guided_...` fields, of which a request may use one. In a chat, `tool_choice` and `strict` of tools demand calls; and
+where the model chooses, its calls follow their schemas too, if these can be enforced.
 """
 
 from collections.abc import Mapping
@@ -37,16 +38,28 @@ async def compile_chat_grammar(request: ChatRequest, model: ServedModel, format:
     """Return the same for a chat whose outputs are taken apart by `format`, whose tools are those it may call."""
     if format is None:
         return await compile_grammar(request, model)
-    demand, calls = _demand(request), format.tools is not None
-    if demand is None and not (calls and (must_call(request.tool_choice) or are_strict(request.tools or ()))):
+    demand = _demand(request)
+    if demand is None and not format.tools:
         return ""
+    if demand is None and not (must_call(request.tool_choice) or are_strict(request.tools or ())):
+        # a search has no grammar
+        return "" if request.use_beam_search else await run_in_thread(_compile_free_choice, model, format)
     return await run_in_thread(_compile_chat, request, model, format, demand)
+
+
+def _compile_free_choice(model: ServedModel, format: MessageFormat) -> str:
+    """Return the grammar of text and calls; "" if the tools' schemas cannot be enforced, which nobody has demanded."""
+    try:
+        grammar = message_grammar(format, strict=True)
+        model.grammars.check(grammar, "tools")
+    except InvalidRequest:
+        return ""
+    return grammar
 
 
 def _compile_chat(request: ChatRequest, model: ServedModel, format: MessageFormat, demand: Demand | None) -> str:
     answer = "" if demand is None else model.grammars.compile(*demand)
-    calls, strict = must_call(request.tool_choice), are_strict(request.tools or ())
-    grammar = message_grammar(format, answer, must_call=calls, strict=strict)
+    grammar = message_grammar(format, answer, must_call=must_call(request.tool_choice), strict=True)
     if grammar:
         field = demand.field if demand is not None and not format.tools else "tools"
         model.grammars.check(grammar, field)

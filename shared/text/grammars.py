@@ -63,7 +63,7 @@ class GrammarCompiler:
         self._token_ids = {token.content: id for id, token in added.items()}
         self._tokenizer: LLTokenizer | None = None
         self._problem = ""  # why there is no `_tokenizer`
-        self._checked: OrderedDict[str, None] = OrderedDict()  # grammars that are right, oldest first
+        self._checked: OrderedDict[str, str] = OrderedDict()  # grammars and what is wrong with them, oldest first
         self._thread = _thread_with_deep_stack()
         if not self.eos_token_ids:
             self._problem = "this model has no token that ends an output"
@@ -104,24 +104,29 @@ class GrammarCompiler:
 
     def check(self, grammar: str, param: str) -> None:
         """Raise `InvalidRequest`, naming `param`, if a grammar is wrong, or too large to be used."""
-        if grammar in self._checked:
-            self._checked.move_to_end(grammar)
-            return
         if self._tokenizer is None:
             raise InvalidRequest(f"{param} is not supported: {self._problem}", param)
         check_length(grammar, param)
-        error, seconds = self._thread.submit(self._try, self._tokenizer, grammar).result()
+        problem = self._checked.get(grammar)
+        if problem is None:
+            problem = self._checked[grammar] = self._problem_of(grammar, self._tokenizer)
+        self._checked.move_to_end(grammar)
+        while len(self._checked) > MAX_CHECKED:
+            self._checked.popitem(last=False)
+        if problem:
+            raise InvalidRequest(f"{param} {problem}", param)
+
+    def _problem_of(self, grammar: str, tokenizer: LLTokenizer) -> str:
+        """Return what is wrong with a grammar; empty if nothing is."""
+        error, seconds = self._thread.submit(self._try, tokenizer, grammar).result()
         if error:
             message = first_lines(error)
             if message == NO_TEXT_ERROR:
-                raise InvalidRequest(f"{param} allows no text at all: its rules never end", param)
-            raise InvalidRequest(f"{param} is not supported: {message}", param)
+                return "allows no text at all: its rules never end"
+            return f"is not supported: {message}"
         if seconds > MAX_COMPILE_SECONDS:
-            limit = f"it takes {seconds:.2f} s to compile, and {MAX_COMPILE_SECONDS} s is the limit"
-            raise InvalidRequest(f"{param} is too complex: {limit}", param)
-        self._checked[grammar] = None
-        while len(self._checked) > MAX_CHECKED:
-            self._checked.popitem(last=False)
+            return f"is too complex: it takes {seconds:.2f} s to compile, and {MAX_COMPILE_SECONDS} s is the limit"
+        return ""
 
     def _try(self, tokenizer: LLTokenizer, grammar: str) -> tuple[str, float]:
         """Compile a grammar, and take two tokens: some limits show only then. Return the error and the seconds."""

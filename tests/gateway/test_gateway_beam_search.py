@@ -29,6 +29,7 @@ from tests.gateway.fakes import (
     texts,
 )
 from tests.gateway.test_gateway_metrics import figures
+from tests.text.vocabulary import CHATML
 from tests.toy_model import ToyModel
 from tests.waiting import until
 
@@ -267,6 +268,14 @@ async def test_log_probabilities_are_those_of_the_beams() -> None:
             choice["logprobs"]["content"]
         )
     assert backend.branches[-1].sampling.logprobs == 20, "as many as are wanted, if that is more than the search needs"
+
+
+async def test_beams_beside_tools_are_free() -> None:
+    """A search has no grammar, and the calls of one are only taken out of its text."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    async with serve(BeamBackend(), template="{{ tools }}" + CHATML, tool_call_parser="hermes") as client:
+        answer = await client.chat(use_beam_search=True, n=2, max_tokens=5, tools=[tool])
+    assert len(answer["choices"]) == 2
 
 
 async def test_the_prompt_is_scored_once() -> None:

@@ -60,8 +60,9 @@ async def test_a_demand_for_calls_reaches_the_engine() -> None:
     named = await grammar_of(HERMES, tool_choice=NAMED, **tools)
     assert named == expected(tools={"get_weather": PARAMETERS}, must_call=True, parallel=False)
     assert len({required, one, named}) == 3
-    for choice in ("auto", "none", None):
-        assert await grammar_of(HERMES, tool_choice=choice, **tools) == ""
+    for choice in ("auto", None):
+        assert await grammar_of(HERMES, tool_choice=choice, **tools) == expected(strict=True)
+    assert await grammar_of(HERMES, tool_choice="none", **tools) == ""
     assert await grammar_of(HERMES, tools=[STRICT]) == expected(tools={"get_weather": PARAMETERS}, strict=True)
     assert await grammar_of(HERMES, tools=[STRICT], tool_choice="none") == ""
 
@@ -166,6 +167,8 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(
             assert words in error["message"]
         assert not backend.requests
         await client.chat(tools=[tool])
+    (request,) = backend.requests
+    assert request.sampling.grammar == ""
 
 
 async def test_demands_that_cannot_be_met_are_refused() -> None:
