@@ -107,6 +107,7 @@ async def serve(
                 if config.reuse_port:
                     await _await_engine(backend)
                 site = await _listen(runner, config)
+                model.log_choices()
                 if config.probe_uds is not None:
                     await _listen_on_path(runner, "--probe-uds", config.probe_uds)
                 await lifecycle.wait_draining()

@@ -71,8 +71,6 @@ class ServedModel(Struct, frozen=True):
         """Read the folder that `config` names. Raise `ModelError` if it cannot be served."""
         folder = locate(config.model, config.revision, config.download_dir)
         text = TextParts.load(config, folder)
-        if values := text.defaults.as_dict():
-            logger.info("sampling defaults: %s", ", ".join(f"{name} {value}" for name, value in values.items()))
         root = config.model or EMBEDDED
         return cls(
             names=tuple(config.served_model_name) or (root,),
@@ -90,6 +88,14 @@ class ServedModel(Struct, frozen=True):
     def name(self) -> str:
         return self.names[0]
 
+    def log_choices(self) -> None:
+        """Log the sampling defaults and the parsers, since nobody may have asked for them."""
+        if values := self.defaults.as_dict():
+            logger.info("sampling defaults: %s", ", ".join(f"{name} {value}" for name, value in values.items()))
+        parsers = (("reasoning", self.parsers.reasoning), ("tools", self.parsers.tools))
+        if names := [f"{kind} ({name})" for kind, name in parsers if name]:
+            logger.info("the outputs of chats are parsed: %s", ", ".join(names))
+
     def check(self, name: str | None) -> None:
         """Raise `UnknownModel` unless `name` is one of the names, or None."""
         if name is not None and name not in self.names:
@@ -103,18 +109,10 @@ def plain_names(config: GatewayConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def choose_parsers(config: GatewayConfig, template: ChatTemplate, tokenizer: Tokenizer) -> ParserChoice:
-    """Return the parsers of tool calls and reasoning for a model, and log them. Raise `ConfigError` for unknown ones.
-
-    They are logged, since nobody may have asked for them.
-    """
-    choice = ParserChoice.make(
+    """Return the parsers of tool calls and reasoning for a model. Raise `ConfigError` for unknown ones."""
+    return ParserChoice.make(
         template.source, tokenizer, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
     )
-    if names := [
-        f"{kind} ({name})" for kind, name in (("reasoning", choice.reasoning), ("tools", choice.tools)) if name
-    ]:
-        logger.info("the outputs of chats are parsed: %s", ", ".join(names))
-    return choice
 
 
 def tokenizer_folder(config: GatewayConfig) -> Path | None:

@@ -330,7 +330,9 @@ def test_a_wrong_generation_config_ends_the_start_only_if_it_was_named(
 def test_a_models_parsers_are_known_by_its_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_model_folder(tmp_path / "model", template=TEMPLATES["hermes"])
     with caplog.at_level("INFO"):
-        assert ServedModel.load(GatewayConfig(model=str(folder))).parsers.tools == "hermes"
+        model = ServedModel.load(GatewayConfig(model=str(folder)))
+        model.log_choices()
+    assert model.parsers.tools == "hermes"
     assert "the outputs of chats are parsed: tools (hermes)" in caplog.text
     named = GatewayConfig(model=str(folder), tool_call_parser="mistral", reasoning_parser="qwen3")
     parsers = ServedModel.load(named).parsers

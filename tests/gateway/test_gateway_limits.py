@@ -182,7 +182,9 @@ async def test_the_models_own_sampling_is_used_unless_a_request_has_its_own(
     """SMP-07: 0 and null are off; the log says what requests get."""
     folder = write_model_folder(tmp_path / "model", generation={"top_k": top_k, "temperature": 0.7})
     with caplog.at_level("INFO"):
-        defaults = ServedModel.load(GatewayConfig(model=str(folder))).defaults
+        model = ServedModel.load(GatewayConfig(model=str(folder)))
+        model.log_choices()
+    defaults = model.defaults
     assert "sampling defaults: temperature 0.7" + ("" if top_k is None else f", top_k {top_k}") in caplog.text
     backend = FakeBackend()
     async with serve(backend, defaults=defaults) as client:
