@@ -128,6 +128,9 @@ class RequestBuilder:
         single = bool(messages) and isinstance(messages[0], Mapping)
         template = self._template(chat_template, chat_template_content_format)
         variables = _tool_variables(tools, template) | dict(chat_template_kwargs or {})
+        parsers = ParserChoice.make(
+            template.source, self.tokenizer, tool_parser=NONE, reasoning_parser=self._reasoning_parser
+        )
         conversations: Sequence[Any] = [messages] if single else messages
         prompts = []
         for conversation in conversations:
@@ -139,7 +142,12 @@ class RequestBuilder:
                 variables=variables,
             )
             continued = text_of(conversation[-1].get("content")) if continue_final_message else None
-            prompts.append(Prompt(text, format=self._format(template, text, continued)))
+            format = MessageFormat(
+                parsers,
+                reasoning_is_open=parsers.reasoning_is_open(text, continued),
+                reasoning_is_over=parsers.reasoning_is_over(text, continued),
+            )
+            prompts.append(Prompt(text, format=format))
         return self._build(prompts, params, False, **options)  # the template has written the special tokens
 
     def beam_searches(self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams) -> list[PendingBeams]:
@@ -252,17 +260,6 @@ class RequestBuilder:
             count = getattr(params, name)
             if count is not None and count > self._max_logprobs:
                 raise InvalidRequest(f"{name} must be at most max_logprobs, {self._max_logprobs}, got {count}", name)
-
-    def _format(self, template: ChatTemplate, prompt: str, continued: str | None) -> MessageFormat:
-        """Return what a chat's output has before its answer. `continued` is the content of a message to go on with."""
-        choice = ParserChoice.make(
-            template.source, self.tokenizer, tool_parser=NONE, reasoning_parser=self._reasoning_parser
-        )
-        return MessageFormat(
-            choice,
-            reasoning_is_open=choice.reasoning_is_open(prompt, continued),
-            reasoning_is_over=choice.reasoning_is_over(prompt, continued),
-        )
 
     def _grammar(self, params: SamplingParams, format: MessageFormat | None) -> str:
         """Return the grammar that an output has to follow, or "" if there is none. Raise `InvalidRequest`."""

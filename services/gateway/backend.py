@@ -207,10 +207,10 @@ class Backend:
         output: "array[int] | None" = None,
         after: EngineRequest | None = None,
     ) -> EngineRequest:
-        """Submit a request, which runs until `end`. All services log it under `request_id`. It shares
-        cached blocks with requests of the same `cache_salt` only.
+        """Submit a request, which runs until `end`.
 
-        It continues `output`, if there is any. `after` is an earlier part of the same user's request: this one goes to
+        All services log it under `request_id`. It shares cached blocks with requests of the same `cache_salt` only. It
+        continues `output`, if there is any. `after` is an earlier part of the same user's request: this one goes to
         its engine if that is there, has its arrival, and is not refused for load.
         Raise `Unavailable` if no engine will ever take it, and `Overloaded` if too many wait for one.
         """

@@ -90,7 +90,6 @@ class GrammarCompiler:
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a new matcher, at the beginning of an output. It has an error if the grammar is wrong.
 
-        Matchers are not copied from one another: copies would share the library's caches, and with them its limits.
         Raise `ModelError` if there are no grammars for this tokenizer.
         """
         tokenizer = self._ready
