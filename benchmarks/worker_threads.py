@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--json", action="store_true", help="print one line of JSON, for one number of threads")
     options = parser.parse_args()
     if options.json:
@@ -52,10 +55,18 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> list[tuple[str, int, int, float, float]]:
     """Return (name, rows, tokens a step, median ms, best ms) of each case, with one number of threads."""
-    runner = start_runner(WorkerConfig(model=options.model, num_threads=int(options.threads), dtype=options.dtype))
+    config = WorkerConfig(
+        model=options.model,
+        num_threads=int(options.threads),
+        dtype=options.dtype,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+    runner = start_runner(config)
     batches = [int(size) for size in options.batches.split(",")]
     results = []
-    for mode, sampling in MODES.items():
+    for mode in options.modes.split(","):
+        sampling = MODES[mode]
         for size in batches:
             times = decode(runner, size, options.context, options.steps, sampling)
             results.append((f"decode, {mode}", size, size, *summary(times)))

@@ -47,6 +47,22 @@ class QuantizedWeight(NamedTuple):
         return restore_input_order(weight.view(self.quants.shape), self.order)
 
 
+class RoundedWeight(NamedTuple):
+    """A weight of floats that `pack_linear` rounds: to 8 bits with a scale for each output, or to 4 bits.
+
+    `in` is a multiple of QUANT_GROUP_SIZE. With 4 bits, each output is rounded to 8 bits, and each group of its inputs
+    again, to a multiple of a whole step (QServe: Lin et al., 2024).
+    """
+
+    bits: int
+    parts: Sequence[Tensor]  # (out, in) of floats each, whose outputs follow one another
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The outputs of all parts, and the inputs."""
+        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+
 def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
     """Return `columns` (rows, in) in the inputs' original order. Column i belongs to input order[i]."""
     if order is None:
@@ -91,22 +107,3 @@ def _with_mins(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.mins is not None:
         return weight
     return weight._replace(mins=weight.scales * -weight.zero_point, zero_point=0)
-
-
-def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
-    """Quantise `weight` (out, in): 8 bits symmetrically, 4 bits from each group's min to its max."""
-    groups = weight.float().view(len(weight), -1, QUANT_GROUP_SIZE)
-    if bits == 8:
-        scales = (groups.abs().amax(-1) / 127).half()
-        quants = _round(groups, scales, 0.0).clamp_(-127, 127) + _ZERO_POINT
-        return QuantizedWeight(8, quants.to(torch.uint8).view(weight.shape), scales, None, _ZERO_POINT)
-    mins = groups.amin(-1).half()
-    scales = ((groups.amax(-1) - mins.float()) / 15).half()
-    quants = _round(groups, scales, mins.float()[..., None]).clamp_(0, 15)
-    return QuantizedWeight(4, quants.to(torch.uint8).view(weight.shape), scales, mins)
-
-
-def _round(groups: Tensor, scales: Tensor, mins: Tensor | float) -> Tensor:
-    """Return (groups - mins) / scales, rounded; 0 where a scale is 0."""
-    scale = scales.float()[..., None]
-    return torch.where(scale > 0, (groups - mins) / scale, 0.0).round_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import AttentionPlan
-from kernels.cpu.linear import PackedQuantizedWeight, PackedWeight
+from kernels.cpu.linear import PackedChannelWeight, PackedQuantizedWeight, PackedWeight
 from kernels.decoder_layers import DecoderLayer, LayerConfig, Projection
 
 ACTIVATIONS = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
@@ -48,7 +48,7 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
 
 def _is_supported(layer: DecoderLayer) -> bool:
     weights = [projection.weight for projection in (layer.qkv, layer.out, layer.up, layer.down)]
-    supported = all(isinstance(weight, PackedWeight | PackedQuantizedWeight) for weight in weights)
+    supported = all(isinstance(weight, PackedWeight | PackedQuantizedWeight | PackedChannelWeight) for weight in weights)
     return supported and layer.down.weight.inputs % PANEL == 0
 
 
@@ -58,5 +58,7 @@ def _to_native(field: Any) -> Any:
         return field
     weight, bias = field
     if isinstance(weight, PackedQuantizedWeight):
-        return torch.classes.quire.Projection(weight.records, weight.outputs, *weight.format, bias)
-    return torch.classes.quire.Projection(weight.panels, weight.outputs, 0, False, 0, bias)
+        return torch.classes.quire.Projection(weight.records, weight.outputs, "group", *weight.format, bias)
+    if isinstance(weight, PackedChannelWeight):
+        return torch.classes.quire.Projection(weight.panels, weight.outputs, "channel", weight.bits, False, 0, bias)
+    return torch.classes.quire.Projection(weight.panels, weight.outputs, "floats", 0, False, 0, bias)

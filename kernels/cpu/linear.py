@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, restore_input_order
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, RoundedWeight, restore_input_order
 
 
 class PackedWeight(NamedTuple):
@@ -31,6 +31,15 @@ class PackedQuantizedWeight(NamedTuple):
         return self.records.shape[1] * QUANT_GROUP_SIZE
 
 
+class PackedChannelWeight(NamedTuple):
+    """A weight that was rounded when it was packed. The GEMM rounds activations to 8 bits."""
+
+    panels: Tensor  # (panel, bytes)
+    outputs: int
+    inputs: int
+    bits: int
+
+
 class ReorderedWeight(NamedTuple):
     """A quantised weight whose inputs were permuted before they were grouped. `linear` permutes `x` in the same way."""
 
@@ -38,11 +47,14 @@ class ReorderedWeight(NamedTuple):
     order: Tensor  # (in,) int64
 
 
-Packed = PackedWeight | PackedQuantizedWeight | ReorderedWeight
+Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | ReorderedWeight
 
 
-def pack_linear(weight: Tensor | QuantizedWeight) -> Packed:
-    """Return `weight` (out, in) in panels. Its type stays."""
+def pack_linear(weight: Tensor | QuantizedWeight | RoundedWeight) -> Packed:
+    """Return `weight` (out, in) in panels. Its type stays, unless it is to be rounded."""
+    if isinstance(weight, RoundedWeight):
+        panels = torch.ops.quire.round_and_pack(weight.parts, weight.bits)
+        return PackedChannelWeight(panels, *weight.shape, weight.bits)
     if not isinstance(weight, QuantizedWeight):
         return PackedWeight(torch.ops.quire.pack_linear(weight), len(weight))
     bits, quants, scales, mins, zero_point, order = weight
@@ -60,6 +72,8 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     wide_bias = None if bias is None else bias.float()
     if isinstance(weight, PackedQuantizedWeight):
         torch.ops.quire.quantized_linear(wide, weight.records, *weight.format, wide_bias, y)
+    elif isinstance(weight, PackedChannelWeight):
+        torch.ops.quire.channel_linear(wide, weight.panels, weight.bits, wide_bias, y)
     else:
         torch.ops.quire.linear(wide, weight.panels, wide_bias, y)
     return y.to(x.dtype)
@@ -79,6 +93,8 @@ def embedding(ids: Tensor, table: Tensor | Packed) -> Tensor:
     y = torch.empty(len(ids), table.inputs)
     if isinstance(table, PackedQuantizedWeight):
         torch.ops.quire.quantized_rows(table.records, *table.format, ids.long(), y)
+    elif isinstance(table, PackedChannelWeight):
+        torch.ops.quire.channel_rows(table.panels, table.bits, ids.long(), y)
     else:
         torch.ops.quire.packed_rows(table.panels, ids.long(), y)
     return y

@@ -53,16 +53,24 @@ class Fields {
     FieldValues values_;
 };
 
+Matrix matrix_of(const Tensor& packed, int64_t outputs, const std::string& format, int64_t bits, bool has_mins,
+                 int64_t zero_point) {
+    if (format == "floats") return float_matrix(packed, outputs);
+    if (format == "group") return group_matrix(packed, outputs, bits, has_mins, zero_point);
+    TORCH_CHECK(format == "channel", "no kernel for weights of the format ", format);
+    return channel_matrix(packed, outputs, bits);
+}
+
 // A packed matrix and its bias (outputs). It owns the tensors that `matrix` points to.
 struct Projection : torch::CustomClassHolder {
     Tensor packed;
     MaybeTensor bias;
     Matrix matrix;
 
-    // `bits` is 0 for a matrix of floats, which ignores `has_mins` and `zero_point`.
-    Projection(Tensor packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point, MaybeTensor bias)
-        : packed(packed), bias(bias),
-          matrix(bits ? quantized_matrix(packed, outputs, bits, has_mins, zero_point) : float_matrix(packed, outputs)) {
+    // A matrix of floats ignores `bits`, only one with groups reads `has_mins` and `zero_point`.
+    Projection(Tensor packed, int64_t outputs, std::string format, int64_t bits, bool has_mins, int64_t zero_point,
+               MaybeTensor bias)
+        : packed(packed), bias(bias), matrix(matrix_of(packed, outputs, format, bits, has_mins, zero_point)) {
         TORCH_CHECK(!bias || (bias->numel() == outputs && bias->is_contiguous() && bias->scalar_type() == at::kFloat),
                     "a bias is float32, one number for each output");
     }
@@ -224,13 +232,13 @@ struct DecoderLayers : torch::CustomClassHolder {
     // quantised, to `quantized`.
     void norm(const float* branch, float* residual, const Tensor& weight, const Matrix& next, int64_t count) {
         int64_t width = weight.numel();
-        if (next.quantized()) quantized.reset(count, width);
+        if (next.quantized()) quantized.reset(count, width, next.activation_group());
         at::parallel_for(0, count, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
             for (int64_t row = from; row < to; row++) {
                 float *row_residual = residual + row * width, *y = &normed[row * width];
                 add_rms_norm(branch ? branch + row * width : row_residual, branch ? row_residual : nullptr,
                              weight.const_data_ptr<float>(), config.eps, 1, width, y, row_residual);
-                if (next.quantized()) quantized.set(row, y, width);
+                if (next.quantized()) quantized.set(row, y);
             }
         });
     }
@@ -287,38 +295,47 @@ struct DecoderLayers : torch::CustomClassHolder {
         paged_attention(problem);
     }
 
-    // Computes y (count, H) from `normed` or `quantized`.
+    // Computes y (count, H) from `normed` or `quantized`. A thread computes all inputs of `down` that share a scale.
     void feed_forward(const DecoderLayer& layer, int64_t count, float* y) {
         const Matrix &up = layer.up->matrix, &down = layer.down->matrix;
         int64_t width = down.inputs, panels = width / PANEL;
-        const float* bias = data(layer.up->bias);
-        if (down.quantized()) quantized_inner.reset(count, width);
+        int64_t group_panels = down.quantized() ? down.activation_group() / PANEL : 1;
+        if (down.quantized()) quantized_inner.reset(count, width, down.activation_group());
         InputRows input{normed.data(), up.inputs, count, &quantized};
-        parallel_for_panels(panels, [&](int64_t panel) {
-            alignas(64) float gate_sums[MAX_BLOCK_ROWS * PANEL], up_sums[MAX_BLOCK_ROWS * PANEL];
-            panel_matmul(up, input, panel, gate_sums);
-            if (config.gated) panel_matmul(up, input, panels + panel, up_sums);
-            for (int64_t row = 0; row < count; row++) {
-                F32x16 half[2];
-                for (int h = 0; h < 2; h++) {
-                    int64_t index = row * PANEL + h * 16, output = panel * PANEL + h * 16;
-                    half[h] = F32x16::load(gate_sums + index);
-                    if (bias) half[h] = half[h] + F32x16::load(bias + output);
-                    half[h] = activate(half[h], config.gelu);
-                    if (!config.gated) continue;
-                    F32x16 up_half = F32x16::load(up_sums + index);
-                    if (bias) up_half = up_half + F32x16::load(bias + width + output);
-                    half[h] = half[h] * up_half;
-                }
-                if (down.quantized()) {
-                    quantized_inner.set(row, panel, half[0], half[1]);
-                } else {
-                    half[0].store(&inner_rows[row * width + panel * PANEL]);
-                    half[1].store(&inner_rows[row * width + panel * PANEL + 16]);
-                }
-            }
+        parallel_for_panels((panels + group_panels - 1) / group_panels, [&](int64_t group) {
+            int64_t first = group * group_panels, end = std::min(first + group_panels, panels);
+            alignas(64) float activated[MAX_BLOCK_ROWS * MAX_ACTIVATION_GROUP];
+            float* out = down.quantized() ? activated : &inner_rows[first * PANEL];
+            int64_t stride = down.quantized() ? (end - first) * PANEL : width;
+            for (int64_t panel = first; panel < end; panel++)
+                activated_panel(layer, input, panel, out + (panel - first) * PANEL, stride);
+            for (int64_t row = 0; down.quantized() && row < count; row++)
+                quantized_inner.set(row, group, activated + row * stride);
         });
         matmul(down, {inner_rows.data(), width, count, &quantized_inner}, data(layer.down->bias), y);
+    }
+
+    // Computes 32 of the inputs of `down` for each row of `input`. `stride` is the distance between rows of `out`.
+    void activated_panel(const DecoderLayer& layer, const InputRows& input, int64_t panel, float* out, int64_t stride) {
+        const Matrix& up = layer.up->matrix;
+        int64_t width = layer.down->matrix.inputs;
+        const float* bias = data(layer.up->bias);
+        alignas(64) float gate_sums[MAX_BLOCK_ROWS * PANEL], up_sums[MAX_BLOCK_ROWS * PANEL];
+        panel_matmul(up, input, panel, gate_sums);
+        if (config.gated) panel_matmul(up, input, width / PANEL + panel, up_sums);
+        for (int64_t row = 0; row < input.rows; row++)
+            for (int half = 0; half < PANEL; half += 16) {
+                int64_t index = row * PANEL + half, output = panel * PANEL + half;
+                F32x16 y = F32x16::load(gate_sums + index);
+                if (bias) y = y + F32x16::load(bias + output);
+                y = activate(y, config.gelu);
+                if (config.gated) {
+                    F32x16 factor = F32x16::load(up_sums + index);
+                    if (bias) factor = factor + F32x16::load(bias + width + output);
+                    y = y * factor;
+                }
+                y.store(out + row * stride + half);
+            }
     }
 };
 
@@ -326,7 +343,7 @@ struct DecoderLayers : torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
     m.class_<Projection>("Projection")
-        .def(torch::init<Tensor, int64_t, int64_t, bool, int64_t, MaybeTensor>());
+        .def(torch::init<Tensor, int64_t, std::string, int64_t, bool, int64_t, MaybeTensor>());
     m.class_<DecoderLayers>("DecoderLayers")
         .def(torch::init<FieldValues>())
         .def("add", &DecoderLayers::add)

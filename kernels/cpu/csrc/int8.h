@@ -19,16 +19,33 @@ struct U8x64 {
     void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
     U8x64 low_nibbles() const { return {_mm512_and_si512(v, _mm512_set1_epi8(15))}; }
     U8x64 high_nibbles() const { return {_mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15))}; }
+    // Returns each of 16 bytes four times, one after another.
+    static U8x64 repeat_four(const uint8_t* p) {
+        __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return {_mm512_mullo_epi32(wide, _mm512_set1_epi32(0x01010101))};
+    }
 };
+
+// Returns a * b + c for each byte. b has the same byte in both halves of each pair; no product exceeds 255.
+inline U8x64 multiply_add_bytes(U8x64 a, U8x64 b, U8x64 c) {
+    __m512i factor = _mm512_and_si512(b.v, _mm512_set1_epi16(0xff));
+    return {_mm512_add_epi8(_mm512_mullo_epi16(a.v, factor), c.v)};
+}
 
 struct I32x16 {
     __m512i v;
     static I32x16 set(int32_t x) { return {_mm512_set1_epi32(x)}; }
-    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`.
+    static I32x16 load(const uint8_t* p) {
+        return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+    }
+    I32x16 operator+(I32x16 o) const { return {_mm512_add_epi32(v, o.v)}; }
+    I32x16 operator*(I32x16 o) const { return {_mm512_mullo_epi32(v, o.v)}; }
+    // Lane i adds quants[4i..4i+3] times the four signed bytes at `quad`. In assembly, because GCC 12 keeps an array of
+    // sums in memory if a loop adds to them by the intrinsic.
     void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;
         std::memcpy(&four, quad, 4);
-        v = _mm512_dpbusd_epi32(v, quants.v, _mm512_set1_epi32(four));
+        asm("vpdpbusd %2, %1, %0" : "+v"(v) : "v"(quants.v), "v"(_mm512_set1_epi32(four)));
     }
     F32x16 to_float() const { return {_mm512_cvtepi32_ps(v)}; }
 };
@@ -50,11 +67,34 @@ struct U8x64 {
         return {_mm256_and_si256(lo, mask), _mm256_and_si256(hi, mask)};
     }
     U8x64 high_nibbles() const { return U8x64{_mm256_srli_epi16(lo, 4), _mm256_srli_epi16(hi, 4)}.low_nibbles(); }
+    static U8x64 repeat_four(const uint8_t* p) {
+        auto half = [](const uint8_t* q) {
+            __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q)));
+            return _mm256_mullo_epi32(wide, _mm256_set1_epi32(0x01010101));
+        };
+        return {half(p), half(p + 8)};
+    }
 };
+
+inline U8x64 multiply_add_bytes(U8x64 a, U8x64 b, U8x64 c) {
+    auto half = [](__m256i x, __m256i y, __m256i z) {
+        __m256i factor = _mm256_and_si256(y, _mm256_set1_epi16(0xff));
+        return _mm256_add_epi8(_mm256_mullo_epi16(x, factor), z);
+    };
+    return {half(a.lo, b.lo, c.lo), half(a.hi, b.hi, c.hi)};
+}
 
 struct I32x16 {
     __m256i lo, hi;
     static I32x16 set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+    static I32x16 load(const uint8_t* p) {
+        auto half = [](const uint8_t* q) {
+            return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q)));
+        };
+        return {half(p), half(p + 8)};
+    }
+    I32x16 operator+(I32x16 o) const { return {_mm256_add_epi32(lo, o.lo), _mm256_add_epi32(hi, o.hi)}; }
+    I32x16 operator*(I32x16 o) const { return {_mm256_mullo_epi32(lo, o.lo), _mm256_mullo_epi32(hi, o.hi)}; }
     // Multiplies even and odd bytes as 16-bit numbers, since the instruction for bytes saturates.
     void add_dot(U8x64 quants, const int8_t* quad) {
         int32_t four;

@@ -109,7 +109,7 @@ void packed_rows(const at::Tensor& packed, const at::Tensor& ids, at::Tensor& y)
 Matrix float_matrix(const at::Tensor& packed, int64_t outputs) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.size(2) == PANEL, "(panel, in, 32), contiguous");
     TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has not y's number of outputs");
-    return {packed.const_data_ptr(), outputs, packed.size(1), packed.scalar_type(), 0, false, 0};
+    return {packed.const_data_ptr(), outputs, packed.size(1), WeightFormat::floats, packed.scalar_type(), 0, false, 0};
 }
 
 void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t rows, int64_t panel, float* sums) {

@@ -7,12 +7,16 @@
 
 namespace quire {
 
-void quantized_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums);
 void float_panel_matmul(const Matrix& w, const float* x, int64_t stride, int64_t count, int64_t panel, float* sums);
+void group_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums);
+void channel_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums);
 
 void panel_matmul(const Matrix& w, const InputRows& input, int64_t panel, float* sums) {
-    if (w.quantized()) return quantized_panel_matmul(w, *input.quantized, panel, input.rows, sums);
-    float_panel_matmul(w, input.x, input.stride, input.rows, panel, sums);
+    switch (w.format) {
+        case WeightFormat::floats: return float_panel_matmul(w, input.x, input.stride, input.rows, panel, sums);
+        case WeightFormat::group: return group_panel_matmul(w, *input.quantized, panel, input.rows, sums);
+        case WeightFormat::channel: return channel_panel_matmul(w, *input.quantized, panel, input.rows, sums);
+    }
 }
 
 void matmul(const Matrix& w, const InputRows& input, const float* bias, float* y) {
@@ -27,9 +31,9 @@ void matmul(const Matrix& w, const InputRows& input, const float* bias, float* y
 
 void quantize_rows_for(const Matrix& w, const float* x, int64_t stride, int64_t rows, QuantizedRows& quantized) {
     if (!w.quantized()) return;
-    quantized.reset(rows, w.inputs);
+    quantized.reset(rows, w.inputs, w.activation_group());
     at::parallel_for(0, rows, ROWS_PER_THREAD, [&](int64_t from, int64_t to) {
-        for (int64_t row = from; row < to; row++) quantized.set(row, x + row * stride, w.inputs);
+        for (int64_t row = from; row < to; row++) quantized.set(row, x + row * stride);
     });
 }
 

@@ -1,5 +1,5 @@
 // Packed matrices, and the GEMM y = x Wᵀ + b with them. linear.cpp defines how matrices of floats are packed,
-// quantized_linear.cpp how quantised ones are.
+// quantized_linear.cpp those with a scale for each group of inputs, channel_linear.cpp those with one for each output.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,25 +12,33 @@
 namespace quire {
 
 constexpr int PANEL = 32;               // outputs that are stored and computed together
+constexpr int QUANT_GROUP_SIZE = 32;    // inputs of a weight that share a scale, where groups have scales
 constexpr int64_t ROWS_PER_THREAD = 4;  // fewer are not worth waking another thread
 constexpr int64_t MAX_BLOCK_ROWS = 96;  // of one pass over the weights; they and their sums fit into a core's caches
+
+enum class WeightFormat { floats, group, channel };  // the last two are quantised
 
 struct Matrix {
     const void* data;
     int64_t outputs, inputs;
+    WeightFormat format;
     at::ScalarType dtype;  // kByte if quantised
-    int bits;              // 8 or 4; 0: floats
-    bool has_mins;         // if quantised
-    int zero_point;        // if quantised without mins
+    int bits;              // 8 or 4 if quantised
+    bool has_mins;         // of groups
+    int zero_point;        // of groups without mins
 
-    bool quantized() const { return bits != 0; }
+    bool quantized() const { return format != WeightFormat::floats; }
+    // Inputs of x that share a scale, if the matrix is quantised.
+    int activation_group() const { return format == WeightFormat::channel ? MAX_ACTIVATION_GROUP : QUANT_GROUP_SIZE; }
     int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
     int width(int64_t panel) const { return int(std::min<int64_t>(PANEL, outputs - panel * PANEL)); }
 };
 
-// Matrices of tensors that `pack_linear` and `pack_quantized` returned. Raise c10::Error for any others.
+// Matrices of tensors that `pack_linear`, `pack_quantized` and `round_and_pack` returned. Raise c10::Error for any
+// others.
 Matrix float_matrix(const at::Tensor& packed, int64_t outputs);
-Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point);
+Matrix group_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point);
+Matrix channel_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits);
 
 // A block of rows (rows, inputs). A matrix of floats reads it from `x`, a quantised one from `quantized`.
 struct InputRows {

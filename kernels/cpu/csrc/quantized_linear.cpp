@@ -28,7 +28,7 @@ namespace quire {
 namespace {
 
 #if defined(__AVX512VNNI__)
-constexpr int TERM_TILE = 12;  // terms whose sums, 24 vectors of int32, fit into the registers
+constexpr int TERM_TILE = 6;  // terms: their sums, 12 vectors of int32, and what is added to them fit into registers
 #else
 constexpr int TERM_TILE = 2;
 #endif
@@ -174,7 +174,7 @@ at::Tensor pack_quantized(const at::Tensor& quants, const at::Tensor& scales, co
 
 void quantized_linear(const at::Tensor& x, const at::Tensor& packed, int64_t bits, bool has_mins, int64_t zero_point,
                       const std::optional<at::Tensor>& bias, at::Tensor& y) {
-    matmul(quantized_matrix(packed, y.size(1), bits, has_mins, zero_point), x, bias, y);
+    matmul(group_matrix(packed, y.size(1), bits, has_mins, zero_point), x, bias, y);
 }
 
 template <int BITS, bool MINS>
@@ -212,17 +212,17 @@ void quantized_rows(const at::Tensor& packed, int64_t bits, bool has_mins, int64
 
 }  // namespace
 
-Matrix quantized_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point) {
+Matrix group_matrix(const at::Tensor& packed, int64_t outputs, int64_t bits, bool has_mins, int64_t zero_point) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 3 && packed.scalar_type() == at::kByte, "bytes, contiguous");
     TORCH_CHECK(bits == 8 || bits == 4, "8 or 4 bits");
     TORCH_CHECK(packed.size(2) == PANEL * (QUANT_GROUP_SIZE * bits / 8 + (has_mins ? 4 : 2)),
                 "the weight has another format");
     TORCH_CHECK((outputs + PANEL - 1) / PANEL == packed.size(0), "the weight has another number of outputs");
     int64_t inputs = packed.size(1) * QUANT_GROUP_SIZE;
-    return {packed.const_data_ptr(), outputs, inputs, at::kByte, int(bits), has_mins, int(zero_point)};
+    return {packed.const_data_ptr(), outputs, inputs, WeightFormat::group, at::kByte, int(bits), has_mins, int(zero_point)};
 }
 
-void quantized_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums) {
+void group_panel_matmul(const Matrix& w, const QuantizedRows& rows, int64_t panel, int64_t count, float* sums) {
     std::fill_n(sums, count * PANEL, 0.0f);
     if (w.bits == 8) return (w.has_mins ? panel_sums<8, true> : panel_sums<8, false>)(w, rows, panel, sums);
     return (w.has_mins ? panel_sums<4, true> : panel_sums<4, false>)(w, rows, panel, sums);

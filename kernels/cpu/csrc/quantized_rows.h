@@ -1,12 +1,14 @@
 // Rows of activations quantised to eight bits, for GEMMs with quantised weights.
 //
-//     x[m, k] ≈ scale[m, g] * q[m, k]          q in -127..127, scale = max |x[m, group]| / 127, g = k / 32
+//     x[m, k] ≈ scale[m, g] * q[m, k]          q in -127..127, scale = max |x[m, group]| / 127, g = k / group size
 //
 // If one number of a group is far larger than the others, eight bits represent the others badly. Such a group has a
 // second term, the remainder of the first, with a scale that is 128 times smaller.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -14,10 +16,11 @@
 
 namespace quire {
 
-constexpr int QUANT_GROUP_SIZE = 32;  // inputs that share a scale
-constexpr float OUTLIER_RATIO = 5.0;  // largest number / root mean square of a group; above it, a second term
+constexpr int MAX_ACTIVATION_GROUP = 128;  // inputs
+constexpr int PART = 32;                   // inputs whose quants are summed up; sizes of groups are multiples of it
 
-// A row's term of one group, like a block of GGML's Q8_1. A GEMM multiplies `shift` by the weight's min, or `total` by its zero point.
+// A row's term of one group, like a block of GGML's Q8_1. A GEMM multiplies `shift` by the weight's min, or `total` by
+// its zero point.
 struct Term {
     float scale, shift;  // shift = scale * total
     int32_t total, row;  // total = Σ q
@@ -25,61 +28,101 @@ struct Term {
 
 // The terms of one group, contiguous: the first terms of all rows in order, then the second terms in any order.
 struct Terms {
-    const int8_t* q;  // 32 for each term
+    const int8_t* q;              // `size` for each term
+    const int32_t* part_totals;   // Σ q of each part of 32 inputs, size / 32 for each term
     const Term* term;
-    int count;
+    int count, size;
 };
 
 class QuantizedRows {
 public:
-    // Drops all terms, and allocates memory for x (rows, inputs).
-    void reset(int64_t rows, int64_t inputs) {
+    // Drops all terms, and allocates memory for x (rows, inputs). `group_size` is a multiple of 32, as `inputs` is; the
+    // last group may be smaller.
+    void reset(int64_t rows, int64_t inputs, int group_size) {
+        inputs_ = inputs;
+        group_size_ = group_size;
         capacity_ = 2 * rows + 2;  // for even numbers of rows no power of two, which would map groups to the same lines of a cache
-        int64_t groups = inputs / QUANT_GROUP_SIZE;
-        if (q_.size() < size_t(groups * capacity_ * QUANT_GROUP_SIZE)) q_.resize(groups * capacity_ * QUANT_GROUP_SIZE);
-        if (terms_.size() < size_t(groups * capacity_)) terms_.resize(groups * capacity_);
-        counts_.assign(groups, int32_t(rows));
+        if (q_.size() < size_t(inputs * capacity_)) q_.resize(inputs * capacity_);
+        if (part_totals_.size() < size_t(inputs / PART * capacity_)) part_totals_.resize(inputs / PART * capacity_);
+        if (terms_.size() < size_t(groups() * capacity_)) terms_.resize(groups() * capacity_);
+        counts_.assign(groups(), int32_t(rows));
     }
 
-    // Sets the 32 numbers of a group, `left` and `right` being its halves. Each (row, group) is set once; threads may set different ones at the same time.
-    void set(int64_t row, int64_t group, F32x16 left, F32x16 right) {
-        int8_t* q = &q_[group * capacity_ * QUANT_GROUP_SIZE];
+    int64_t groups() const { return (inputs_ + group_size_ - 1) / group_size_; }
+    int size(int64_t group) const { return int(std::min<int64_t>(group_size_, inputs_ - group * group_size_)); }
+
+    // Sets the numbers x (size(group)) of a group. Each (row, group) is set once; threads may set different ones at the
+    // same time.
+    void set(int64_t row, int64_t group, const float* x) {
+        int size = this->size(group);
+        int8_t* q = &q_[group * group_size_ * capacity_];
+        int32_t* part_totals = &part_totals_[group * group_size_ / PART * capacity_];
         Term* term = &terms_[group * capacity_];
-        float max_abs = reduce_max(max(left.abs(), right.abs())), squares = reduce_sum(fma(left, left, right * right));
-        term[row] = quantize(left, right, max_abs / 127, q + row * QUANT_GROUP_SIZE, row);
+        F32x16 maxima = F32x16::zero(), squares = F32x16::zero();
+        for (int i = 0; i < size; i += 16) {
+            F32x16 v = F32x16::load(x + i);
+            maxima = max(v.abs(), maxima);
+            squares = fma(v, v, squares);
+        }
+        float max_abs = reduce_max(maxima), square_sum = reduce_sum(squares), ratio = outlier_ratio(group_size_);
+        if (std::isnan(square_sum)) max_abs = square_sum;  // which `max` may have lost
+        auto quantize = [&](const Remainder* remainder, float scale, int64_t index) {
+            float total = round(x, remainder, size, scale, q + index * size, part_totals + index * size / PART);
+            term[index] = {scale, total * scale, int32_t(total), int32_t(row)};
+        };
+        quantize(nullptr, max_abs / 127, row);
         // a NaN needs no second term
-        if (!(max_abs * max_abs * QUANT_GROUP_SIZE > OUTLIER_RATIO * OUTLIER_RATIO * squares)) return;
+        if (!(max_abs * max_abs * size > ratio * ratio * square_sum)) return;
         int second = std::atomic_ref<int32_t>(counts_[group]).fetch_add(1, std::memory_order_relaxed);
-        F32x16 scale = F32x16::set(-term[row].scale);
-        left = fma(F32x16::load(q + row * QUANT_GROUP_SIZE), scale, left);
-        right = fma(F32x16::load(q + row * QUANT_GROUP_SIZE + 16), scale, right);
-        term[second] = quantize(left, right, term[row].scale / 128, q + second * QUANT_GROUP_SIZE, row);
+        Remainder first{q + row * size, term[row].scale};
+        quantize(&first, term[row].scale / 128, second);
     }
 
-    void set(int64_t row, const float* x, int64_t inputs) {
-        for (int64_t g = 0; g < inputs / QUANT_GROUP_SIZE; g++)
-            set(row, g, F32x16::load(x + g * QUANT_GROUP_SIZE), F32x16::load(x + g * QUANT_GROUP_SIZE + 16));
+    void set(int64_t row, const float* x) {
+        for (int64_t g = 0; g < groups(); g++) set(row, g, x + g * group_size_);
     }
 
     // Returns a group's terms. Call it after all threads have set theirs.
     Terms terms(int64_t group) const {
-        return {&q_[group * capacity_ * QUANT_GROUP_SIZE], &terms_[group * capacity_], counts_[group]};
+        int64_t first = group * group_size_ * capacity_;
+        return {&q_[first], &part_totals_[first / PART], &terms_[group * capacity_], counts_[group], size(group)};
     }
 
 private:
-    int64_t capacity_ = 0;  // terms for each group
+    // What a first term leaves of a number x: x - scale * q.
+    struct Remainder {
+        const int8_t* q;
+        float scale;
+    };
+
+    int64_t inputs_ = 0, capacity_ = 0;  // capacity: terms for each group
+    int group_size_ = 0;
     std::vector<int8_t> q_;
     std::vector<Term> terms_;
-    std::vector<int32_t> counts_;
+    std::vector<int32_t> part_totals_, counts_;
 
-    static Term quantize(F32x16 left, F32x16 right, float scale, int8_t* out, int64_t row) {
+    // The largest number over the root mean square of a group, above which it has a second term.
+    static float outlier_ratio(int group_size) { return group_size == 32 ? 5.0f : 7.0f; }
+
+    // Sets the quants of x, or of its remainder, and their totals. Returns the total of all.
+    static float round(const float* x, const Remainder* remainder, int size, float scale, int8_t* out,
+                       int32_t* part_totals) {
         F32x16 factor = F32x16::set(scale > 0 ? 1 / scale : 0);
-        left = (left * factor).round();
-        right = (right * factor).round();
-        left.store(out);
-        right.store(out + 16);
-        float total = reduce_sum(left + right);  // of whole numbers, so exact
-        return {scale, total * scale, int32_t(total), int32_t(row)};
+        float total = 0;
+        for (int part = 0; part < size; part += PART) {
+            F32x16 sum = F32x16::zero();
+            for (int i = part; i < part + PART; i += 16) {
+                F32x16 v = F32x16::load(x + i);
+                if (remainder) v = fma(F32x16::load(remainder->q + i), F32x16::set(-remainder->scale), v);
+                F32x16 rounded = (v * factor).round();
+                rounded.store(out + i);
+                sum = sum + rounded;
+            }
+            float part_total = reduce_sum(sum);  // of whole numbers, so exact
+            part_totals[part / PART] = int32_t(part_total);
+            total += part_total;
+        }
+        return total;
     }
 };
 

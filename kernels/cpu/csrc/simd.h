@@ -202,6 +202,9 @@ inline float reduce(F32x16 x, __m256 (*join)(__m256, __m256)) {
 inline float reduce_sum(F32x16 x) {
     return reduce(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
 }
+inline float reduce_min(F32x16 x) {
+    return reduce(x, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
+}
 inline float reduce_max(F32x16 x) {
     return reduce(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
 }
