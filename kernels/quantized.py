@@ -1,9 +1,11 @@
-"""Quantised weights: `QuantizedWeight`, which checkpoints and `quantize` return and `pack_linear` takes.
+"""Weights that `pack_linear` takes beside plain floats.
+
+`QuantizedWeight` holds a checkpoint's own quants:
 
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // 32
 
 Without mins, all quants of a weight have one zero point: min = -zero_point * scale. GGUF's Q4_0, Q4_1 and Q8_0 are of
-this form.
+this form. `RoundedWeight` is one of floats that Quire rounds to 8 or 4 bits.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from torch import Tensor
 QUANT_GROUP_SIZE = 32
 """Inputs that share a scale."""
 
-_ZERO_POINT = 128  # of the 8 bits that `quantize` makes
+_ZERO_POINT = 128  # of 8 bits that were 4
 
 
 class QuantizedWeight(NamedTuple):
@@ -61,6 +63,10 @@ class RoundedWeight(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """The outputs of all parts, and the inputs."""
         return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+
+Weight = Tensor | QuantizedWeight | RoundedWeight
+"""A matrix (out, in): floats, quants of a checkpoint, or floats that are to be rounded."""
 
 
 def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:

@@ -48,7 +48,9 @@ def fuse_layers(config: LayerConfig, layers: Sequence[DecoderLayer]) -> Callable
 
 def _is_supported(layer: DecoderLayer) -> bool:
     weights = [projection.weight for projection in (layer.qkv, layer.out, layer.up, layer.down)]
-    supported = all(isinstance(weight, PackedWeight | PackedQuantizedWeight | PackedChannelWeight) for weight in weights)
+    supported = all(
+        isinstance(weight, PackedWeight | PackedQuantizedWeight | PackedChannelWeight) for weight in weights
+    )
     return supported and layer.down.weight.inputs % PANEL == 0
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, RoundedWeight, restore_input_order
+from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, RoundedWeight, Weight, restore_input_order
 
 
 class PackedWeight(NamedTuple):
@@ -50,7 +50,7 @@ class ReorderedWeight(NamedTuple):
 Packed = PackedWeight | PackedQuantizedWeight | PackedChannelWeight | ReorderedWeight
 
 
-def pack_linear(weight: Tensor | QuantizedWeight | RoundedWeight) -> Packed:
+def pack_linear(weight: Weight) -> Packed:
     """Return `weight` (out, in) in panels. Its type stays, unless it is to be rounded."""
     if isinstance(weight, RoundedWeight):
         panels = torch.ops.quire.round_and_pack(weight.parts, weight.bits)

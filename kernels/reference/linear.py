@@ -3,11 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import QuantizedWeight, RoundedWeight, Weight
 
 
-def pack_linear(weight: Tensor | QuantizedWeight) -> Tensor:
+def pack_linear(weight: Weight) -> Tensor:
     """Return the weight unchanged, or in float32 if it is quantised."""
+    if isinstance(weight, RoundedWeight):
+        raise TypeError("only the kernels compiled for a CPU round weights")
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 

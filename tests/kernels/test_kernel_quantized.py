@@ -1,15 +1,17 @@
 """Quantised weights, and matrix products with them, against float64 and against themselves in other batches."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.cpu import extension
+from kernels.cpu.linear import Packed
 from kernels.load import ops, reference
 from kernels.ops import Ops
-from kernels.quantized import QuantizedWeight, quantize, stack
+from kernels.quantized import QuantizedWeight, RoundedWeight, stack
 from tests.kernels.tolerance import assert_near
 
 OPS = ops(torch.device("cpu"))
@@ -29,15 +31,26 @@ def weight(outputs: int, inputs: int, bits: int, mins: bool, seed: int = 0) -> Q
     )
 
 
+def rounded_activations(x: Tensor, group_size: int, outlier_ratio: float) -> Tensor:
+    """Return `x` rounded to eight bits a group, and eight finer ones where a number stands out."""
+    parts = []
+    for group in x.double().split(group_size, 1):
+        largest = group.abs().amax(-1, keepdim=True)
+        scale = (largest / 127).clamp_min(1e-30)
+        kept = (group / scale).round() * scale
+        finer = ((group - kept) / (scale / 128)).round() * (scale / 128)
+        outlier = largest > outlier_ratio * group.square().mean(-1, keepdim=True).sqrt()
+        parts.append(torch.where(outlier, kept + finer, kept))
+    return torch.cat(parts, 1)
+
+
 def by_hand(x: Tensor, w: QuantizedWeight) -> Tensor:
-    """Return the product with `x` rounded to eight bits a group, and eight finer ones where a number stands out."""
-    groups = x.double().view(len(x), -1, 32)
-    largest = groups.abs().amax(-1, keepdim=True)
-    scale = (largest / 127).clamp_min(1e-30)
-    kept = (groups / scale).round() * scale
-    finer = ((groups - kept) / (scale / 128)).round() * (scale / 128)
-    outlier = largest > 5.0 * groups.square().mean(-1, keepdim=True).sqrt()
-    return torch.where(outlier, kept + finer, kept).view(x.shape) @ w.dequantize().double().T
+    return rounded_activations(x, 32, 5.0) @ w.dequantize().double().T
+
+
+def dequantize(packed: Packed) -> Tensor:
+    """Return the weight (out, in) that a packed one stands for, row by row."""
+    return OPS.embedding(torch.arange(packed.outputs), packed)
 
 
 @pytest.mark.parametrize(("bits", "mins"), FORMATS)
@@ -84,9 +97,15 @@ def test_a_zero_point_may_be_any_quant(bits: int) -> None:
         assert (out - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("bits", "mins"), FORMATS)
-def test_a_rows_bits_are_its_own(bits: int, mins: bool) -> None:
-    packed, x = OPS.pack_linear(weight(200, 576, bits, mins)), torch.randn(140, 576)
+@pytest.mark.parametrize(
+    "unpacked",
+    [
+        *itertools.starmap(partial(weight, 200, 576), FORMATS),
+        *(RoundedWeight(b, [torch.randn(200, 576)]) for b in (8, 4)),
+    ],
+)
+def test_a_rows_bits_are_its_own(unpacked: QuantizedWeight | RoundedWeight) -> None:
+    packed, x = OPS.pack_linear(unpacked), torch.randn(140, 576)
     x[::3, 5] = 50.0
     before = torch.get_num_threads()
     try:
@@ -114,15 +133,74 @@ def test_the_reference_multiplies_with_the_numbers_themselves() -> None:
     assert_near(out, x.double() @ w.dequantize().double().T, torch.float32, 64)
 
 
-@pytest.mark.parametrize(("bits", "bound"), [(8, 0.5 / 127), (4, 0.5 / 15 * 2)])
-def test_rounding(bits: int, bound: float) -> None:
-    original = torch.randn(7, 96)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_eight_bits_have_a_scale_for_each_output(dtype: torch.dtype) -> None:
+    original = (torch.randn(71, 96) * torch.logspace(-2, 2, 71)[:, None]).to(dtype)
+    original[5] = 0.0
+    rounded = dequantize(OPS.pack_linear(RoundedWeight(8, [original]))).double()
+    scale = original.double().abs().amax(1, keepdim=True) / 127
+    assert ((rounded - original.double()).abs() <= 0.5001 * scale).all()
+    wholes = rounded / scale.clamp_min(1e-30)
+    assert (wholes - wholes.round()).abs().max() < 1e-3
+
+
+def test_four_bits_are_whole_steps_of_eight() -> None:
+    torch.manual_seed(0)
+    original = torch.randn(71, 192)
     original[2, 32:64] = 0.0
-    w = quantize(original, bits)
-    error = (w.dequantize() - original).abs().view(7, 3, 32).amax(-1)
-    assert (error <= bound * 1.01 * original.abs().view(7, 3, 32).amax(-1) + 1e-3 * (bits == 4)).all()
-    assert torch.equal(w.dequantize()[2, 32:64], torch.zeros(32))
-    assert int(w.quants.max()) < 2**bits
+    original[3, 64:96] = 1.0
+    original[4, :32] = torch.linspace(-5, 5, 32)  # the whole range of the eight bits
+    rounded = dequantize(OPS.pack_linear(RoundedWeight(4, [original]))).double()
+    scale = original.double().abs().amax(1, keepdim=True) / 127
+    wholes = rounded / scale
+    assert (wholes - wholes.round()).abs().max() < 1e-3
+    assert wholes.abs().max() <= 128.01
+    groups, units = wholes.round().view(71, 6, 32), (original.double() / scale).view(71, 6, 32)
+    assert all(len(group.unique()) <= 16 for output in groups for group in output)
+    # The best of two steps is at most one and a bit times too coarse, and leaves out at most half a step at each end.
+    step = ((units.amax(-1) - units.amin(-1)) / 15).floor() + 1
+    assert ((groups - units).abs().amax(-1) <= 0.5 * step + 8.5).all()
+    assert ((groups - units).square().mean(-1).sqrt() <= 0.33 * step + 0.3).all()
+    assert torch.equal(rounded[2, 32:64], torch.zeros(32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(71, 96), (32, 32), (5, 576), (40, 256)])
+@pytest.mark.parametrize("count", [1, 3, 5, 13])
+def test_linear_with_rounded_weights(bits: int, outputs: int, inputs: int, count: int) -> None:
+    packed = OPS.pack_linear(RoundedWeight(bits, [torch.randn(outputs, inputs)]))
+    x, bias = torch.randn(count, inputs), torch.randn(outputs)
+    x[0, 3] = 40.0  # its group has a finer term, if it is large enough
+    x[-1, 32 * (inputs // 32 - 1) :] = 0.0
+    out = OPS.linear(x, packed, bias)
+    expected = rounded_activations(x, 128, 7.0) @ dequantize(packed).double().T + bias.double()
+    assert (out - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_parts_follow_one_another(bits: int) -> None:
+    parts = [torch.randn(outputs, 64, dtype=dtype) for outputs, dtype in ((40, torch.float32), (3, torch.bfloat16))]
+    parts.append(torch.randn(64, 30).T)  # not contiguous
+    whole = OPS.pack_linear(RoundedWeight(bits, parts))
+    assert whole.outputs == 73
+    each = [dequantize(OPS.pack_linear(RoundedWeight(bits, [part]))) for part in parts]
+    assert torch.equal(dequantize(whole), torch.cat(each))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_weight_that_is_no_number_spoils_its_output_alone(bits: int) -> None:
+    original, x = torch.randn(40, 64), torch.randn(3, 64)
+    original[7, 40] = float("nan")
+    out = OPS.linear(x, OPS.pack_linear(RoundedWeight(bits, [original])), None)
+    assert torch.equal(out.isnan().any(0), torch.arange(40) == 7)
+
+
+def test_an_activation_that_is_no_number_spoils_its_row_alone() -> None:
+    x = torch.randn(5, 256)
+    x[2, 130] = float("nan")
+    out = OPS.linear(x, OPS.pack_linear(RoundedWeight(8, [torch.randn(40, 256)])), None)
+    assert torch.equal(out.isnan().all(1), torch.arange(5) == 2)
+    assert not out[[0, 1, 3, 4]].isnan().any()
 
 
 def test_stacking() -> None:

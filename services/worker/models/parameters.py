@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, RoundedWeight, stack
+from kernels.quantized import QUANT_GROUP_SIZE, RoundedWeight, Weight, stack
 from services.worker.checkpoint.quantization_config import CheckpointQuantization
 from services.worker.checkpoint.weight_files import FLOATS, WeightFiles, check_float
 from services.worker.models.decoder.layers import Weights
@@ -72,7 +72,7 @@ class CheckpointWeights:
             yield parameter[row : row + tensor.shape[0]], stored.T if source.transposed else stored
             row += tensor.shape[0]
 
-    def load_matrix(self, name: str) -> Tensor | QuantizedWeight | RoundedWeight:
+    def load_matrix(self, name: str) -> Weight:
         """Return the matrix called `name`: with the checkpoint's quants, rounded to quants, or as floats."""
         if self._precision.quantization in get_args(CheckpointQuantization):
             tensors = self._sources[name].tensors
@@ -109,7 +109,7 @@ class RandomWeights:
             values = values + 1
         return values.to(self._precision.dtype)
 
-    def load_matrix(self, name: str) -> Tensor | QuantizedWeight | RoundedWeight:
+    def load_matrix(self, name: str) -> Weight:
         return round_matrix(self.load(name), self._precision.quantization)
 
 
@@ -137,7 +137,7 @@ def load_weights(
         logger.warning("%d tensors are dequantised, %s the first: %s", len(names), names[0], reason)
 
 
-def round_matrix(matrix: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight | RoundedWeight:
+def round_matrix(matrix: Tensor, quantization: Quantization | None) -> Weight:
     """Return `matrix` (out, in), to be rounded to 8 or 4 bits if `quantization` says so and it has whole groups."""
     if quantization not in ("int8", "int4") or matrix.shape[1] % QUANT_GROUP_SIZE:
         return matrix
