@@ -11,19 +11,27 @@ from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.plan_builder import PlanBuilder
-from services.scheduler.core.policy import may_preempt, split_budget
+from services.scheduler.core.policy import budget_beside_streams, may_preempt, split_budget
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.step_time import StepTime
 
 
 class Planner:
     """Makes plans from the state of the queues and the block manager. It keeps nothing from one plan to the next."""
 
     def __init__(
-        self, limits: Limits, block_manager: BlockManager, queues: Queues, quarantine: Quarantine, counters: Counters
+        self,
+        limits: Limits,
+        block_manager: BlockManager,
+        queues: Queues,
+        quarantine: Quarantine,
+        counters: Counters,
+        step_time: StepTime,
     ) -> None:
         self._limits = limits
+        self._step_time = step_time
         self._block_manager = block_manager
         self._queues = queues
         self._quarantine = quarantine
@@ -33,13 +41,25 @@ class Planner:
         """Return the next plan. If it has no rows, there is nothing to do."""
         builder = PlanBuilder()
         chunked = self._continue_outputs(builder)
-        budget = self._limits.max_num_batched_tokens - len(builder.rows)
+        budget = self._budget(builder, len(chunked))
         if not builder.num_skipped:
             self._admit(builder, chunked, budget, now)
         if chunked:
             self._share_budget(builder, chunked, budget)
         self._block_manager.count_scheduled(builder.num_tokens)
         return builder
+
+    def _budget(self, builder: PlanBuilder, num_chunked: int) -> int:
+        """Return the positions that sequences which do not continue their output get, of which `num_chunked` run."""
+        rows, limits = len(builder.rows), self._limits
+        largest = limits.max_num_batched_tokens - rows
+        if not limits.max_step_seconds or not (rows or builder.num_skipped):  # nobody waits for a next token
+            return largest
+        fitting = self._step_time.positions_within(limits.max_step_seconds, rows)
+        if fitting is None:
+            return largest
+        in_line = num_chunked + min(len(self._queues.waiting), len(self._queues.free_slots))
+        return min(budget_beside_streams(fitting, in_line), largest)
 
     def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: int) -> None:
         """Add rows of more than one position, and the forks of prompts that they complete."""
