@@ -16,9 +16,9 @@ block, and the rest goes to the first in order. So a long prompt gets the larger
 stop it, while a short prompt behind it is computed within a few steps.
 
 Streams wait for the whole step. So while there are any, the budget of chunks is what fits `max_step_seconds` by the
-estimate of step_time.py. Prompts in line get `CHUNK` positions each beyond that, since they must come to their end even
-if the streams alone take too long, and all at once if many wait: up to `EFFICIENT_CHUNK`, after which a larger share of
-the time would only take it from the streams.
+estimate of step_time.py. But there is a `CHUNK` for every two in line, up to `EFFICIENT_CHUNK`, even if the step takes
+longer then: all must come to their end, and a fixed bound would let the queue grow under load, where it does not even
+help the streams. Small chunks spend the time on streams that then end sooner than prompts follow them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,7 +30,7 @@ REQUEST_SPAN = 600.0
 """Seconds, more than most outputs take."""
 
 CHUNK = 16
-"""Positions of chunks that a step has for each sequence in line, however long it takes, so that all come to an end."""
+"""Positions of chunks that a step has for every two sequences in line, however long it takes."""
 
 EFFICIENT_CHUNK = 128
 """Positions from which on larger chunks make prompts no faster, on CPUs (benchmarks/results/step_time.md)."""
@@ -71,7 +71,7 @@ def budget_beside_streams(fitting: int, in_line: int) -> int:
     `fitting` ones fit the time that a step should take, and `in_line` sequences run or could run that want them. The
     budget is a multiple of `CHUNK`, so that chunks end where blocks of the usual sizes do.
     """
-    least = min(in_line * CHUNK, EFFICIENT_CHUNK)
+    least = min(-(-in_line // 2) * CHUNK, EFFICIENT_CHUNK)
     return max(fitting // CHUNK * CHUNK, least, CHUNK)
 
 

@@ -9,19 +9,20 @@ rows. The estimate starts from what the worker measured in its warm-up, and each
 kernels do better on many rows than on few, and other processes take their part of the machine. The planner uses it to
 choose how many positions of prompts a step may have beside streams.
 
-The correction is a normalised step of gradient descent on the logarithms of the three costs (Nagumo and Noda, 1967, for
-the linear case): what makes up most of a step is corrected most, and none becomes negative.
+A step without longer rows corrects the first two costs, and one with them the third alone. If each step corrected all
+three, the estimate of like steps would be right and that of others wrong: it would never find out that there is time
+for more positions.
 """
 
-LEARNING_RATE = 0.2
-"""Share of a step's error that is corrected by it."""
+LEARNING_RATE = 0.3
+"""Share of an error that is corrected at once."""
 
 MAX_ERROR = 2.0
-"""Factor by which a step counts at most as longer or shorter than expected: one that has waited for a compiler or for
+"""Factor by which a cost counts at most as higher or lower than expected: a step that has waited for a compiler or for
 another process says nothing about the next."""
 
 MIN_SHARE = 0.001
-"""Share of a step's fixed cost that one more token costs at least: what is next to nothing is never corrected."""
+"""Share of a step's fixed cost that one more token costs at least: a factor of nothing is nothing."""
 
 
 class StepTime:
@@ -52,12 +53,17 @@ class StepTime:
 
     def observe(self, rows: int, positions: int, seconds: float) -> None:
         """Correct the estimate by a step that took `seconds`; 0 if that is not known."""
-        predicted = self.predict(rows, positions)
-        if predicted <= 0 or seconds <= 0:
+        if self.token <= 0 or seconds <= 0:
             return
-        error = min(max(seconds, predicted / MAX_ERROR), predicted * MAX_ERROR) - predicted
-        parts = (self.step, rows * self.row, positions * self.token)
-        rate = LEARNING_RATE * error / sum(part * part for part in parts)
-        self.step *= 1 + rate * parts[0]
-        self.row *= 1 + rate * parts[1]
-        self.token *= 1 + rate * parts[2]
+        single = self.predict(rows, 0)
+        if positions:
+            self.token += _correction(self.token, (seconds - single) / positions)
+        else:  # each in proportion to its part of the step
+            parts = (self.step, rows * self.row)
+            rate = _correction(single, seconds) / sum(part * part for part in parts)
+            self.step *= 1 + rate * parts[0]
+            self.row *= 1 + rate * parts[1]
+
+
+def _correction(expected: float, seen: float) -> float:
+    return LEARNING_RATE * (min(max(seen, expected / MAX_ERROR), expected * MAX_ERROR) - expected)
