@@ -17,8 +17,8 @@ stop it, while a short prompt behind it is computed within a few steps.
 
 Streams wait for the whole step. So while there are any, the budget of chunks is what fits `max_step_seconds` by the
 estimate of step_time.py. But there is a `CHUNK` for every two in line, up to `EFFICIENT_CHUNK`, even if the step takes
-longer then: all must come to their end, and a fixed bound would let the queue grow under load, where it does not even
-help the streams. Small chunks spend the time on streams that then end sooner than prompts follow them.
+longer then. All must come to their end, and under load a bound that always holds would only make the first tokens wait:
+as many tokens a second are computed, for fewer streams at a time.
 """
 
 from bisect import bisect_left, bisect_right
