@@ -17,7 +17,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 from services.scheduler.core import Limits, Scheduler
-from services.scheduler.core.policy import CHUNK, EFFICIENT_CHUNK
+from services.scheduler.core.policy import CHUNK, EFFICIENT_CHUNK, budget_beside_streams
 from shared.protocol import Epoch, SampledRow, Sampling, StepPlan, StepResult, Submit, pack_tokens
 
 BLOCKS = 10_000
@@ -60,7 +60,7 @@ RULES: dict[str, tuple[bool, Rule]] = {  # whether the time is bounded, and the 
     "no bound": (False, chunk_for_every(1)),
     "the bound alone": (True, chunk_for_every(10**9)),
     "a chunk for each in line": (True, chunk_for_every(1)),
-    "for every two": (True, chunk_for_every(2)),
+    "for every two, as it is": (True, budget_beside_streams),
     "for every four": (True, chunk_for_every(4)),
 }
 
