@@ -59,8 +59,8 @@ def chunk_for_every(number: int) -> Rule:
 RULES: dict[str, tuple[bool, Rule]] = {  # whether the time is bounded, and the rule
     "no bound": (False, chunk_for_every(1)),
     "the bound alone": (True, chunk_for_every(10**9)),
-    "a chunk for each in line": (True, chunk_for_every(1)),
-    "for every two, as it is": (True, budget_beside_streams),
+    "a chunk for each in line, as it is": (True, budget_beside_streams),
+    "for every two": (True, chunk_for_every(2)),
     "for every four": (True, chunk_for_every(4)),
 }
 

@@ -71,8 +71,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=600_000)] | None,
         Meta(
             description="Milliseconds that a step should take at most while answers are streamed: it has as many "
-            "tokens of prompts as fit by the measured times, but 16 for every two prompts in line, up to 128; 0: no "
-            "such bound; unset: 100 on a CPU, 0 on a GPU."
+            "tokens of prompts as fit by the measured times, but 16 for each prompt in line, up to 128; 0: no such "
+            "bound; unset: 100 on a CPU, 0 on a GPU."
         ),
     ] = None
     block_size: Annotated[Literal[8, 16, 32, 64, 128, 256], Meta(description="Tokens in a block of KV memory.")] = 16

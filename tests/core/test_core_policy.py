@@ -74,8 +74,7 @@ def test_sorted_sequences_keep_the_order() -> None:
         (100, 1, 96),  # a multiple of 16
         (15, 1, 16),  # never less than a chunk
         (0, 0, 16),
-        (20, 2, 16),
-        (20, 3, 32),  # a chunk for every two
+        (20, 3, 48),  # a chunk for each
         (100, 3, 96),
         (0, 100, 128),  # as far as that makes them faster
         (500, 100, 496),

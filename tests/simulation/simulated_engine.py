@@ -206,7 +206,7 @@ class BudgetCheck:
             return "the size of a step"
         assert not left or chunked >= min(16, limits.max_num_batched_tokens - single), "prompts never stand still"
         predicted = core._step_time.predict(single, chunked)
-        least = min(16 * max((self._in_line + 1) // 2, 1), 128)
+        least = min(16 * max(self._in_line, 1), 128)
         assert chunked <= least or predicted <= limits.max_step_seconds, "streams do not wait for prompts"
         return "the time of a step" if left else "demand"
 

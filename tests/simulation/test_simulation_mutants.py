@@ -136,10 +136,10 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
     "streams wait for prompts of any length": [
-        ("planner:Planner._budget", "if not limits.max_step_seconds", "if True"),
+        ("planner:Planner._budget", "if not streaming", "if True"),
     ],
     "prompts without streams are bounded": [
-        ("planner:Planner._budget", "not (rows or builder.num_skipped)", "False"),
+        ("planner:Planner._budget", "if not streaming or", "if"),
     ],
     "prompts wait until the streams leave them time": [
         ("planner:Planner._budget", "budget_beside_streams(fitting, in_line)", "fitting"),

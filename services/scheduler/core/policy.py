@@ -16,9 +16,9 @@ block, and the rest goes to the first in order. So a long prompt gets the larger
 stop it, while a short prompt behind it is computed within a few steps.
 
 Streams wait for the whole step. So while there are any, the budget of chunks is what fits `max_step_seconds` by the
-estimate of step_time.py. But there is a `CHUNK` for every two in line, up to `EFFICIENT_CHUNK`, even if the step takes
-longer then. All must come to their end, and under load a bound that always holds would only make the first tokens wait:
-as many tokens a second are computed, for fewer streams at a time.
+estimate of step_time.py, and half a `CHUNK` is the least for each. But there is a whole one for each in line, up to
+`EFFICIENT_CHUNK`, even if the step takes longer then. All must come to their end, and under load a bound that always
+holds would only make the first tokens wait: as many tokens a second are computed, for fewer streams at a time.
 """
 
 from bisect import bisect_left, bisect_right
@@ -30,7 +30,10 @@ REQUEST_SPAN = 600.0
 """Seconds, more than most outputs take."""
 
 CHUNK = 16
-"""Positions of chunks that a step has for every two sequences in line, however long it takes."""
+"""Positions of chunks that a step has for each sequence in line, however long it takes."""
+
+LEAST_CHUNK = CHUNK // 2
+"""Positions that each of them gets before the first in order gets more, unless a block is less."""
 
 EFFICIENT_CHUNK = 128
 """Positions from which on larger chunks make prompts no faster, on CPUs (benchmarks/results/step_time.md)."""
@@ -71,7 +74,7 @@ def budget_beside_streams(fitting: int, in_line: int) -> int:
     `fitting` ones fit the time that a step should take, and `in_line` sequences run or could run that want them. The
     budget is a multiple of `CHUNK`, so that chunks end where blocks of the usual sizes do.
     """
-    least = min(-(-in_line // 2) * CHUNK, EFFICIENT_CHUNK)
+    least = min(in_line * CHUNK, EFFICIENT_CHUNK)
     return max(fitting // CHUNK * CHUNK, least, CHUNK)
 
 
