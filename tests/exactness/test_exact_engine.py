@@ -89,10 +89,9 @@ def test_prompts_found_in_the_cache_change_nothing(
 def test_a_pool_too_small_for_all_and_short_steps_change_nothing(
     requests: list[Request], alone: list[Run], dtype: str
 ) -> None:
-    """SCH-02, SCH-03. How a prompt is cut goes by the times that steps take, and so is another one in each run."""
+    """SCH-02, SCH-03."""
     pool = 39 if dtype == "auto" else 11  # the longest request, and little more
-    sizes = {"num_gpu_blocks_override": pool, "block_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 64}
-    small = engine(dtype, max_step_ms=1, **sizes)
+    small = engine(dtype, num_gpu_blocks_override=pool, block_size=8, max_num_seqs=32, max_num_batched_tokens=64)
     outputs = serve(small, requests)
     snapshot = small.engine.snapshot
     print(f"{snapshot.preemptions} preemptions in {snapshot.steps} steps")
