@@ -1,10 +1,11 @@
-"""Measures what --max-num-batched-tokens does to streams while prompts arrive.
+"""Measures what --max-num-batched-tokens or --max-step-ms do to streams while prompts arrive.
 
     python -m benchmarks.chunk_sizes [--sizes 64,128,256,512,1024,2048] [--streams 8] [--prompts 12] [--rounds 1]
+    python -m benchmarks.chunk_sizes --step-ms 0,100 [...]
 
-Each size has its own server: `--streams` long answers run, while prompts of `--length` random tokens arrive at
+Each value has its own server: `--streams` long answers run, while prompts of `--length` random tokens arrive at
 `--rate` a second. Prints the streams' times between two tokens while prompts came, the prompts' times to their first
-token, and the rate of the streams' tokens. With several rounds, the sizes take turns; compare within a round.
+token, and the rate of the streams' tokens. With several rounds, the values take turns; compare within a round.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import aiohttp
 
 from benchmarks.serving import embedded
+from tests.waiting import until
 
 TIMEOUT = aiohttp.ClientTimeout(total=3600)
 
@@ -34,7 +36,10 @@ class Seen(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="64,128,256,512,1024,2048")
+    parser.add_argument(
+        "--sizes", default="64,128,256,512,1024,2048", help="of a step in tokens, however long it takes"
+    )
+    parser.add_argument("--step-ms", default="", help="values of --max-step-ms, instead of sizes")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--length", type=int, default=512, help="tokens of a prompt")
@@ -42,20 +47,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--flags", default="", help="of `quire serve`, in one argument")
     options = parser.parse_args()
-    print("| round | batched tokens | ITL p50 / p99, ms | TTFT p50 / p99, ms | streams, tok/s |\n|---|---|---|---|---|")
-    for round, size in itertools.product(range(options.rounds), map(int, options.sizes.split(","))):
-        seen = asyncio.run(measure(size, options))
-        itl, ttft = percentiles(seen.gaps), percentiles(seen.firsts)
-        rate = len(seen.gaps) / seen.seconds
-        print(f"| {round} | {size} | {itl} | {ttft} | {rate:.1f} |", flush=True)
+    if options.step_ms:
+        settings = [[f"--max-step-ms={value}"] for value in options.step_ms.split(",")]
+    else:
+        settings = [[f"--max-num-batched-tokens={size}", "--max-step-ms=0"] for size in options.sizes.split(",")]
+    print("| round | setting | ITL p50 / p99 / longest, ms | TTFT p50 / longest, ms | streams, tok/s |")
+    print("|---|---|---|---|---|")
+    for round, flags in itertools.product(range(options.rounds), settings):
+        seen = asyncio.run(measure(flags, options))
+        p50, p99, longest = (1000 * seconds for seconds in (*percentiles(seen.gaps), max(seen.gaps)))
+        first, last = (1000 * seconds for seconds in (statistics.median(seen.firsts), max(seen.firsts)))
+        times = f"{p50:.0f} / {p99:.0f} / {longest:.0f} | {first:.0f} / {last:.0f}"
+        print(f"| {round} | `{flags[0]}` | {times} | {len(seen.gaps) / seen.seconds:.1f} |", flush=True)
 
 
-async def measure(size: int, options: argparse.Namespace) -> Seen:
-    flags = [f"--max-num-batched-tokens={size}", "--max-num-seqs=32", *shlex.split(options.flags)]
+async def measure(flags: Sequence[str], options: argparse.Namespace) -> Seen:
+    flags = [*flags, "--max-num-seqs=32", *shlex.split(options.flags)]
     async with embedded(*flags) as url, aiohttp.ClientSession(timeout=TIMEOUT) as session:
         marks: list[list[float]] = [[] for _ in range(options.streams)]
         streams = [asyncio.create_task(ask(session, url, 64, 1800, mark)) for mark in marks]
-        await asyncio.sleep(2)  # until they run
+        await until(lambda: all(marks), 60)
+        await asyncio.sleep(1)
         began = time.perf_counter()
         prompts = []
         for _ in range(options.prompts):
@@ -86,9 +98,9 @@ async def ask(session: aiohttp.ClientSession, url: str, length: int, tokens: int
     return marks[0] - began
 
 
-def percentiles(seconds: Sequence[float]) -> str:
-    """Return median and 99th percentile in milliseconds."""
-    return f"{1000 * statistics.median(seconds):.0f} / {1000 * statistics.quantiles(seconds, n=100)[98]:.0f}"
+def percentiles(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile."""
+    return statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
 
 
 if __name__ == "__main__":

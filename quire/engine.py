@@ -31,6 +31,8 @@ class InProcessEngine:
         self._worker_info = self.runner.info
         on_cpu = self._worker_info.device == "cpu"
         config = replace(scheduler, max_num_queued_reqs=UNBOUNDED)
+        if config.max_step_ms is None:
+            config = replace(config, max_step_ms=0.0)  # nobody reads along
         if on_cpu:
             config = replace(config, async_scheduling=False)
         self._max_in_flight = 2 if config.async_scheduling else 1

@@ -80,8 +80,8 @@ MaxNumSeqs = Annotated[int, Meta(ge=1, le=65536, description="Sequences that run
 MaxNumBatchedTokens = Annotated[
     Annotated[int, Meta(ge=2, le=2**31 - 1)] | None,
     Meta(
-        description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 128 more on a "
-        "CPU, 8192 more on a GPU."
+        description="Tokens computed in one step, more than max-num-seqs; unset: max-num-seqs and 8192 more on a "
+        "GPU, 128 more on a CPU, or up to 2048 that take no longer than max-step-ms."
     ),
 ]
 """Sizes of a step. The scheduler plans by them, and a worker on a GPU measures the memory that they need."""

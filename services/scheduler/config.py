@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from services.scheduler.core import Limits, check_settings, fit_model_len
 from shared.config import (
+    CPU_PREFILL_TOKENS,
     MAX_NUM_SEQS,
     AdminPort,
     DrainTimeout,
@@ -26,8 +27,18 @@ MAX_BLOCKS = 2**21
 hardly use more than 33 million tokens of context."""
 
 
+CPU_STEP_MS = 100.0
+"""`max_step_ms` on a CPU, if unset: ten tokens a second are faster than most people read."""
+
+MAX_PREFILL_TOKENS = 2048
+"""Maximum prompt tokens in a step that follow from a fast machine."""
+
+
 class WorkerCapacity(Protocol):
-    """A worker's model and the memory that it has for KV. `Register` has these fields, and so has a runner's info."""
+    """A worker's model, its speed, and the memory that it has for KV.
+
+    `Register` has these fields, and so has a runner's info.
+    """
 
     @property
     def model(self) -> ModelInfo: ...
@@ -37,6 +48,10 @@ class WorkerCapacity(Protocol):
     def kv_bytes_per_token(self) -> int: ...
     @property
     def kv_memory(self) -> int: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def token_seconds(self) -> float: ...
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -52,6 +67,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     max_model_len: MaxModelLen = None
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
     max_num_batched_tokens: MaxNumBatchedTokens = None
+    max_step_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=600_000)] | None,
+        Meta(
+            description="Milliseconds that a step should take at most while answers are streamed: it has as many "
+            "tokens of prompts as fit by the measured times, but 16 for each prompt in line, up to 128; 0: no such "
+            "bound; unset: 100 on a CPU, 0 on a GPU."
+        ),
+    ] = None
     block_size: Annotated[Literal[8, 16, 32, 64, 128, 256], Meta(description="Tokens in a block of KV memory.")] = 16
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_BLOCKS)] | None,
@@ -119,9 +142,8 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=tokens_of_largest_step(
-            config.max_num_batched_tokens, config.max_num_seqs, worker.device
-        ),
+        max_num_batched_tokens=_tokens_of_largest_step(config, worker),
+        max_step_seconds=_max_step_ms(config, worker) / 1000,
         max_model_len=fit_model_len(requested, num_blocks, config.block_size),
         max_queued_requests=config.max_num_queued_reqs,
         max_queued_tokens=config.max_num_queued_tokens,
@@ -130,6 +152,21 @@ def make_limits(config: SchedulerConfig, worker: WorkerCapacity) -> Limits:
         policy=config.scheduling_policy,
         priority_ageing=config.priority_ageing,
     )
+
+
+def _max_step_ms(config: SchedulerConfig, worker: WorkerCapacity) -> float:
+    if config.max_step_ms is not None:
+        return config.max_step_ms
+    return CPU_STEP_MS if worker.device.startswith("cpu") else 0.0
+
+
+def _tokens_of_largest_step(config: SchedulerConfig, worker: WorkerCapacity) -> int:
+    """Return the tokens that a step may have. If unset, a machine that is fast for its model takes more than others."""
+    tokens = tokens_of_largest_step(config.max_num_batched_tokens, config.max_num_seqs, worker.device)
+    if config.max_num_batched_tokens is not None:
+        return tokens
+    fitting = int(min(_max_step_ms(config, worker) / 1000 / max(worker.token_seconds, 1e-9), MAX_PREFILL_TOKENS))
+    return max(tokens, config.max_num_seqs + fitting // CPU_PREFILL_TOKENS * CPU_PREFILL_TOKENS)
 
 
 def count_blocks(config: SchedulerConfig, worker: WorkerCapacity) -> int:

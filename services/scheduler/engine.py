@@ -89,7 +89,7 @@ class Engine:
         """Begin an epoch with this worker, and return the message that configures it."""
         num_blocks = count_blocks(self._config, worker)
         self._epoch = replace(self._epoch, count=self._epoch.count + 1)
-        self._core.begin_epoch(self._epoch, num_blocks)
+        self._core.begin_epoch(self._epoch, num_blocks, worker.step_seconds, worker.token_seconds)
         return make_configure(self.limits, self._epoch, num_blocks)
 
     def submit(self, request: Submit, now: float) -> Refused | None:

@@ -47,6 +47,8 @@ class Began(Struct, frozen=True, array_like=True, tag=1):
     now: float
     epoch: Epoch
     num_blocks: int
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
 
 
 class Submitted(Struct, frozen=True, array_like=True, tag=2):

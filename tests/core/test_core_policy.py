@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from services.scheduler.core import Limits
-from services.scheduler.core.policy import SortedSequences, may_preempt, order_key, split_budget
+from services.scheduler.core.policy import SortedSequences, budget_beside_streams, may_preempt, order_key, split_budget
 from services.scheduler.core.sequence import Request, Sequence
 from shared.protocol import Sampling
 
@@ -66,6 +66,22 @@ def test_sorted_sequences_keep_the_order() -> None:
     assert len(ordered) == 25
     with pytest.raises(ValueError, match="not here"):
         ordered.remove(all_of_them[0])
+
+
+@pytest.mark.parametrize(
+    ("fitting", "in_line", "budget"),
+    [
+        (100, 1, 96),  # a multiple of 16
+        (15, 1, 16),  # never less than a chunk
+        (0, 0, 16),
+        (20, 3, 48),  # a chunk for each
+        (100, 3, 96),
+        (0, 100, 128),  # as far as that makes them faster
+        (500, 100, 496),
+    ],
+)
+def test_budget_beside_streams(fitting: int, in_line: int, budget: int) -> None:
+    assert budget_beside_streams(fitting, in_line) == budget
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The offline engine keeps a GPU's next plan ready, and gives a CPU one plan at a time."""
+"""The offline engine keeps a GPU's next plan ready, gives a CPU one plan at a time, and never shortens a step."""
 
 import msgspec
 import pytest
@@ -52,6 +52,15 @@ def test_plans_in_flight(device: str, expected: list[tuple[str, int]], monkeypat
         rows += engine.step()
     assert sum(len(row.tokens) for row in rows) == 3
     assert runner.calls == expected
+
+
+@pytest.mark.parametrize(("requested", "seconds"), [(None, 0.0), (50, 0.05)])
+def test_steps_may_take_any_time_since_nobody_reads_along(
+    requested: float | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.start_runner", lambda config: LoggingRunner("cpu"))
+    engine = InProcessEngine(SchedulerConfig(max_step_ms=requested), WorkerConfig())
+    assert engine.limits.max_step_seconds == seconds
 
 
 def test_an_engine_that_is_reset_forgets_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

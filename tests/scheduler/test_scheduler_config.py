@@ -49,6 +49,47 @@ def test_the_size_of_a_step_goes_by_device(device: str, requested: int | None, t
     assert limits.max_num_batched_tokens == tokens
 
 
+@pytest.mark.parametrize(
+    ("device", "requested", "seconds"),
+    [("cpu", None, 0.1), ("cuda:0", None, 0.0), ("cpu", 0.0, 0.0), ("cuda", 50, 0.05)],
+)
+def test_the_time_of_a_step_goes_by_device(device: str, requested: float | None, seconds: float) -> None:
+    limits = make_limits(SchedulerConfig(max_step_ms=requested), replace(REGISTER, device=device))
+    assert limits.max_step_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "settings", "tokens"),
+    [
+        (0.001, {}, 128),
+        (0.0003, {}, 256),  # 333 fit; a multiple of 128
+        (0.0003, {"max_step_ms": 200}, 640),
+        (0.0003, {"max_step_ms": 0}, 128),
+        (1e-7, {}, 2048),
+        (0.0, {}, 2048),
+    ],
+)
+def test_a_fast_machine_takes_more_of_a_prompt_in_a_step(
+    token_seconds: float, settings: dict[str, int], tokens: int
+) -> None:
+    register = replace(REGISTER, token_seconds=token_seconds)
+    assert make_limits(SchedulerConfig(**settings), register).max_num_batched_tokens == 128 + tokens
+    on_gpu = make_limits(SchedulerConfig(max_step_ms=100), replace(register, device="cuda"))
+    assert on_gpu.max_num_batched_tokens == 128 + 8192, "as much as the worker has kept memory for"
+    requested = make_limits(SchedulerConfig(max_num_batched_tokens=200, **settings), register)
+    assert requested.max_num_batched_tokens == 200
+
+
+def test_the_worker_s_measurements_reach_the_core() -> None:
+    """A stream begins, and then a prompt gets what fits by them."""
+    one = Engine(SchedulerConfig(max_step_ms=50), REGISTER)
+    one.configure(REGISTER)  # 10 ms a step, 1 ms a token
+    one.submit(submit(1, max_tokens=50), 1.0)
+    one.plan(1.0)
+    one.submit(submit(2, [1] * 90), 1.0)
+    assert [row.count for row in one.plan(1.0).rows] == [1, 32]
+
+
 def test_every_setting_reaches_the_core() -> None:
     config = SchedulerConfig(
         block_size=8,

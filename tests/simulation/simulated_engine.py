@@ -11,7 +11,7 @@ from typing import Any
 
 from core_invariants import check, check_writes
 from msgspec.structs import replace
-from simulated_worker import ExpectedOutput, SimulatedWorker, expected_output
+from simulated_worker import AT_ONCE, ExpectedOutput, SimulatedWorker, StepCosts, expected_output
 
 from services.scheduler.core import Limits, Scheduler
 from services.scheduler.core.policy import may_preempt
@@ -179,6 +179,38 @@ class OrderCheck:
             assert max(one.key for one in admitted) < min(one.key for one in stay), "nobody is passed by another"
 
 
+class BudgetCheck:
+    """Checks how many positions a plan has for prompts. It must be created before the plan."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self._core = core
+        running = core._queues.running.items
+        self._streams = {
+            one for one in running if one.progress.num_scheduled >= one.prompt_len and one.progress.num_unscheduled == 1
+        }
+        chunked = sum(one.progress.num_unscheduled > 0 for one in running if one not in self._streams)
+        self._in_line = chunked + len(core._queues.waiting)
+
+    def check(self, plan: StepPlan) -> str:
+        """Raise AssertionError if the plan has too much or too little for prompts. Return what bounds it."""
+        core, limits, in_flight = self._core, self._core.limits, self._core._in_flight[-1]
+        rows = list(zip(in_flight.rows, in_flight.sequences, strict=True))
+        chunked = sum(row.count for row, sequence in rows if sequence not in self._streams)
+        single = sum(row.count for row, sequence in rows if sequence in self._streams)
+        done = {sequence for row, sequence in rows if row.samples}
+        others = [one for one in core._queues.running.items if one not in done | self._streams]
+        left = any(one.progress.num_unscheduled for one in others)
+        streaming = single or any(one.state is State.RUNNING for one in self._streams)
+        if not (streaming and limits.max_step_seconds):
+            assert not left or single + chunked == limits.max_num_batched_tokens, "prompts alone get a whole step"
+            return "the size of a step"
+        assert not left or chunked >= min(16, limits.max_num_batched_tokens - single), "prompts never stand still"
+        predicted = core._step_time.predict(single, chunked)
+        least = min(16 * max(self._in_line, 1), 128)
+        assert chunked <= least or predicted <= limits.max_step_seconds, "streams do not wait for prompts"
+        return "the time of a step" if left else "demand"
+
+
 class SimulatedEngine:
     """Keeps the clients' requests and their output, and checks the core after each call.
 
@@ -191,7 +223,10 @@ class SimulatedEngine:
         *,
         checked: bool = True,
         on_rows: Callable[[list[ProgressRow]], None] = lambda rows: None,
+        costs: StepCosts = AT_ONCE,
+        measured: tuple[float, float] = (0.0, 0.0),
     ) -> None:
+        """`costs` are those of the workers' steps; what each has `measured` is of a step and of one more token."""
         self.core = Scheduler(limits)
         self.limits = limits
         self.clients: dict[tuple[int, int], Client] = {}
@@ -203,6 +238,8 @@ class SimulatedEngine:
         self.salts: dict[int, str] = {}  # by seed
         self._forgotten_steps = 0  # steps of the epoch before the last reset of the prefix cache
         self.suspicions = SuspicionCheck()
+        self.costs = costs
+        self._measured = measured
         self._checked = checked
         self._on_rows = on_rows
         self.losses = 0
@@ -216,7 +253,7 @@ class SimulatedEngine:
         """Begin an epoch with a new worker."""
         self._epochs += 1
         limits, epoch = self.limits, Epoch("boot", self._epochs)
-        self.core.begin_epoch(epoch, limits.num_blocks)
+        self.core.begin_epoch(epoch, limits.num_blocks, *self._measured)
         self.worker = SimulatedWorker(
             Configure(
                 epoch,
@@ -227,6 +264,7 @@ class SimulatedEngine:
                 limits.max_num_batched_tokens,
             ),
             self.salts,
+            self.costs,
         )
         self._forgotten_steps = 0
         self.plans = []
@@ -338,7 +376,7 @@ class SimulatedEngine:
 
     def plan(self) -> StepPlan | None:
         """Make a plan and execute it. The worker may die of it."""
-        order = OrderCheck(self.core)
+        order, budget = OrderCheck(self.core), BudgetCheck(self.core)
         plan = self.core.plan(self.now)
         if self._checked:
             order.check(plan)
@@ -348,6 +386,7 @@ class SimulatedEngine:
         assert self.worker is not None
         if self._checked:
             check_writes(self.core)
+            self.events[f"bounded by {budget.check(plan)}"] += 1
         self.plans.append(plan)
         self._count_events(plan)
         self.results.append(self.worker.execute(plan))

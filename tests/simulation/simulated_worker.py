@@ -57,6 +57,26 @@ def score(previous: int, token: int) -> TokenLogprobs:
     return TokenLogprobs(-float(hash((previous, token, 1)) % 1000), token, [], [])
 
 
+class StepCosts(NamedTuple):
+    """What a worker's steps take, in seconds."""
+
+    step: float = 0.0  # any step
+    row: float = 0.0  # a row of one position
+    token: float = 0.0  # a position of a longer row
+    context: float = 0.0  # a pair of such a position and one before its row
+
+    def seconds(self, rows: list[Row]) -> float:
+        """Return what a step of these rows takes."""
+        single = sum(row.count == 1 for row in rows)
+        chunked = [row for row in rows if row.count > 1]
+        seconds = self.step + single * self.row + sum(row.count for row in chunked) * self.token
+        return seconds + sum(row.count * row.start for row in chunked) * self.context
+
+
+AT_ONCE = StepCosts()
+"""Steps that take no time."""
+
+
 class ExpectedOutput(NamedTuple):
     """The output of a sequence that runs alone."""
 
@@ -99,8 +119,9 @@ class SimulatedWorker:
     `salts` are those of requests, by their seeds: plans do not have them.
     """
 
-    def __init__(self, configure: Configure, salts: Mapping[int, str] = {}) -> None:
+    def __init__(self, configure: Configure, salts: Mapping[int, str] = {}, costs: StepCosts = AT_ONCE) -> None:
         self.configure = configure
+        self.costs = costs
         self.pages = [[UNWRITTEN] * configure.block_size for _ in range(configure.num_blocks)]
         self.computed_in = [[0] * configure.block_size for _ in range(configure.num_blocks)]  # steps, from 1
         self.slots: dict[int, Slot] = {}
@@ -127,7 +148,7 @@ class SimulatedWorker:
         for row in plan.rows:  # all of them write before any of them samples
             self._compute(row)
         answers = [answer for row in plan.rows for answer in self._answer(row, children)]
-        return StepResult(plan.epoch, plan.step, answers)
+        return StepResult(plan.epoch, plan.step, answers, self.costs.seconds(plan.rows))
 
     def _add_sequence(self, new: NewSequence) -> None:
         assert new.slot not in self.slots, "a slot has one sequence"

@@ -135,6 +135,15 @@ MUTANTS: dict[str, list[tuple[str, str, str]]] = {
         ("block_manager:BlockManager.reset_prefix_cache", "sequence.table.publish_at = NEVER", "pass"),
     ],
     "later requests pass the first": [("planner:Planner._next_waiting", "waiting.items[0]", "waiting.items[-1]")],
+    "streams wait for prompts of any length": [
+        ("planner:Planner._budget", "if not streaming", "if True"),
+    ],
+    "prompts without streams are bounded": [
+        ("planner:Planner._budget", "if not streaming or", "if"),
+    ],
+    "prompts wait until the streams leave them time": [
+        ("planner:Planner._budget", "budget_beside_streams(fitting, in_line)", "fitting"),
+    ],
     "a preempted sequence that is back gets two rows": [
         ("planner:Planner._share_budget", "sorted(running, key", "sorted(chunked, key"),
     ],

@@ -2,8 +2,9 @@
 
 from random import Random
 
+from msgspec.structs import replace
 from simulated_engine import SimulatedEngine
-from simulated_worker import VOCABULARY
+from simulated_worker import VOCABULARY, StepCosts
 
 from services.scheduler.core import Limits
 from shared.protocol import FinishReason, Refused
@@ -12,7 +13,7 @@ from shared.protocol import FinishReason, Refused
 def run(seed: int) -> SimulatedEngine:
     """Run one workload from beginning to end. Raise AssertionError if an invariant is broken."""
     rng = Random(seed)
-    engine = SimulatedEngine(random_limits(rng))
+    engine = _engine(random_limits(rng), Random(f"time of {seed}"))
     script = _Script(rng, engine, Random(f"cache of {seed}"))
     for _ in range(rng.randint(4, 40)):
         script.move()
@@ -40,6 +41,20 @@ def random_limits(rng: Random) -> Limits:
         policy=policy,  # type: ignore[arg-type]
         priority_ageing=rng.choice([0.0, 0.05]) if policy == "priority" else 0.0,
         max_queued_requests=rng.choice([4, 1000]),
+    )
+
+
+def _engine(limits: Limits, rng: Random) -> SimulatedEngine:
+    """Return an engine whose steps take time, if `rng` says so, of which the workers have measured one thing or other.
+
+    It has its own `rng`, so that the rest of a workload stays as it is.
+    """
+    costs = StepCosts(rng.uniform(0.001, 0.02), rng.uniform(1e-4, 1e-2), rng.uniform(2e-4, 3e-3), 1e-5)
+    wrong = rng.choice([0.0, 0.2, 1.0, 1.0, 5.0])
+    return SimulatedEngine(
+        replace(limits, max_step_seconds=rng.choice([0.0, 0.02, 0.05])),
+        costs=costs,
+        measured=(costs.step * wrong, costs.token * wrong),
     )
 
 

@@ -24,6 +24,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens
     max_queued_requests: int = 1024  # requests that may wait; more are refused
     max_queued_tokens: int = 0  # the same in tokens; 0: no such bound
+    max_step_seconds: float = 0.0  # that a step should take at most while anybody streams; 0: no such bound
     prefix_caching: bool = True
     depth: int = MAX_DEPTH  # plans in flight at once
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -34,6 +35,7 @@ class Limits(Struct, frozen=True, kw_only=True):
             _check(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         _check(1 <= self.depth <= MAX_DEPTH, "depth", f"must be from 1 to {MAX_DEPTH}", self.depth)
         _check(self.max_queued_tokens >= 0, "max_queued_tokens", "must be at least 0", self.max_queued_tokens)
+        _check(self.max_step_seconds >= 0, "max_step_ms", "must be at least 0", self.max_step_seconds * 1000)
         _check(self.priority_ageing >= 0, "priority_ageing", "must be at least 0", self.priority_ageing)
         check_settings(self.max_num_batched_tokens, self.max_num_seqs, self.policy, self.priority_ageing)
         check_pool(self.max_model_len, self.num_blocks, self.block_size)

@@ -17,6 +17,7 @@ class InFlightPlan(NamedTuple):
     sequences: list[Sequence]
     pinned_blocks: list[int]  # blocks that the plan copies from
     num_tokens: int  # positions to compute, of all rows
+    num_chunked: int  # those of rows of more than one
 
 
 class PlanBuilder:
@@ -27,6 +28,7 @@ class PlanBuilder:
         "children",
         "forks",
         "new_sequences",
+        "num_chunked",
         "num_skipped",
         "num_tokens",
         "rows",
@@ -38,6 +40,7 @@ class PlanBuilder:
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
         self.num_tokens = 0  # positions of all rows
+        self.num_chunked = 0  # positions of rows of more than one
         self.num_skipped = 0  # running sequences that get no row because a block is missing, one each
         self.new_sequences: list[NewSequence] = []
         self.forks: list[Fork] = []
@@ -63,6 +66,8 @@ class PlanBuilder:
             self.rows.append(Row(sequence.slot, progress.num_scheduled, count, progress.schedule(count)))
         self.sequences += sequences
         self.num_tokens += len(sequences) * count
+        if count > 1:
+            self.num_chunked += len(sequences) * count
 
     def skip(self) -> None:
         """Note that a running sequence waits for a block in this step."""
@@ -101,5 +106,10 @@ class PlanBuilder:
         child_rows = [Row(child.slot, child.progress.num_scheduled, 0, 1) for child in self.children]
         pinned_blocks = [source for source, _ in self.block_copies]
         return InFlightPlan(
-            step, self.rows + child_rows, self.sequences + self.children, pinned_blocks, self.num_tokens
+            step,
+            self.rows + child_rows,
+            self.sequences + self.children,
+            pinned_blocks,
+            self.num_tokens,
+            self.num_chunked,
         )

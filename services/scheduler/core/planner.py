@@ -6,24 +6,40 @@ of the queue; chunks of more than one position, which share the rest of the budg
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from services.scheduler.core.block_manager import Allocation, BlockManager
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.limits import Limits
 from services.scheduler.core.plan_builder import PlanBuilder
-from services.scheduler.core.policy import may_preempt, split_budget
+from services.scheduler.core.policy import LEAST_CHUNK, budget_beside_streams, may_preempt, split_budget
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Sequence, State
+from services.scheduler.core.step_time import StepTime
+
+
+class Budget(NamedTuple):
+    """The positions of a step that chunks share."""
+
+    positions: int
+    least: int  # that each sequence gets before the first in order gets more
 
 
 class Planner:
     """Makes plans from the state of the queues and the block manager. It keeps nothing from one plan to the next."""
 
     def __init__(
-        self, limits: Limits, block_manager: BlockManager, queues: Queues, quarantine: Quarantine, counters: Counters
+        self,
+        limits: Limits,
+        block_manager: BlockManager,
+        queues: Queues,
+        quarantine: Quarantine,
+        counters: Counters,
+        step_time: StepTime,
     ) -> None:
         self._limits = limits
+        self._step_time = step_time
         self._block_manager = block_manager
         self._queues = queues
         self._quarantine = quarantine
@@ -33,7 +49,7 @@ class Planner:
         """Return the next plan. If it has no rows, there is nothing to do."""
         builder = PlanBuilder()
         chunked = self._continue_outputs(builder)
-        budget = self._limits.max_num_batched_tokens - len(builder.rows)
+        budget = self._budget(builder, len(chunked))
         if not builder.num_skipped:
             self._admit(builder, chunked, budget, now)
         if chunked:
@@ -41,13 +57,24 @@ class Planner:
         self._block_manager.count_scheduled(builder.num_tokens)
         return builder
 
-    def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: int) -> None:
+    def _budget(self, builder: PlanBuilder, num_chunked: int) -> Budget:
+        """Return what sequences share that do not continue their output, of which `num_chunked` run already."""
+        rows, limits, block_size = len(builder.rows), self._limits, self._block_manager.block_size
+        largest = limits.max_num_batched_tokens - rows
+        streaming = rows > 0 or builder.num_skipped > 0  # somebody waits for a next token
+        fitting = self._step_time.positions_within(limits.max_step_seconds, rows)
+        if not streaming or not limits.max_step_seconds or fitting is None:
+            return Budget(largest, block_size)
+        in_line = num_chunked + min(len(self._queues.waiting), len(self._queues.free_slots))
+        return Budget(min(budget_beside_streams(fitting, in_line), largest), min(block_size, LEAST_CHUNK))
+
+    def _share_budget(self, builder: PlanBuilder, chunked: list[Sequence], budget: Budget) -> None:
         """Add rows of more than one position, and the forks of prompts that they complete."""
         # admissions may have preempted some of them, and one of those may have been admitted again
         running = dict.fromkeys(sequence for sequence in chunked if sequence.state is State.RUNNING)
         chunked = sorted(running, key=lambda sequence: sequence.key)
         demands = [sequence.progress.num_unscheduled for sequence in chunked]
-        for sequence, count in zip(chunked, split_budget(budget, demands, self._block_manager.block_size), strict=True):
+        for sequence, count in zip(chunked, split_budget(budget.positions, demands, budget.least), strict=True):
             if count:
                 builder.add_rows([sequence], count)
                 if sequence.request.unstarted_samples and sequence.progress.num_tokens > sequence.prompt_len:
@@ -89,15 +116,14 @@ class Planner:
         block_manager.extend(sequence, builder)
         return True
 
-    def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: int, now: float) -> None:
+    def _admit(self, builder: PlanBuilder, chunked: list[Sequence], budget: Budget, now: float) -> None:
         """Admit waiting sequences in order, none past another, while there are slots, blocks and positions for them."""
-        minimum = self._block_manager.block_size  # positions that the budget gives each sequence before any gets more
         ahead = deque(chunked)
         taken = 0  # positions that go to sequences ahead in the order
         while (sequence := self._next_waiting()) is not None:
             while ahead and ahead[0].key < sequence.key:
-                taken += min(ahead.popleft().progress.num_unscheduled, minimum)
-            if taken >= budget or not self._find_slot(sequence):
+                taken += min(ahead.popleft().progress.num_unscheduled, budget.least)
+            if taken >= budget.positions or not self._find_slot(sequence):
                 return
             allocation = self._find_blocks(sequence)
             if allocation is None:
@@ -110,7 +136,7 @@ class Planner:
             self._count_cached(sequence, num_cached)
             builder.add_sequence(sequence)
             chunked.append(sequence)
-            taken += min(sequence.progress.num_unscheduled, minimum)
+            taken += min(sequence.progress.num_unscheduled, budget.least)
 
     def _next_waiting(self) -> Sequence | None:
         """Return the sequence to admit next, or None if none waits or one that comes before it is still stopping."""

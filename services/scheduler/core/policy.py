@@ -14,6 +14,11 @@ A step's budget goes first to sequences that continue their output, one position
 (of prompts, and of outputs that are computed again), in order: each takes half of what is left, but no less than a
 block, and the rest goes to the first in order. So a long prompt gets the larger part of each step and later ones never
 stop it, while a short prompt behind it is computed within a few steps.
+
+Streams wait for the whole step. So while there are any, the budget of chunks is what fits `max_step_seconds` by the
+estimate of step_time.py, and half a `CHUNK` is the least for each. But there is a whole one for each in line, up to
+`EFFICIENT_CHUNK`, even if the step takes longer then. All must come to their end, and under load a bound that always
+holds would only make the first tokens wait: as many tokens a second are computed, for fewer streams at a time.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,6 +28,15 @@ from services.scheduler.core.sequence import Key, Sequence
 
 REQUEST_SPAN = 600.0
 """Seconds, more than most outputs take."""
+
+CHUNK = 16
+"""Positions of chunks that a step has for each sequence in line, however long it takes."""
+
+LEAST_CHUNK = CHUNK // 2
+"""Positions that each of them gets before the first in order gets more, unless a block is less."""
+
+EFFICIENT_CHUNK = 128
+"""Positions from which on larger chunks make prompts no faster, on CPUs (benchmarks/results/step_time.md)."""
 
 
 def order_key(limits: Limits, priority: int, arrival: float, serial: int) -> tuple[float, float, int]:
@@ -52,6 +66,16 @@ def may_preempt(limits: Limits, waiting: Sequence, running: Sequence) -> bool:
     return waiting.key < running.key and (
         urgent or (equal and waiting.samples_before < share <= running.samples_before)
     )
+
+
+def budget_beside_streams(fitting: int, in_line: int) -> int:
+    """Return the positions that chunks share in a step of which others wait for their next token.
+
+    `fitting` ones fit the time that a step should take, and `in_line` sequences run or could run that want them. The
+    budget is a multiple of `CHUNK`, so that chunks end where blocks of the usual sizes do.
+    """
+    least = min(in_line * CHUNK, EFFICIENT_CHUNK)
+    return max(fitting // CHUNK * CHUNK, least, CHUNK)
 
 
 def split_budget(budget: int, demands: list[int], minimum: int) -> list[int]:

@@ -21,15 +21,15 @@ Why every accepted request comes to its end (none starves, except by strict prio
    tokens at once. So the first in order, once running, always gets its next block, now or as soon as the plans that
    name its victims are committed, and it ends after at most `max_num_computed` positions. Then another is the first.
 3. Sequences are admitted in order, so the first that waits is admitted at the latest when those before it have ended.
-4. A plan has more positions than there are slots, and every admitted sequence gets at least one, so some chunk moves
-   on in every step, however many streams there are.
+4. A plan has more positions than there are slots, and however long it takes, some of them are for chunks. So the first
+   chunk moves on in every step, however many streams there are.
 5. A quarantine (quarantine.py) ends. The members of its group advance by points 1 to 4 above, and each death makes
    a group smaller, or is one of a few that its only member survives. Sequences that come from other schedulers cannot
    prolong it for ever: one is taken in at a time, and the others run between two of them.
 
 Where to look: sequence.py (numbers and states), blocks.py and prefix.py under block_manager.py (tables), queues.py
-(places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), admission.py, policy.py,
-quarantine.py, counters.py.
+(places), planner.py and plan_builder.py (plan a step), commit.py (apply its result), step_time.py (how long one takes),
+admission.py, policy.py, quarantine.py, counters.py.
 """
 
 from collections import deque
@@ -48,6 +48,7 @@ from services.scheduler.core.policy import order_key, sample_spacing
 from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.sequence import Request, Sequence
+from services.scheduler.core.step_time import StepTime
 from shared.protocol import Epoch, FinishReason, ProgressRow, Refusal, Refused, Snapshot, StepPlan, StepResult, Submit
 
 MAX_RECENT_ENDS = 32
@@ -63,7 +64,10 @@ class Scheduler:
         self._block_manager = BlockManager(limits.num_blocks, limits.block_size, limits.prefix_caching)
         self._queues = Queues(limits, self._block_manager, self._counters)
         self._quarantine = Quarantine()
-        self._planner = Planner(limits, self._block_manager, self._queues, self._quarantine, self._counters)
+        self._step_time = StepTime()
+        self._planner = Planner(
+            limits, self._block_manager, self._queues, self._quarantine, self._counters, self._step_time
+        )
         self._in_flight: deque[InFlightPlan] = deque()
         self._epoch: Epoch | None = None
         self._step = 0
@@ -102,13 +106,15 @@ class Scheduler:
         """The rows and sequences of the plan that was made last, unless its result is back."""
         return self._in_flight[-1] if self._in_flight else None
 
-    def begin_epoch(self, epoch: Epoch, num_blocks: int) -> None:
+    def begin_epoch(self, epoch: Epoch, num_blocks: int, step_seconds: float = 0.0, token_seconds: float = 0.0) -> None:
         """Begin an epoch with a worker that was just configured: its memory is empty, and steps count from 0.
 
+        The worker has measured the fixed cost of a step and the cost of one more token; 0: it has not.
         Raise ConfigError if the pool is too small for the longest context that was promised.
         """
         check_pool(self.limits.max_model_len, num_blocks, self.limits.block_size)
         self._forget_worker(num_blocks)
+        self._step_time.restart(step_seconds, token_seconds)
         self._epoch = epoch
         self._step = 0
 
@@ -212,9 +218,9 @@ class Scheduler:
         sampled_rows = match_sampled_rows(self._in_flight[0], result)
         if self._quarantine.active:
             self._quarantine.note_computed(self._in_flight[0])
-        progress_rows = commit(
-            self._in_flight.popleft(), sampled_rows, self._queues, self._block_manager, self._counters
-        )
+        plan = self._in_flight.popleft()
+        self._step_time.observe(plan.num_tokens - plan.num_chunked, plan.num_chunked, result.seconds)
+        progress_rows = commit(plan, sampled_rows, self._queues, self._block_manager, self._counters)
         self._note_ends(progress_rows)
         return progress_rows
 

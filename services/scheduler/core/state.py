@@ -32,6 +32,7 @@ from services.scheduler.core.quarantine import Quarantine
 from services.scheduler.core.queues import Queues
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.sequence import BlockTable, Request, Sequence, SequenceProgress, SequenceStats, State
+from services.scheduler.core.step_time import StepTime
 from shared.errors import ProtocolError
 from shared.protocol import Epoch, FinishReason, Row, Sampling, Suspicion, pack_tokens, unpack_tokens
 
@@ -40,7 +41,7 @@ PLAIN = frozenset({bool, int, float, str, bytes, NoneType})
 OBJECTS: frozenset[type[Any]] = frozenset(
     (
         *(Scheduler, Counters, BlockManager, BlockPool, PrefixIndex, Queues, SortedSequences, Quarantine, Planner),
-        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable),
+        *(Request, Sequence, SequenceProgress, SequenceStats, BlockTable, StepTime),
     )
 )
 VALUES: frozenset[type[Any]] = frozenset((Limits, Epoch, Sampling, Suspicion, Row, FinishReason, State))
