@@ -1,12 +1,15 @@
 """llama.cpp's server, compiled for this processor from the source that llama-cpp-python carries.
 
-Its models are made by its own quantiser from the embedded model's file, whose 4-bit weights it widens first.
+Its models are made by its own quantiser: from the embedded model's file, whose 4-bit weights it widens first, or from
+a checkpoint that its own converter has read.
 """
 
 import os
+import sys
 import tarfile
 from pathlib import Path
 
+from benchmarks.peers.checkpoint import folder_of, made_once
 from benchmarks.peers.environments import Skipped, call, environment, log
 from benchmarks.peers.launch import Launch, Place
 from shared.hub.embedded import embedded_file
@@ -25,17 +28,25 @@ FLAGS = ("-np", "64", "-c", "49152", "-cb", "-fa", "off", "-bs")
 
 
 def prepare(place: Place, quantisation: str) -> Launch:
-    """Return how to serve the model with Q4_0 or Q8_0 weights."""
+    """Return how to serve the model with Q4_0 or Q8_0 weights. Raise `Skipped`."""
     programs = _built(place.folder / "llama.cpp")
-    model = place.folder / "models" / f"{quantisation}.gguf"
-    if not model.exists():
-        partial = model.with_suffix(".part")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        quantise = [str(programs / "llama-quantize"), "--allow-requantize"]
-        call([*quantise, str(embedded_file()), str(partial), quantisation], log(place.folder / "llama.cpp"))
-        partial.rename(model)
+    model = _quantised(place, programs, quantisation)
     argv = [str(programs / "llama-server"), "-m", str(model), "--alias", place.name, "--port", "{port}"]
     return Launch([*argv, *FLAGS, "--threads", str(place.threads)], version=PACKAGE)
+
+
+def _quantised(place: Place, programs: Path, quantisation: str) -> Path:
+    """Return the GGUF file. That of a checkpoint has 8 bits at first: with 16 it would be as large as the checkpoint."""
+    folder, logged = folder_of(place.folder, place.model), log(place.folder / "llama.cpp")
+    source = embedded_file()
+    if place.model.shape is not None:
+        convert = [sys.executable, str(_source(place.folder / "llama.cpp") / "convert_hf_to_gguf.py")]
+        convert += [str(place.checkpoint), "--outtype", "q8_0", "--outfile"]
+        source = made_once(folder / "Q8_0.gguf", lambda partial: call([*convert, str(partial)], logged))
+    quantise = [str(programs / "llama-quantize"), "--allow-requantize", str(source)]
+    return made_once(
+        folder / f"{quantisation}.gguf", lambda partial: call([*quantise, str(partial), quantisation], logged)
+    )
 
 
 def _built(folder: Path) -> Path:
