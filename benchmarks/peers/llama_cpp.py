@@ -36,17 +36,21 @@ def prepare(place: Place, quantisation: str) -> Launch:
 
 
 def _quantised(place: Place, programs: Path, quantisation: str) -> Path:
-    """Return the GGUF file. That of a checkpoint has 8 bits at first: with 16 it would be as large as the checkpoint."""
-    folder, logged = folder_of(place.folder, place.model), log(place.folder / "llama.cpp")
-    source = embedded_file()
-    if place.model.shape is not None:
-        convert = [sys.executable, str(_source(place.folder / "llama.cpp") / "convert_hf_to_gguf.py")]
-        convert += [str(place.checkpoint), "--outtype", "q8_0", "--outfile"]
-        source = made_once(folder / "Q8_0.gguf", lambda partial: call([*convert, str(partial)], logged))
+    """Return the GGUF file with these weights."""
+    source = embedded_file() if place.model.shape is None else _converted(place)
     quantise = [str(programs / "llama-quantize"), "--allow-requantize", str(source)]
-    return made_once(
-        folder / f"{quantisation}.gguf", lambda partial: call([*quantise, str(partial), quantisation], logged)
-    )
+    logged = log(place.folder / "llama.cpp")
+    target = folder_of(place.folder, place.model) / f"{quantisation}.gguf"
+    return made_once(target, lambda partial: call([*quantise, str(partial), quantisation], logged))
+
+
+def _converted(place: Place) -> Path:
+    """Return the checkpoint as a GGUF file of 8 bits: one of 16 would be as large as the checkpoint."""
+    folder = place.folder / "llama.cpp"
+    convert = [sys.executable, str(_source(folder) / "convert_hf_to_gguf.py"), str(place.checkpoint)]
+    convert += ["--outtype", "q8_0", "--outfile"]
+    target = folder_of(place.folder, place.model) / "Q8_0.gguf"
+    return made_once(target, lambda partial: call([*convert, str(partial)], log(folder)))
 
 
 def _built(folder: Path) -> Path:
