@@ -39,7 +39,7 @@ class Turns(NamedTuple):
         """Run a turn. Raise `Skipped` if the peer does not start or answer; earlier figures are kept."""
         model, peer = turn.place.model.key, turn.peer.key
         with self._running(turn) as running:
-            self._measure(running, turn.place, WARM_UP[model], round)
+            self._measure(running, turn.place, WARM_UP, round)
             for workload in turn.workloads:
                 requests, figures = self._measure(running, turn.place, workload, round)
                 self.record.measure(Measured(model, peer, workload.name, round, requests, **figures))

@@ -40,6 +40,7 @@ TAIL = {"dataset_name": "long-tail", "long_tail_input_len": 128}
 PREFIX = {"dataset_name": "random", "random_prefix_len": 512, "random_input_len": 32, "random_output_len": 32}
 
 PROMPTS = _random("prompts", 512, 1, 8, 32)
+FEW_PROMPTS = PROMPTS._replace(requests=16)
 LONG = tuple(_random(f"long-{load}", 4000, 64, load, 2 * load) for load in (1, 4))
 
 WORKLOADS = {
@@ -51,13 +52,11 @@ WORKLOADS = {
         *LONG,
     ),
     MIDDLE.key: (*_steady(64, (1, 4), (8, 16), (32, 64)), PROMPTS, *LONG),
-    LARGE.key: (*_steady(32, (1, 2), (8, 16)), PROMPTS),
+    LARGE.key: (*_steady(32, (1, 2), (8, 16)), FEW_PROMPTS),
 }
 """By model, since a large one would take hours for what a small one does in minutes."""
 
-WARM_UP = {
-    key: _random("warm-up", 128, 8, 8, 8) if key != LARGE.key else _random("warm-up", 16, 4, 2, 2) for key in WORKLOADS
-}
+WARM_UP = _random("warm-up", 128, 8, 8, 8)
 
 NAMES = tuple(dict.fromkeys(one.name for workloads in WORKLOADS.values() for one in workloads))
 """Every workload's name. A shape of load has the same one for each model."""
