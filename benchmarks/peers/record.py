@@ -53,6 +53,7 @@ class Started(Struct):
     round: int
     seconds: float  # from the command to the first answer
     memory: float  # MB after all workloads
+    busy: float  # per cent of the CPUs that others used in the second before
 
 
 class Record(Struct, kw_only=True):

@@ -10,15 +10,17 @@ from benchmarks.peers.workloads import WORKLOADS, Workload, steady
 
 HEAD = """# Quire and its peers
 
-On {record.date}, {record.machine}. {models}; in turns, with
+On {record.date}, {record.machine}; in turns, with
 
 {commands}
 
 Greedy, to exactly the length asked for, in a closed loop: a request begins when another has ended. Prompts are random
 tokens, the same for all, new in each round. Figures are medians over the rounds, the spread being the greatest over the
-least. Servers were asked by `{clients}`, which shares their cores. What runs in process has no server, and was
-driven without HTTP in between, which is its best case; so was our engine, to compare like with like.
-"""
+least. What runs in process has no server, and was driven without HTTP in between, which is its best case; so was our
+engine, to compare like with like.
+
+- Servers were asked by `{clients}`, which shares their cores.
+{models}"""
 
 RATIOS = """## Ratios
 
@@ -46,10 +48,11 @@ STARTS = """
 ## Starts
 
 From the command to the first answer, of one token. Memory is that of all processes after the workloads, with shared
-pages counted once.
+pages counted once. The last column is what others used of the CPUs in the second before: above a few per cent, figures
+are too low.
 
-| model | | precision | version | seconds, each round | memory, MB |
-|---|---|---|---|---|---|"""
+| model | | precision | version | seconds, each round | memory, MB | CPUs in use, % |
+|---|---|---|---|---|---|---|"""
 
 
 def page(record: Record) -> str:
@@ -59,7 +62,7 @@ def page(record: Record) -> str:
 
 
 def _head(record: Record) -> Iterator[str]:
-    models = " and ".join(f"{key} is {weights.title}" for key, weights in record.models.items())
+    models = "\n".join(f"- **{key}** is {weights.title}." for key, weights in record.models.items())
     commands = "\n".join(f"    {command}" for command in record.commands)
     yield HEAD.format(record=record, models=models, commands=commands, clients="` and `".join(record.clients))
     for key, reason in record.skipped.items():
@@ -152,7 +155,8 @@ def _starts(record: Record) -> Iterator[str]:
             if starts:
                 seconds = ", ".join(f"{one.seconds:.1f}" for one in starts)
                 memory = max(one.memory for one in starts)
-                yield _row([model, entry.title, entry.precision, entry.version, seconds, f"{memory:.0f}"])
+                used = ", ".join(f"{one.busy:.0f}" for one in starts)
+                yield _row([model, entry.title, entry.precision, entry.version, seconds, f"{memory:.0f}", used])
 
 
 def _row(cells: list[str]) -> str:

