@@ -16,7 +16,7 @@ from benchmarks.peers.models import LARGE, MIDDLE, SMALL
 from benchmarks.peers.record import Entry, Measured, Record, Started, Weights, load, save
 from benchmarks.peers.report import page
 from benchmarks.peers.roster import ROSTER
-from benchmarks.peers.targets import SHARES, TARGETS, needed
+from benchmarks.peers.targets import SHARES, TARGETS, Target, needed
 from benchmarks.peers.turns import of_client, of_program
 from benchmarks.peers.workloads import WORKLOADS, write
 from shared.hub.checkpoint import locate
@@ -80,15 +80,23 @@ def test_of_times_to_first_tokens_the_least_is_best_and_a_greater_ratio_misses(o
 
 
 def test_the_best_of_several_counts() -> None:
+    """The best has the greatest rate, or the least time to a first token."""
     record = _record_of(
         *(
-            _figures(peer, rate, model=MIDDLE.key)
-            for peer, rate in (("vllm-w8a8", 10.0), ("quire-int4-kv8", 30.0), ("quire-int8-kv8", 20.0))
+            _figures(peer, rate, model=MIDDLE.key, ttft=ttft)
+            for peer, rate, ttft in (
+                ("vllm-w8a8", 10.0, 1.0),
+                ("quire-int4-kv8", 30.0, 300.0),
+                ("quire-int8-kv8", 20.0, 200.0),
+            )
         )
     )
     assert "| vLLM W8A8 | 1b | steady-1 | tok/s | 30 (int4, 8-bit KV) | 10 (W8A8) | **3.00** | ≥ 2 | met |" in page(
         record
     )
+    target = Target("", MIDDLE.key, "steady-1", ("quire-int4-kv8", "quire-int8-kv8"), ("vllm-w8a8",), 1.0, "ttft")
+    assert target.best(record, target.ours) == (200.0, "quire-int8-kv8")
+    assert target.best(record, ("vllm",)) is None
 
 
 def test_every_target_names_participants_and_workloads_that_there_are() -> None:
@@ -227,10 +235,10 @@ class OneByOne:
 def test_a_request_begins_when_another_has_ended(closed_loop: ModuleType) -> None:
     engine = OneByOne()
     run = closed_loop.closed_loop(engine)
-    result = run([{"tokens": [1], "output_tokens": count} for count in (1, 3, 2)], 2)
+    result = run([{"tokens": [1, 2], "output_tokens": count} for count in (1, 3, 2)], 2)
     assert engine.together == [2, 2, 2]
     assert result["output_tokens"] == 6
-    assert result["input_tokens"] == 3
+    assert result["input_tokens"] == 6
     assert len(result["ttfts"]) == 3
     assert len(result["itls"]) == 3
     assert run([{"tokens": [1], "output_tokens": 2}], 2)["output_tokens"] == 2
