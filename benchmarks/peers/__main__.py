@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> Record:
     record = _record(args, file)
     chosen = list(_chosen(args))
     places = {key: _place(folder, key, record) for key in dict.fromkeys(model for model, _, _ in chosen)}
-    turns = [turn for model, *what in chosen if (turn := _prepared(places[model], *what, record)) is not None]
+    prepared = (_prepared(places[model], peer, workloads, record) for model, peer, workloads in chosen)
+    turns = [turn for turn in prepared if turn is not None]
     scale = args.scale or (QUICK if args.quick else 1.0)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         served = any(turn.peer.served for turn in turns)
