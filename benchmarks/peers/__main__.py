@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -30,14 +29,14 @@ from benchmarks.peers.chart import draw
 from benchmarks.peers.checkpoint import bfloat16, count_weights
 from benchmarks.peers.client import Client, ours, vllm_client
 from benchmarks.peers.environments import ROOT, Skipped
+from benchmarks.peers.flags import chosen_turns, command_line, flag_parser
 from benchmarks.peers.launch import Place
-from benchmarks.peers.models import LARGE, MIDDLE, MODELS, SMALL
+from benchmarks.peers.models import MODELS
 from benchmarks.peers.record import Ceilings, Entry, Record, Weights, load, save
 from benchmarks.peers.report import page
-from benchmarks.peers.roster import ROSTER, Peer
-from benchmarks.peers.targets import needed
+from benchmarks.peers.roster import Peer
 from benchmarks.peers.turns import Turn, Turns
-from benchmarks.peers.workloads import NAMES, WORKLOADS, Workload
+from benchmarks.peers.workloads import Workload
 from shared.hub.checkpoint import locate
 from shared.hub.embedded import embedded_file
 from shared.text.tokenizer import Tokenizer
@@ -48,8 +47,9 @@ QUICK = 0.5  # scale
 def run(args: argparse.Namespace) -> Record:
     """Install the peers, then measure them in turns; write the figures after each turn."""
     folder, file = args.folder.resolve(), args.results / "peers.json"
-    record = _record(args, file)
-    chosen = list(_chosen(args))
+    record, chosen = _record(args, file), list(chosen_turns(args))
+    if not chosen:
+        raise SystemExit("there is nothing to measure: those of --only do not take part, or not with these workloads")
     places = {key: _place(folder, key, record) for key in dict.fromkeys(model for model, _, _ in chosen)}
     prepared = (_prepared(places[model], peer, workloads, record) for model, peer, workloads in chosen)
     turns = [turn for turn in prepared if turn is not None]
@@ -78,24 +78,9 @@ def _record(args: argparse.Namespace, file: Path) -> Record:
     record = load(file) if args.merge and file.exists() else new
     if record.machine != new.machine:
         raise SystemExit(f"--merge: {file} has figures of {record.machine}, and this machine has {new.machine}")
-    record.commands.append(_command(args))
+    record.date = new.date
+    record.commands.append(command_line(args))
     return record
-
-
-def _chosen(args: argparse.Namespace) -> Iterator[tuple[str, Peer, list[Workload]]]:
-    """Yield each model's peers with their workloads, as the flags ask for."""
-    for model in [*args.model, *([LARGE.key] if args.large and LARGE.key not in args.model else [])]:
-        for peer in ROSTER:
-            if model in peer.models and (args.only is None or peer.key in args.only):
-                workloads = [one for one in WORKLOADS[model] if _wanted(args, model, peer, one)]
-                if workloads:
-                    yield model, peer, workloads
-
-
-def _wanted(args: argparse.Namespace, model: str, peer: Peer, workload: Workload) -> bool:
-    named = args.workloads is None or workload.name in args.workloads
-    # no target is for the large model, so that its quick run is a run with half the requests
-    return named and (not args.quick or model == LARGE.key or workload.name in needed(model, peer.key))
 
 
 def _place(folder: Path, key: str, record: Record) -> Place:
@@ -134,18 +119,6 @@ def _client(name: str, folder: Path, stack: ExitStack) -> Client:
         return ours()
 
 
-def _command(args: argparse.Namespace) -> str:
-    """Return the command line without defaults, and without paths of this machine."""
-    words, parser = ["python -m benchmarks.peers"], _parser()
-    for name, value in vars(args).items():
-        if isinstance(value, Path) or value == parser.get_default(name):
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words += map(str, value if isinstance(value, list) else [value])
-    return " ".join(words)
-
-
 def _machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -168,34 +141,8 @@ def _named(place: Place, peer: Peer) -> str:
     return f"{place.model.key} {peer.key}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, peers = parser.add_argument, [peer.key for peer in ROSTER]
-    add("--folder", type=Path, default=ROOT / ".peers", help="where peers are installed")
-    add("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
-    add("--model", nargs="+", choices=MODELS, default=[SMALL.key, MIDDLE.key], help="models to measure with")
-    add("--large", action="store_true", help=f"measure with {LARGE.key} too, which needs 40 GB of disk")
-    add("--only", nargs="+", choices=peers, metavar="NAME", help=f"who takes part: {', '.join(peers)}; unset: all")
-    add("--workloads", nargs="+", choices=NAMES, metavar="NAME", help=f"which: {', '.join(NAMES)}; unset: all")
-    add("--rounds", type=_positive, default=1)
-    add("--first-round", type=_positive, default=1, help="its number: a later one adds to the figures of --merge")
-    add("--scale", type=float, help="factor of the numbers of requests; 1, or 0.5 with --quick")
-    add("--quick", action="store_true", help="only what most targets need")
-    add("--merge", action="store_true", help="keep the figures so far, but for those that are measured again")
-    add("--client", choices=("auto", "vllm", "quire"), default="auto", help="that asks servers")
-    add("--report", action="store_true", help="measure nothing; write the page and the chart anew")
-    return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
 def main() -> None:
-    args = _parser().parse_args()
+    args = flag_parser(__doc__).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends a running peer
     record = load(args.results / "peers.json") if args.report else run(args)
     (args.results / "peers.md").write_text(page(record), encoding="utf-8")

@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.peers.__main__ import _chosen, _parser, _record
+from benchmarks.peers.__main__ import _record, run
 from benchmarks.peers.chart import draw
+from benchmarks.peers.flags import chosen_turns, flag_parser
 from benchmarks.peers.models import LARGE, MIDDLE, SMALL
 from benchmarks.peers.record import Entry, Measured, Record, Started, Weights, load, save
 from benchmarks.peers.report import page
@@ -147,7 +148,7 @@ def test_figures_of_the_same_round_are_replaced_and_those_of_another_are_added()
 
 
 def _arguments(*flags: str) -> Namespace:
-    return _parser().parse_args(flags)
+    return flag_parser().parse_args(flags)
 
 
 def test_a_run_in_parts_keeps_the_figures_of_the_parts_before(tmp_path: Path) -> None:
@@ -167,17 +168,25 @@ def test_a_run_in_parts_keeps_the_figures_of_the_parts_before(tmp_path: Path) ->
 
 def test_flags_choose_models_peers_and_workloads() -> None:
     chosen = list(
-        _chosen(_arguments("--model", "1b", "--only", "vllm-w8a8", "quire", "--workloads", "prompts", "long-1"))
+        chosen_turns(_arguments("--model", "1b", "--only", "vllm-w8a8", "quire", "--workloads", "prompts", "long-1"))
     )
     assert [(model, peer.key, [one.name for one in which]) for model, peer, which in chosen] == [
         ("1b", "vllm-w8a8", ["prompts", "long-1"])
     ]
-    assert {model for model, _, _ in _chosen(_arguments())} == {SMALL.key, MIDDLE.key}
-    assert {model for model, _, _ in _chosen(_arguments("--large"))} == {SMALL.key, MIDDLE.key, LARGE.key}
+    assert {model for model, _, _ in chosen_turns(_arguments())} == {SMALL.key, MIDDLE.key}
+    assert {model for model, _, _ in chosen_turns(_arguments("--large"))} == {SMALL.key, MIDDLE.key, LARGE.key}
+
+
+def test_flags_that_choose_nothing_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nothing to measure"):
+        run(_arguments("--results", str(tmp_path), "--model", "1b", "--only", "quire"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_quick_run_measures_what_its_targets_need_and_nothing_else() -> None:
-    quick = {(model, peer.key): {one.name for one in which} for model, peer, which in _chosen(_arguments("--quick"))}
+    quick = {
+        (model, peer.key): {one.name for one in which} for model, peer, which in chosen_turns(_arguments("--quick"))
+    }
     assert quick[SMALL.key, "quire"] == {"long-1", "long-4"}
     assert quick[MIDDLE.key, "openvino-int4"] == {"steady-1", "steady-8", "steady-32"}
     assert (SMALL.key, "transformers") not in quick
