@@ -7,7 +7,7 @@ from benchmarks.peers.models import MIDDLE, SMALL
 from benchmarks.peers.record import Record
 from benchmarks.peers.workloads import steady
 
-SIZE = (15.0, 5.5)  # inches
+SIZE = (13.0, 6.5)  # inches
 
 
 class Panel(NamedTuple):
@@ -73,4 +73,4 @@ def _draw_panel(axes: Any, record: Record, panel: Panel) -> None:
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)
     if axes.get_lines():
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize="small", frameon=False)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize="small", frameon=False)
