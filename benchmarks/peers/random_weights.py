@@ -34,7 +34,8 @@ def write_random(shape: Shape, tokenizer: Path, folder: Path, seed: int = 0) -> 
 
 def write_files(folder: Path, files: Iterable[Tensors]) -> None:
     """Write each of `files` as a safetensors file, and their index. Only one of them is in memory at a time."""
-    places, size = {}, 0
+    places: dict[str, str] = {}
+    size = 0
     for number, tensors in enumerate(files):
         name = f"model-{number + 1:05}.safetensors"
         save_file(tensors, folder / name, {"format": "pt"})
