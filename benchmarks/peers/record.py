@@ -110,4 +110,8 @@ def save(record: Record, path: Path) -> None:
 
 
 def load(path: Path) -> Record:
-    return msgspec.json.decode(path.read_bytes(), type=Record)
+    """Return the record in a file. Exit if the file is of another version of this program."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except msgspec.ValidationError as error:
+        raise SystemExit(f"{path}: {error}; measure anew, without --merge and --report") from error

@@ -137,6 +137,12 @@ def test_record_survives_its_file_and_is_drawn(tmp_path: Path) -> None:
     assert "vLLM CPU, W8A8" in drawn
 
 
+def test_a_file_of_another_version_is_an_error_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "peers.json").write_text('{"date": "", "machine": "", "measured": [{"peer": "vllm"}]}')
+    with pytest.raises(SystemExit, match="measure anew"):
+        load(tmp_path / "peers.json")
+
+
 def test_figures_of_the_same_round_are_replaced_and_those_of_another_are_added() -> None:
     record = _example()
     record.measure(_figures("vllm", 70.0, round=1))
