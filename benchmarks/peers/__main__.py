@@ -3,10 +3,11 @@
 Installs each peer in an environment of its own, starts each in turn, asks all of them the same, and writes a page of
 ratios, a chart and every figure. Nothing else should run meanwhile: on two cores that is the greatest source of noise.
 
-    python -m benchmarks.peers --quick                # what the targets need, once: some 25 minutes
-    python -m benchmarks.peers --rounds 2             # everything, twice, in turns
-    python -m benchmarks.peers --only quire vllm      # some of them; the names stand in roster.py
-    python -m benchmarks.peers --report               # the page and the chart anew, from the figures of the last run
+    python -m benchmarks.peers --quick                      # what most targets need, once, at half the requests
+    python -m benchmarks.peers --rounds 2                   # everything, twice, in turns
+    python -m benchmarks.peers --large                      # the model of 7.4 billion weights too
+    python -m benchmarks.peers --quick --model 1b --only vllm-w8a8 quire-int8-kv8 --merge    # a part of a run
+    python -m benchmarks.peers --report                     # the page and the chart anew, from the figures so far
 
 What cannot be installed or started is named in the page, with the error, and left out.
 """
@@ -19,24 +20,25 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from benchmarks.peers import vllm
 from benchmarks.peers.chart import draw
-from benchmarks.peers.checkpoint import checkpoint
+from benchmarks.peers.checkpoint import bfloat16, count_weights
 from benchmarks.peers.client import Client, ours, vllm_client
 from benchmarks.peers.environments import ROOT, Skipped
-from benchmarks.peers.launch import Launch, Place
-from benchmarks.peers.record import Entry, Record, load, save
+from benchmarks.peers.flags import chosen_turns, command_line, flag_parser
+from benchmarks.peers.launch import Place
+from benchmarks.peers.models import MODELS
+from benchmarks.peers.record import Ceilings, Entry, Record, Weights, load, save
 from benchmarks.peers.report import page
-from benchmarks.peers.roster import ROSTER, Peer
-from benchmarks.peers.turns import Turns
+from benchmarks.peers.roster import Peer
+from benchmarks.peers.turns import Turn, Turns
+from benchmarks.peers.workloads import Workload
 from shared.hub.checkpoint import locate
-from shared.hub.embedded import EMBEDDED, embedded_file
+from shared.hub.embedded import embedded_file
 from shared.text.tokenizer import Tokenizer
 
 QUICK = 0.5  # scale
@@ -44,44 +46,64 @@ QUICK = 0.5  # scale
 
 def run(args: argparse.Namespace) -> Record:
     """Install the peers, then measure them in turns; write the figures after each turn."""
-    folder = args.folder.resolve()
-    place = Place(folder, EMBEDDED, checkpoint(folder), len(os.sched_getaffinity(0)))
-    record = _empty(place, args)
-    ready = list(_prepared(_chosen(args.only), place, record))
+    folder, file = args.folder.resolve(), args.results / "peers.json"
+    record, chosen = _record(args, file), list(chosen_turns(args))
+    if not chosen:
+        raise SystemExit("there is nothing to measure: those of --only do not take part, or not with these workloads")
+    places = {key: _place(folder, key, record) for key in dict.fromkeys(model for model, _, _ in chosen)}
+    prepared = (_prepared(places[model], peer, workloads, record) for model, peer, workloads in chosen)
+    turns = [turn for turn in prepared if turn is not None]
     scale = args.scale or (QUICK if args.quick else 1.0)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        client = _client(args.client, folder, stack)
-        record.client = client.name
-        turns = Turns(place, client, Tokenizer.load(locate("")), record, scale, args.quick, Path(scratch))
-        for round in range(args.rounds):
+        served = any(turn.peer.served for turn in turns)
+        client = _client(args.client if served else "quire", folder, stack)  # ours starts at once
+        if served and client.name not in record.clients:
+            record.clients.append(client.name)
+        taking = Turns(client, Tokenizer.load(locate("")), record, scale, Path(scratch))
+        for round in range(args.first_round - 1, args.first_round - 1 + args.rounds):
             record.ceilings.append(_ceilings())
-            for peer, launch in ready:
-                print(f"Round {round + 1} of {args.rounds}: {peer.key}", flush=True)
+            for turn in turns:
+                print(f"Round {round + 1}, {turn.place.model.key}: {turn.peer.key}", flush=True)
                 try:
-                    turns.take(peer, launch, round)
+                    taking.take(turn, round)
                 except Skipped as error:
-                    _skip(record, place, peer, f"round {round + 1}: {error}")
-                save(record, args.results / "peers.json")
+                    _skip(record, turn.place, turn.peer, f"round {round + 1}: {error}")
+                save(record, file)
     return record
 
 
-def _prepared(peers: list[Peer], place: Place, record: Record) -> Iterator[tuple[Peer, Launch]]:
-    """Yield the peers that can be installed and started here."""
-    for peer in peers:
-        try:
-            launch = peer.prepare(place)
-        except Skipped as error:
-            _skip(record, place, peer, str(error))
-            continue
-        record.peers[peer.key] = Entry(peer.title, peer.precision, peer.served, launch.version, launch.note)
-        yield peer, launch
+def _record(args: argparse.Namespace, file: Path) -> Record:
+    """Return the record to add figures to: with `--merge` the one in `file`. Exit if it is another machine's."""
+    new = Record(date=f"{datetime.now():%Y-%m-%d}", machine=_machine())
+    record = load(file) if args.merge and file.exists() else new
+    if record.machine != new.machine:
+        raise SystemExit(f"--merge: {file} has figures of {record.machine}, and this machine has {new.machine}")
+    record.date = new.date
+    record.commands.append(command_line(args))
+    return record
 
 
-def _chosen(only: list[str] | None) -> list[Peer]:
-    keys = {peer.key for peer in ROSTER}
-    if unknown := set(only or ()) - keys:
-        raise SystemExit(f"--only {' '.join(sorted(unknown))}: there are {' '.join(peer.key for peer in ROSTER)}")
-    return [peer for peer in ROSTER if only is None or peer.key in only]
+def _place(folder: Path, key: str, record: Record) -> Place:
+    """Return where a model is, and enter its size into the record."""
+    model = MODELS[key]
+    place = Place(folder, model, bfloat16(folder, model), len(os.sched_getaffinity(0)))
+    layers, head = count_weights(place.checkpoint)
+    total = layers + head
+    four = {"4-bit": embedded_file().stat().st_size} if model.shape is None else {"int4": total // 2}
+    record.models[key] = Weights(model.title, layers, head, {"bf16": 2 * total, "int8": total} | four)
+    return place
+
+
+def _prepared(place: Place, peer: Peer, workloads: list[Workload], record: Record) -> Turn | None:
+    """Return the turn of a peer, or None if it cannot be installed here."""
+    try:
+        launch = peer.prepare(place)
+    except Skipped as error:
+        _skip(record, place, peer, str(error))
+        return None
+    record.peers[peer.key] = Entry(peer.title, peer.precision, peer.served, launch.version, launch.note)
+    record.skipped.pop(_named(place, peer), None)
+    return Turn(peer, place, launch, workloads)
 
 
 def _client(name: str, folder: Path, stack: ExitStack) -> Client:
@@ -97,54 +119,30 @@ def _client(name: str, folder: Path, stack: ExitStack) -> Client:
         return ours()
 
 
-def _empty(place: Place, args: argparse.Namespace) -> Record:
-    weights = (place.model / "model.safetensors").stat().st_size
-    parameters = weights // 2
-    return Record(
-        date=f"{datetime.now():%Y-%m-%d}",
-        command=_command(args),
-        machine=_machine(place.threads),
-        parameters=parameters,
-        bytes={"bf16": weights, "int8": parameters, "4-bit": embedded_file().stat().st_size},
-    )
-
-
-def _command(args: argparse.Namespace) -> str:
-    """Return the command line without paths of this machine."""
-    flags = [f"--{name}={value}" for name in ("rounds", "scale", "client") if (value := getattr(args, name))]
-    if args.quick:
-        flags.append("--quick")
-    return " ".join(["python -m benchmarks.peers", *flags, *(["--only", *args.only] if args.only else [])])
-
-
-def _machine(threads: int) -> str:
+def _machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{threads} cores of {name}"
+    return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
-def _ceilings() -> dict[str, dict[str, float]]:
+def _ceilings() -> Ceilings:
     argv = [sys.executable, "-m", "benchmarks.ceilings", "--json"]
-    ceilings: dict[str, Any] = json.loads(subprocess.check_output(argv, cwd=ROOT))
+    ceilings: Ceilings = json.loads(subprocess.check_output(argv, cwd=ROOT))
     return ceilings
 
 
 def _skip(record: Record, place: Place, peer: Peer, reason: str) -> None:
-    print(f"{peer.key} is left out: {reason}", flush=True)
-    record.skipped[peer.key] = reason.replace(str(place.folder), ".peers").replace(str(ROOT), ".")
+    print(f"{_named(place, peer)} is left out: {reason}", flush=True)
+    reason = reason.replace(str(place.folder), ".peers").replace(str(ROOT), ".")
+    record.skipped[_named(place, peer)] = reason
+
+
+def _named(place: Place, peer: Peer) -> str:
+    return f"{place.model.key} {peer.key}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / ".peers", help="where peers are installed")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="take part; all, if unset")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--scale", type=float, help="factor of the numbers of requests; 1, or 0.5 with --quick")
-    parser.add_argument("--quick", action="store_true", help="only what targets and chart need")
-    parser.add_argument("--client", choices=("auto", "vllm", "quire"), default="auto", help="that asks servers")
-    parser.add_argument("--report", action="store_true", help="measure nothing; write the page and the chart anew")
-    args = parser.parse_args()
+    args = flag_parser(__doc__).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of what ends a running peer
     record = load(args.results / "peers.json") if args.report else run(args)
     (args.results / "peers.md").write_text(page(record), encoding="utf-8")

@@ -4,14 +4,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.peers.models import Model
+
 
 class Place(NamedTuple):
     """The folder of the peers, and the model that they serve."""
 
     folder: Path  # each peer's environment is a folder in it
-    name: str  # of the model, in requests
-    model: Path  # a Hugging Face folder with bfloat16 weights
+    model: Model
+    checkpoint: Path  # the model as a Hugging Face folder with bfloat16 weights
     threads: int  # to compute with: every core
+
+    @property
+    def name(self) -> str:
+        """Return the model's name in requests."""
+        return self.model.key
 
 
 class Launch(NamedTuple):

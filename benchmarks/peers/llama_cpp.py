@@ -1,12 +1,15 @@
 """llama.cpp's server, compiled for this processor from the source that llama-cpp-python carries.
 
-Its models are made by its own quantiser from the embedded model's file, whose 4-bit weights it widens first.
+Its models are made by its own quantiser: from the embedded model's file, whose 4-bit weights it widens first, or from
+a checkpoint that its own converter has read.
 """
 
 import os
+import sys
 import tarfile
 from pathlib import Path
 
+from benchmarks.peers.checkpoint import folder_of, made_once
 from benchmarks.peers.environments import Skipped, call, environment, log
 from benchmarks.peers.launch import Launch, Place
 from shared.hub.embedded import embedded_file
@@ -25,17 +28,29 @@ FLAGS = ("-np", "64", "-c", "49152", "-cb", "-fa", "off", "-bs")
 
 
 def prepare(place: Place, quantisation: str) -> Launch:
-    """Return how to serve the model with Q4_0 or Q8_0 weights."""
+    """Return how to serve the model with Q4_0 or Q8_0 weights. Raise `Skipped`."""
     programs = _built(place.folder / "llama.cpp")
-    model = place.folder / "models" / f"{quantisation}.gguf"
-    if not model.exists():
-        partial = model.with_suffix(".part")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        quantise = [str(programs / "llama-quantize"), "--allow-requantize"]
-        call([*quantise, str(embedded_file()), str(partial), quantisation], log(place.folder / "llama.cpp"))
-        partial.rename(model)
+    model = _quantised(place, programs, quantisation)
     argv = [str(programs / "llama-server"), "-m", str(model), "--alias", place.name, "--port", "{port}"]
     return Launch([*argv, *FLAGS, "--threads", str(place.threads)], version=PACKAGE)
+
+
+def _quantised(place: Place, programs: Path, quantisation: str) -> Path:
+    """Return the GGUF file with these weights."""
+    source = embedded_file() if place.model.shape is None else _converted(place)
+    quantise = [str(programs / "llama-quantize"), "--allow-requantize", str(source)]
+    logged = log(place.folder / "llama.cpp")
+    target = folder_of(place.folder, place.model) / f"{quantisation}.gguf"
+    return made_once(target, lambda partial: call([*quantise, str(partial), quantisation], logged))
+
+
+def _converted(place: Place) -> Path:
+    """Return the checkpoint as a GGUF file of 8 bits: one of 16 would be as large as the checkpoint."""
+    folder = place.folder / "llama.cpp"
+    convert = [sys.executable, str(_source(folder) / "convert_hf_to_gguf.py"), str(place.checkpoint)]
+    convert += ["--outtype", "q8_0", "--outfile"]
+    target = folder_of(place.folder, place.model) / "Q8_0.gguf"
+    return made_once(target, lambda partial: call([*convert, str(partial)], log(folder)))
 
 
 def _built(folder: Path) -> Path:

@@ -24,6 +24,7 @@ from tests.ports import free_ports
 READY = 600.0  # seconds
 POLL = 0.02  # seconds
 GRACE = 20.0  # seconds to end by itself
+LOOK = 1.0  # seconds in which the CPUs' load is looked at
 
 
 class Running(NamedTuple):
@@ -45,6 +46,11 @@ class Running(NamedTuple):
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         return _answer(self.process)
+
+
+def busy() -> float:
+    """Return the per cent of all CPUs in use, which nothing should use before a peer starts."""
+    return float(psutil.cpu_percent(LOOK))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ and the package looks itself up under the name `vllm`, which is not its own, for
 import ctypes.util
 from pathlib import Path
 
+from benchmarks.peers.checkpoint import w8a8
 from benchmarks.peers.environments import environment, pinned, version
 from benchmarks.peers.launch import Launch, Place
 
@@ -28,8 +29,18 @@ def installed(folder: Path) -> Path:
     return programs
 
 
-def prepare(place: Place) -> Launch:
-    """Return how to serve with bfloat16 weights, on every core, as its documentation advises for CPUs."""
+def bfloat16(place: Place) -> Launch:
+    """Return how to serve with bfloat16 weights. Raise `Skipped`."""
+    return _served(place, place.checkpoint)
+
+
+def int8(place: Place) -> Launch:
+    """Return how to serve with weights and activations of 8 bits (W8A8). Raise `Skipped`."""
+    return _served(place, w8a8(place.folder, place.model))
+
+
+def _served(place: Place, checkpoint: Path) -> Launch:
+    """Return how to serve a checkpoint on every core, as its documentation advises for CPUs."""
     programs = installed(place.folder)
     preloaded = [str(path) for path in programs.parent.glob("lib/**/libiomp5.so")][:1]
     allocator = ctypes.util.find_library(ALLOCATOR)
@@ -39,7 +50,7 @@ def prepare(place: Place) -> Launch:
         "VLLM_USE_AOT_COMPILE": "0",
         "LD_PRELOAD": ":".join(preloaded + ([allocator] if allocator else [])),
     }
-    argv = [str(programs / "vllm"), "serve", str(place.model), "--served-model-name", place.name]
+    argv = [str(programs / "vllm"), "serve", str(checkpoint), "--served-model-name", place.name]
     argv += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16", "--max-model-len", CONTEXT]
     note = "" if allocator else f"without lib{ALLOCATOR}, which its documentation advises and this machine lacks"
     return Launch(argv, env, PACKAGE, note)

@@ -1,4 +1,4 @@
-"""The workloads of every peer: prompts of random tokens, as text with exactly as many tokens.
+"""The workloads of each model: prompts of random tokens, as text with exactly as many tokens.
 
 A prompt is written both as text and as tokens. Servers get the text; what runs in process gets the tokens.
 """
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peers.models import LARGE, MIDDLE, SMALL
 from quire.bench.options import ServeOptions
 from quire.bench.workload import RequestGenerator
 from shared.text.tokenizer import Tokenizer
@@ -26,20 +27,44 @@ class Workload(NamedTuple):
         return max(1, round(self.requests * scale))
 
 
-SHORT = {"dataset_name": "random", "random_input_len": 128, "random_output_len": 128}
+def _random(name: str, inputs: int, outputs: int, concurrency: int, requests: int) -> Workload:
+    shape = {"dataset_name": "random", "random_input_len": inputs, "random_output_len": outputs}
+    return Workload(name, f"{inputs} in, {outputs} out, {concurrency} at a time", concurrency, requests, shape)
+
+
+def _steady(outputs: int, *loads: tuple[int, int]) -> tuple[Workload, ...]:
+    return tuple(_random(f"steady-{load}", 128, outputs, load, requests) for load, requests in loads)
+
+
 TAIL = {"dataset_name": "long-tail", "long_tail_input_len": 128}
 PREFIX = {"dataset_name": "random", "random_prefix_len": 512, "random_input_len": 32, "random_output_len": 32}
 
-WARM_UP = Workload("warm-up", "", 8, 8, SHORT | {"random_output_len": 8})
+PROMPTS = _random("prompts", 512, 1, 8, 32)
+FEW_PROMPTS = PROMPTS._replace(requests=16)
+LONG = tuple(_random(f"long-{load}", 4000, 64, load, 2 * load) for load in (1, 4))
 
-STEADY = tuple(
-    Workload(f"steady-{concurrency}", f"128 in, 128 out, {concurrency} at a time", concurrency, requests, SHORT)
-    for concurrency, requests in ((1, 4), (8, 16), (32, 64), (64, 128))
-)
-LONG_TAIL = Workload("long-tail", "128 in, 8 to 474 out (mean 104), 32 at a time", 32, 128, TAIL)
-SHARED_PREFIX = Workload("shared-prefix", "512 shared + 32 in, 32 out, 16 at a time", 16, 64, PREFIX)
+WORKLOADS = {
+    SMALL.key: (
+        *_steady(128, (1, 4), (8, 16), (32, 64), (64, 128)),
+        Workload("long-tail", "128 in, 8 to 474 out (mean 104), 32 at a time", 32, 128, TAIL),
+        Workload("shared-prefix", "512 shared + 32 in, 32 out, 16 at a time", 16, 64, PREFIX),
+        PROMPTS,
+        *LONG,
+    ),
+    MIDDLE.key: (*_steady(64, (1, 4), (8, 16), (32, 64)), PROMPTS, *LONG),
+    LARGE.key: (*_steady(32, (1, 2), (8, 16)), FEW_PROMPTS),
+}
+"""By model, since a large one would take hours for what a small one does in minutes."""
 
-WORKLOADS = (*STEADY, LONG_TAIL, SHARED_PREFIX)
+WARM_UP = _random("warm-up", 128, 8, 8, 8)
+
+NAMES = tuple(dict.fromkeys(one.name for workloads in WORKLOADS.values() for one in workloads))
+"""Every workload's name. A shape of load has the same one for each model."""
+
+
+def steady(model: str) -> tuple[Workload, ...]:
+    """Return the workloads of a model whose requests are all alike, from one at a time upwards."""
+    return tuple(one for one in WORKLOADS[model] if one.name.startswith("steady-"))
 
 
 def write(workload: Workload, count: int, seed: int, tokenizer: Tokenizer, path: Path) -> None:

@@ -40,7 +40,8 @@ def test_files_and_flags_that_it_names_exist() -> None:
     others = {"--config", "--port", "--scale", "--profile"}  # the last two are compose's
     others |= {"--engines", "--gateways", "--workers", "--scheduler", "--insecure", "--zmq-keys"}  # the services' own
     others |= {"--admin-port"}  # the same
-    others |= {"--vllm", "--help", "--quick"}  # of `quire knobs`, of every command, and of `make bench-peers`
+    others |= {"--vllm", "--help"}  # of `quire knobs`, and of every command
+    others |= {"--quick", "--large"}  # of `make bench-peers`
     others |= {"--request", "--trace"}  # of `quire replay`
     flags = set(re.findall(r"--[a-z][a-z-]+", TEXT)) - others
     measuring = [knob for options in (ServeOptions, ThroughputOptions, LatencyOptions) for knob in knobs(options)]

@@ -24,6 +24,7 @@ class Figures(TypedDict):
     """The figures of a job. Only requested tokens count."""
 
     seconds: float
+    input_tokens: int
     output_tokens: int
     ttfts: list[float]  # seconds from the request's begin, one a request
     itls: list[float]  # seconds between two tokens of a request, all requests' together
@@ -77,15 +78,16 @@ def closed_loop(engine: Engine) -> Run:
                 left[id] -= count
                 if not left[id]:
                     del left[id]
-        return figures(time.perf_counter() - began, list(times.values()))
+        return figures(requests, time.perf_counter() - began, list(times.values()))
 
     return run
 
 
-def figures(seconds: float, times: list[list[float]]) -> Figures:
-    """Return the figures, from each request's start and the times of its tokens."""
+def figures(requests: list[Request], seconds: float, times: list[list[float]]) -> Figures:
+    """Return the figures of requests, from each one's start and the times of its tokens."""
     return Figures(
         seconds=seconds,
+        input_tokens=sum(len(request["tokens"]) for request in requests),
         output_tokens=sum(len(one) - 1 for one in times),
         ttfts=[one[1] - one[0] for one in times],
         itls=[after - before for one in times for before, after in itertools.pairwise(one[1:])],

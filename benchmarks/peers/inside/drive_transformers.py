@@ -49,7 +49,7 @@ def load() -> Run:
         began = time.perf_counter()
         starts = range(0, len(requests), concurrency)
         times = [batch(requests[start : start + concurrency]) for start in starts]
-        return figures(time.perf_counter() - began, list(itertools.chain.from_iterable(times)))
+        return figures(requests, time.perf_counter() - began, list(itertools.chain.from_iterable(times)))
 
     return run
 
