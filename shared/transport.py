@@ -267,7 +267,7 @@ def has_message(socket: "zmq.Socket[Any]") -> bool:
 
     This also lets the socket see what its I/O thread reports, so that its descriptor is readable again for new reports.
     """
-    return bool(socket.getsockopt(_EVENTS) & _POLLIN)
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def only_frame(frames: Sequence[bytes]) -> bytes:

@@ -276,7 +276,7 @@ class EngineConnection:
 
     async def _receive(self, socket: "zmq.Socket[bytes]", monitor: Monitor) -> str:
         """Handle messages until the engine is lost. Return the reason."""
-        descriptors = socket.getsockopt(zmq.FD), monitor.socket.getsockopt(zmq.FD)
+        descriptors = [int(one.getsockopt(zmq.FD)) for one in (socket, monitor.socket)]
         for descriptor, callback in zip(descriptors, (self._read, self._check_due.set), strict=True):
             self._loop.add_reader(descriptor, callback)
         try:

