@@ -93,6 +93,10 @@ HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # or an IPv4 address, or 
 
 S = TypeVar("S", bound="zmq.Socket[Any]")
 
+# as plain numbers, since arithmetic on members of an enum takes longer than a read or a send
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+
 
 class DropReason(Enum):
     """The reasons for which a peer's messages are dropped. The values are labels of metrics."""
@@ -169,11 +173,8 @@ class Monitor:
     def drain(self) -> list[int]:
         """Return the descriptors of the connections that ended since the last call."""
         disconnected: list[int] = []
-        while True:
-            try:
-                event = parse_monitor_message(self._reader.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return disconnected
+        while has_message(self._reader):
+            event = parse_monitor_message(self._reader.recv_multipart(_NOBLOCK))
             kind, fd = event["event"], event["value"]
             if kind in HANDSHAKE_FAILURES:
                 self.refusal = HANDSHAKE_FAILURES[kind] if self._may_have_keys else HANDSHAKE_FAILURE_WITHOUT_KEYS
@@ -184,6 +185,7 @@ class Monitor:
                 disconnected.append(fd)
             else:
                 self.connected.add(fd)
+        return disconnected
 
     def close(self) -> None:
         if not self._watched.closed:
@@ -204,10 +206,9 @@ class Listener:
     def receive(self) -> Message | None:
         """Return the next message, or None if there is none. Messages of more or fewer than two frames are dropped."""
         for _ in range(MAX_MALFORMED):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not has_message(self.socket):
                 return None
+            frames = self.socket.recv_multipart(_NOBLOCK, copy=False)
             self.monitor.note_message(int(frames[-1].get(zmq.SRCFD)))
             if self._unread is not None:
                 self._unread.count(frames)
@@ -251,13 +252,22 @@ class Listener:
     def send(self, peer: bytes, body: bytes) -> None:
         """Queue a message, or raise PeerGone or PeerSlow and queue nothing."""
         try:
-            self.socket.send_multipart([peer, body], zmq.NOBLOCK)
+            self.socket.send(peer, _NOBLOCK_MORE)
+            self.socket.send(body, _NOBLOCK)
         except zmq.Again:
             raise PeerSlow(printable_identity(peer)) from None
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise PeerGone(printable_identity(peer)) from None
+
+
+def has_message(socket: "zmq.Socket[Any]") -> bool:
+    """Return whether a message can be read at once. The exception of a read that finds none takes three times as long.
+
+    This also lets the socket see what its I/O thread reports, so that its descriptor is readable again for new reports.
+    """
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def only_frame(frames: Sequence[bytes]) -> bytes:

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
-import zmq.asyncio
+import zmq
 
 from services.gateway.engine_connection import EngineConnection
 from services.gateway.engine_discovery import DISCOVERY_INTERVAL, Discovery, changes
@@ -69,7 +69,7 @@ class Backend:
         self._discovery = Discovery(engines, protected=protected)
         self._text_digest = text_digest
         self._keys = keys
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.Context[Any] = zmq.Context()
         self._connections: list[EngineConnection] = []
         self._router = Router(routing_policy)
         self._loop_timer = LoopTimer()

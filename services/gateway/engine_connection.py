@@ -1,7 +1,8 @@
 """`EngineConnection`: a gateway's connection to one engine, and the requests that run there.
 
-One task, `run`, owns the socket. It reads a bounded number of messages in each turn of the event loop, so that clients
-are served in between, and passes their rows to the requests. An engine is lost when its connection ends, when it is
+One task, `run`, owns the socket. While it is open, the event loop calls `_read` when messages have come. That reads a
+bounded number of them in each turn of the loop, so that clients are served in between, and passes their rows to the
+requests. No task has to be woken for it. An engine is lost when its connection ends, when it is
 overdue, when it reads no more messages, when it sends something that is not a message, or when it has dropped this
 gateway. Then its requests are told, so that they go on elsewhere, and a new socket is opened under a new identity. The
 old one is closed with what is queued in it.
@@ -12,10 +13,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from msgspec import Struct
 
 from services.gateway.engine_request import EngineRequest
@@ -54,6 +55,7 @@ from shared.transport import (
     DropReason,
     Monitor,
     connect,
+    has_message,
     new_identity,
     only_frame,
     printable_identity,
@@ -97,7 +99,7 @@ class EngineConnection:
 
     def __init__(
         self,
-        context: zmq.asyncio.Context,
+        context: "zmq.Context[Any]",
         address: str,
         *,
         text_digest: str,
@@ -128,8 +130,10 @@ class EngineConnection:
         self._ids = itertools.count()
         self._requests: dict[int, EngineRequest] = {}
         self._resets: dict[int, asyncio.Future[None]] = {}  # of the prefix cache, which the engine has not confirmed
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._loss = ""  # why this connection has to end
+        self._loop = asyncio.get_running_loop()
+        self._check_due = asyncio.Event()  # whether this connection may have to end
 
     def registered_name(self) -> str:
         """Return the name by which the engine knows this gateway, or '' until a status shows that it does."""
@@ -270,20 +274,28 @@ class EngineConnection:
                 self._socket = self.welcome = self.status = self._not_ready_since = None
                 self.unusable = ""
 
-    async def _receive(self, socket: zmq.asyncio.Socket, monitor: Monitor) -> str:
+    async def _receive(self, socket: "zmq.Socket[bytes]", monitor: Monitor) -> str:
         """Handle messages until the engine is lost. Return the reason."""
-        reader: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)  # for reading without await, between two polls
-        poller = zmq.asyncio.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor.socket, zmq.POLLIN)
+        descriptors = [int(one.getsockopt(zmq.FD)) for one in (socket, monitor.socket)]
+        for descriptor, callback in zip(descriptors, (self._read, self._check_due.set), strict=True):
+            self._loop.add_reader(descriptor, callback)
+        try:
+            return await self._watch(monitor)
+        finally:
+            for descriptor in descriptors:
+                self._loop.remove_reader(descriptor)
+
+    async def _watch(self, monitor: Monitor) -> str:
+        """Return why the engine is lost, when it is."""
         last_check = time.monotonic()
         while True:
-            await poller.poll(int(CHECK_INTERVAL * 1000))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_INTERVAL):
+                    await self._check_due.wait()
+            self._check_due.clear()
             woken = time.monotonic()
-            more = self._read(reader)
-            if more:
-                await asyncio.sleep(0)  # a poll with messages at hand does not yield
-            elif monitor.drain():
+            more = self._read()  # what has come counts, even if the loop could not read it in time
+            if not more and monitor.drain():
                 self._liveness.note_message(woken)  # until now, the connection was there
                 return monitor.refusal or "its connection ended"
             now = time.monotonic()
@@ -304,27 +316,26 @@ class EngineConnection:
         overdue = self._liveness.failure(now, short_of_cpu=self._short_of_cpu(now))
         return f"it has been {overdue}" if overdue else ""
 
-    def _read(self, reader: "zmq.Socket[bytes]") -> bool:
-        """Handle the messages that have come, up to a bound. Return whether there may be more to handle."""
+    def _read(self) -> bool:
+        """Handle the messages that have come, up to a bound. Return whether to go on in the loop's next turn."""
         for _ in range(MAX_MESSAGES):
-            try:
-                frames = reader.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if self._socket is None or not has_message(self._socket):
                 return False
             try:
-                if body := only_frame(frames):
+                if body := only_frame(self._socket.recv_multipart(zmq.NOBLOCK)):
                     self._handle(decode_to_gateway(body))
             except ProtocolError as error:
                 logger.error("engine at %s: %s", self.address, error)
                 self._losses.count_drop(self.name, DropReason.MALFORMED)
-                self._loss = MALFORMED
+                self._lose(MALFORMED)
                 return False
+        self._loop.call_soon(self._read)
         return True
 
     def _handle(self, message: SchedulerToGateway) -> None:
         now = time.monotonic()
         if isinstance(message, UnknownGateway):  # not a sign of life, since the engine does nothing for this gateway
-            self._loss = "it has given this gateway up"
+            self._lose("it has given this gateway up")
             return
         self._liveness.note_message(now)
         match message:
@@ -379,9 +390,17 @@ class EngineConnection:
     def _send(self, message: Struct) -> None:
         if self._socket is None:
             return
-        sent: Any = self._socket.send(encode(message), zmq.NOBLOCK)  # it is done at once, whether it was sent or not
-        if isinstance(sent.exception(), zmq.Again):
-            self._loss = "it does not read"  # `_receive` checks this
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose("it does not read")
+        if has_message(self._socket):  # and maybe the descriptor says so no more
+            self._loop.call_soon(self._read)
+
+    def _lose(self, reason: str) -> None:
+        """Have this connection end soon."""
+        self._loss = reason
+        self._check_due.set()
 
     def _take_requests(self) -> list[EngineRequest]:
         """Return the requests at the engine, and forget them."""

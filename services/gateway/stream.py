@@ -16,7 +16,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -176,6 +176,9 @@ class _StreamWriter:
         self._usage_in_chunks = self._with_usage and bool(options.continuous_usage_stats)
         self._idle = False  # nothing was written since `keep_alive` last checked
         self._event_prefix = b""  # written before the next event
+        self._loop = asyncio.get_running_loop()
+        self._unwritten = b""  # until the loop's next turn
+        self._chunked = False  # whether the library has chosen the chunked encoding, which HTTP/1.0 has not
 
     async def open(self, generations: list[Generation]) -> None:
         """Send the headers once every prompt is accepted. Raise a group of exceptions if some are refused."""
@@ -185,6 +188,8 @@ class _StreamWriter:
                 tasks.create_task(generation.wait_accepted())
         self._streamed_usage = StreamedUsage(self._generations)
         await self.response.prepare(self._request)
+        writer: Any = self._request.writer
+        self._chunked = writer.chunked
 
     async def keep_alive(self) -> None:
         """Write a comment whenever nothing else was written for an interval. Run until cancelled."""
@@ -193,7 +198,7 @@ class _StreamWriter:
             await asyncio.sleep(self._keep_alive_interval)
             if self._idle:
                 self._event_prefix = AFTER_COMMENT
-                await self.response.write(COMMENT)
+                await self._write(COMMENT)
 
     async def write(self, prompt_index: int) -> None:
         """Write the updates of one prompt as they come, to its end.
@@ -212,11 +217,11 @@ class _StreamWriter:
             for choice, fields in self._encoder.openings(first_choice + index, generation)
         )
         while True:
-            data = opening + b"".join(
-                self._update(first_choice + update.sample, generation, update) for update in updates
-            )
+            data = opening
+            for update in updates:
+                data += self._update(first_choice + update.sample, generation, update)
             if data:
-                await self.response.write(self._events(data))
+                await self._write(self._events(data))
             if generation.text.finished:
                 return
             updates, opening = await self._updates(prompt_index, interval), b""
@@ -224,7 +229,8 @@ class _StreamWriter:
     async def _updates(self, prompt_index: int, interval: _Interval) -> list[Update]:
         generation = self._generations[prompt_index]
         updates = await generation.updates()
-        self._streamed_usage.set_cached(prompt_index, generation.text.num_cached_tokens)
+        if self._usage_in_chunks:
+            self._streamed_usage.set_cached(prompt_index, generation.text.num_cached_tokens)
         return interval.due(generation, updates)
 
     async def end(self) -> None:
@@ -233,7 +239,8 @@ class _StreamWriter:
         if self._with_usage:
             total = msgspec.json.encode(usage(self._generations))
             last = b"data: " + self._encoder.prefix + b'],"usage":' + total + b"}\n\n"
-        await self.response.write(self._events(last + DONE))
+        await self._write(self._events(last + DONE))
+        self._flush()
         await self.response.write_eof()
 
     async def fail(self, error: Exception) -> None:
@@ -244,8 +251,30 @@ class _StreamWriter:
             raise error
         with suppress(ConnectionError):
             event = b"data: " + errors.error_body(errors.to_api_error(error, logged_id(self._request))) + b"\n\n"
-            await self.response.write(self._events(event + DONE))
+            await self._write(self._events(event + DONE))
+            self._flush()
             await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        """Write `data`, which is not empty, soon; wait while the client does not read what was written before.
+
+        All streams that get rows in a turn of the event loop are written in the next one, one right behind the other.
+        So a client that reads several of them is woken once. This does in one function what the library does in five,
+        which takes a tenth of the time of a chunk. Raise `ConnectionError` if the client has left.
+        """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        if not self._unwritten:
+            self._loop.call_soon(self._flush)
+        self._unwritten += b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        if self._request.protocol.writing_paused:
+            await self._request.writer.drain()
+
+    def _flush(self) -> None:
+        data, self._unwritten, transport = self._unwritten, b"", self._request.transport
+        if data and transport is not None:
+            transport.write(data)
 
     def _events(self, data: bytes) -> bytes:
         """Return the bytes to write for `data`, which is whole events."""

@@ -112,12 +112,13 @@ class Service:
         events = self._workers.receive(now)
         if self.engine is not None:
             self._advance(self.engine, events, now)
-        for request in self._gateways.receive(MAX_TURN_MESSAGES, now):
+        requests = self._gateways.receive(MAX_TURN_MESSAGES, now)
+        for request in requests:
             self._handle_request(request, now)
         self._cut_floods(now)
         self._release_worker(now)
         self._configure_worker(now)
-        if self.engine is not None:
+        if requests and self.engine is not None:
             self._send_plans(self.engine, now)
         was_idle, self._was_idle = self._was_idle, not self._unfinished
         if self._was_idle:

@@ -127,6 +127,8 @@ class SampleText:
 
     def take_logprobs(self) -> list[LogprobEntry]:
         """Return the entries that have become due since the last call."""
+        if not self._pending:
+            return []
         num_due = len(self._pending)
         if self.finish_reason is None:
             later = (index for index, entry in enumerate(self._pending) if entry.offset >= self._num_shown)

@@ -91,7 +91,7 @@ class FakeEngineRequest:
         self._outputs = [self._output(sample) for sample in range(n)]
         self._positions = [0] * n
         self._live = list(range(n))
-        self._steps = 0
+        self.steps = 0  # whose rows were read
 
     async def wait_accepted(self) -> None:
         """Wait until the backend's `answers` is set. Raise its refusal if it has one."""
@@ -100,16 +100,16 @@ class FakeEngineRequest:
             raise self._backend.refusal
 
     async def rows(self) -> list[ProgressRow]:
-        if self._steps == 0:
+        if self.steps == 0:
             await self.wait_accepted()
         rows: list[ProgressRow] = []
         for _ in range(self._backend.burst):
-            if self._steps == self._backend.pause_at:
+            if self.steps == self._backend.pause_at:
                 await self._backend.go_on.wait()
-            if self._steps == self._backend.fail_at and self._backend.failure is not None:
+            if self.steps == self._backend.fail_at and self._backend.failure is not None:
                 raise self._backend.failure
             rows += [self._row(sample) for sample in list(self._live)]
-            self._steps += 1
+            self.steps += 1
         await asyncio.sleep(0)
         return rows
 

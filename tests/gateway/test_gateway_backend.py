@@ -4,14 +4,15 @@ import asyncio
 import errno
 import itertools
 import logging
+import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import zmq
-import zmq.asyncio
 
 from services.gateway import backend as backend_module
 from services.gateway import engine_connection
@@ -20,9 +21,20 @@ from services.gateway.engine_connection import EngineConnection
 from services.gateway.metrics import EngineLosses
 from services.gateway.routing import Router
 from shared.errors import Overloaded
-from shared.protocol import VERSION, ModelInfo, ProgressRow, Sampling, Snapshot, Status, Submit, Welcome, pack_tokens
-from shared.transport import DropReason
-from tests.waiting import until
+from shared.protocol import (
+    VERSION,
+    ModelInfo,
+    ProgressRow,
+    Sampling,
+    Snapshot,
+    Status,
+    Submit,
+    Welcome,
+    encode,
+    pack_tokens,
+)
+from shared.transport import DropReason, Message, listen
+from tests.waiting import PATIENCE, until
 
 PROMPT = array("i", [1, 2, 3])
 SAMPLING = Sampling(max_tokens=9, seed=4)
@@ -152,7 +164,7 @@ async def test_with_one_engine_nothing_is_noted_for_routing(monkeypatch: pytest.
 
 async def test_an_engine_shows_zeros_once_it_is_known() -> None:
     losses = EngineLosses()
-    with zmq.asyncio.Context() as context:
+    with zmq.Context() as context:
         engine = connection(context, losses)
         assert not list(losses.dropped.collect()[0].samples)
         engine._handle(FakeEngine("0").welcome)
@@ -172,16 +184,36 @@ async def test_only_an_engine_that_was_there_can_be_lost(was_there: bool, monkey
         return "its connection ended"
 
     monkeypatch.setattr(EngineConnection, "_receive", receive)
-    with zmq.asyncio.Context() as context:
+    with zmq.Context() as context:
         await connection(context, losses)._run_connection()
     counts = [one for one in losses.detection.collect()[0].samples if one.name.endswith("_count")]
     assert [(one.labels, one.value) for one in counts] == ([({"engine": "0"}, 1.0)] if was_there else [])
 
 
-def connection(context: zmq.asyncio.Context, losses: EngineLosses) -> EngineConnection:
+async def test_what_came_before_a_send_is_read_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A send may take the signal that something has come, for which the event loop waits."""
+    monkeypatch.setattr(engine_connection, "CHECK_INTERVAL", 2 * PATIENCE)  # which would read it as well
+    address = f"ipc://{tmp_path}/engine.sock"
+    with zmq.Context() as context, listen(context, address) as listener:
+        engine = connection(context, EngineLosses(), address)
+        running = asyncio.create_task(engine.run())
+        hellos: list[Message] = []
+        await until(lambda: bool(hellos) or bool(hellos.extend(filter(None, [listener.receive()]))))
+        listener.send(hellos[0].peer, encode(FakeEngine("0").welcome))
+        await until(lambda: engine.welcome is not None)
+        listener.send(hellos[0].peer, encode(Status(True, False, Snapshot())))
+        time.sleep(0.1)  # noqa: ASYNC251  (the loop must not run before the send)
+        engine.abort(1)
+        await until(lambda: engine.status is not None)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+def connection(context: "zmq.Context[Any]", losses: EngineLosses, address: str = NOWHERE) -> EngineConnection:
     return EngineConnection(
         context,
-        NOWHERE,
+        address,
         text_digest="",
         short_of_cpu=lambda now: False,
         on_status=lambda connection: None,

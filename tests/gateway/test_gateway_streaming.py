@@ -1,14 +1,31 @@
 """Tests of streams: their frames, and that they carry the same as whole responses."""
 
 import asyncio
+import itertools
+import json
 import random
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from shared.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
-from tests.gateway.fakes import TOKENIZER, FakeBackend, ends, error_of, events, ids, says, serve, texts
+from tests.gateway.fakes import (
+    TOKENIZER,
+    FakeBackend,
+    FakeEngineRequest,
+    endless,
+    ends,
+    error_of,
+    events,
+    ids,
+    says,
+    serve,
+    texts,
+)
+from tests.gateway.raw_http import Exchange, listening, post
+from tests.waiting import until
 
 FAMILY = "一个 😀 👨‍👩‍👧‍👦 e\u0301 é"
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -490,3 +507,31 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(path
         await backend.submitted.wait()
         asking.cancel()
         await backend.requests[0].left.wait()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_a_client_that_does_not_read_is_waited_for(version: str) -> None:
+    """What it would get is not collected here. Once it reads, it gets all of it."""
+    backend, num_tokens = FakeBackend(endless, max_model_len=100_000), 48_000
+    backend.burst = 64
+    fields = {"prompt": "hi", "max_tokens": num_tokens, "logprobs": 5, "stream": True}  # 15 MB
+    async with listening(backend) as port:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(post(body=json.dumps(fields).encode(), version=version))
+        await until(lambda: bool(backend.requests))
+        (request,) = backend.requests
+        await until(lambda: stands_still(request))
+        assert request.steps < num_tokens
+        reader, writer = await asyncio.open_connection(sock=connection, limit=2**16)
+        answer = await Exchange(reader, writer).answer()
+        writer.transport.abort()
+    assert texts(events(answer.body.decode()))[0] == TOKENIZER.decode([*itertools.islice(endless([], 0), num_tokens)])
+
+
+async def stands_still(request: FakeEngineRequest) -> bool:
+    """Return whether nothing more of a request is read."""
+    before = request.steps
+    await asyncio.sleep(0.2)
+    return 0 < before == request.steps

@@ -126,7 +126,8 @@ class SimulatedConnection(EngineConnection):
             link.to_gateway.extend(self._late_answers)
             self._late_answers = []
         link.readable = count
-        self._read(link)
+        self._read()
+        link.readable = 0
         if not link.attached:
             self._liveness.note_message(now)
         if link.closed_by_scheduler and not link.to_gateway:

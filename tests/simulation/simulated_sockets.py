@@ -29,25 +29,19 @@ class Link:
         self.closed_by_scheduler = False
         self.readable = 0  # number of messages that the gateway may read now
 
-    def send(self, body: bytes, flags: int) -> "Sent":
+    def send(self, body: bytes, flags: int) -> None:
         assert flags == zmq.NOBLOCK
         if not self.closed_by_scheduler:
             self.to_scheduler.append(body)
-        return Sent()
+
+    def getsockopt(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return int(zmq.POLLIN) if self.readable and self.to_gateway else 0
 
     def recv_multipart(self, flags: int) -> list[bytes]:
         assert flags == zmq.NOBLOCK
-        if not self.readable or not self.to_gateway:
-            raise zmq.Again
         self.readable -= 1
         return [self.to_gateway.popleft()]
-
-
-class Sent:
-    """The future of a message that was sent."""
-
-    def exception(self) -> None:
-        return None
 
 
 class Frame:

@@ -106,7 +106,7 @@ async def test_a_link_that_was_given_up_says_hello_again_though_it_is_never_quie
         (engine,) = backend._connections
         name = engine.registered_name()
         assert engine._socket is not None
-        await engine._socket.send(b"nonsense")  # the scheduler gives the gateway up for this
+        engine._socket.send(b"nonsense")  # the scheduler gives the gateway up for this
         async with asyncio.timeout(ENGINE_TIMEOUT - 0.5):  # otherwise it would have been given up for silence
             while engine.registered_name() in (name, ""):
                 with suppress(QuireError):
