@@ -21,7 +21,7 @@ from kernels.batch_rows import BatchRows
 from kernels.decoder_layers import DecoderLayer, Expert, LayerConfig
 from kernels.kv_bias import KVBias
 from kernels.layout import KVLayout
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import Weight
 from kernels.sampling_metadata import SamplingMetadata
 
 
@@ -195,7 +195,7 @@ class Ops(Protocol):
 
     def pack_linear(
         self,
-        weight: Tensor | QuantizedWeight,  # (out, in) as checkpoints store it
+        weight: Weight,  # (out, in)
     ) -> Any:
         """Return the weight in the form that `linear` and `embedding` take."""
 

@@ -1,4 +1,6 @@
-"""Quantised weights: `QuantizedWeight`, which checkpoints and `quantize` return and `pack_linear` takes.
+"""Weights as checkpoints have them, which `pack_linear` takes: floats, floats to be rounded, and quants.
+
+A `QuantizedWeight` has quants of 4 or 8 bits:
 
     weight[n, k] = scale[n, g] * quant[n, k] + min[n, g]          g = k // 32
 
@@ -47,6 +49,41 @@ class QuantizedWeight(NamedTuple):
         return restore_input_order(weight.view(self.quants.shape), self.order)
 
 
+class FloatWeight(NamedTuple):
+    """A weight of floats that `pack_linear` converts to `dtype`. Its parts may be memory maps of files."""
+
+    dtype: torch.dtype
+    parts: Sequence[Tensor]  # (out, in) of floats each, whose outputs follow one another
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The outputs of all parts, and the inputs."""
+        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+    def joined(self) -> Tensor:
+        """Return a copy of the weight (out, in)."""
+        joined = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].device)
+        for target, part in zip(joined.split([len(part) for part in self.parts]), self.parts, strict=True):
+            target.copy_(part)
+        return joined
+
+
+class RoundedWeight(NamedTuple):
+    """A weight of floats that `pack_linear` rounds to 8 or 4 bits. Its parts may be memory maps of files."""
+
+    bits: int
+    parts: Sequence[Tensor]  # (out, in) of floats each, whose outputs follow one another
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The outputs of all parts, and the inputs."""
+        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+    def dequantize(self) -> Tensor:
+        """Return the weight (out, in) in float32 after it was rounded."""
+        return torch.cat([quantize(part, self.bits).dequantize() for part in self.parts])
+
+
 def restore_input_order(columns: Tensor, order: Tensor | None) -> Tensor:
     """Return `columns` (rows, in) in the inputs' original order. Column i belongs to input order[i]."""
     if order is None:
@@ -62,6 +99,8 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     Parts of different formats are converted to the more general one: 8 bits, and mins. Both conversions are exact,
     except for mins of a zero point that is not a power of two, which are rounded to float16.
     """
+    if len(parts) == 1:
+        return parts[0]
     if not all(_equal(part.order, parts[0].order) for part in parts):
         return None
     if len({part.bits for part in parts}) > 1:
@@ -110,3 +149,7 @@ def _round(groups: Tensor, scales: Tensor, mins: Tensor | float) -> Tensor:
     """Return (groups - mins) / scales, rounded; 0 where a scale is 0."""
     scale = scales.float()[..., None]
     return torch.where(scale > 0, (groups - mins) / scale, 0.0).round_()
+
+
+Weight = Tensor | FloatWeight | RoundedWeight | QuantizedWeight
+"""What `pack_linear` takes, (out, in)."""

@@ -5,7 +5,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantized import QUANT_GROUP_SIZE, QuantizedWeight, restore_input_order
+from kernels.quantized import (
+    QUANT_GROUP_SIZE,
+    FloatWeight,
+    RoundedWeight,
+    Weight,
+    quantize,
+    restore_input_order,
+    stack,
+)
 
 
 class PackedWeight(NamedTuple):
@@ -41,10 +49,16 @@ class ReorderedWeight(NamedTuple):
 Packed = PackedWeight | PackedQuantizedWeight | ReorderedWeight
 
 
-def pack_linear(weight: Tensor | QuantizedWeight) -> Packed:
-    """Return `weight` (out, in) in panels. Its type stays."""
-    if not isinstance(weight, QuantizedWeight):
-        return PackedWeight(torch.ops.quire.pack_linear(weight), len(weight))
+def pack_linear(weight: Weight) -> Packed:
+    """Return `weight` (out, in) in panels."""
+    if isinstance(weight, Tensor):
+        weight = FloatWeight(weight.dtype, [weight])
+    if isinstance(weight, FloatWeight):
+        return PackedWeight(torch.ops.quire.pack_linear(weight.parts, weight.dtype), weight.shape[0])
+    if isinstance(weight, RoundedWeight):
+        parts = stack([quantize(part, weight.bits) for part in weight.parts])
+        assert parts  # inputs of parts that were rounded are in one order
+        return pack_linear(parts)
     bits, quants, scales, mins, zero_point, order = weight
     records = torch.ops.quire.pack_quantized(quants.contiguous(), scales.contiguous(), mins, bits)
     packed = PackedQuantizedWeight(records, len(quants), (bits, mins is not None, zero_point))

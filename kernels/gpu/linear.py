@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.launch import Configuration, launch, processors
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import Weight
 from kernels.reference import linear as reference
 
 SEGMENT = 512
@@ -64,7 +64,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def pack_linear_batch_invariant(weight: Tensor | QuantizedWeight) -> Tensor:
+def pack_linear_batch_invariant(weight: Weight) -> Tensor:
     """Return the weight with the inputs of an output side by side, in float32 if it is quantised."""
     return reference.pack_linear(weight).contiguous()
 

@@ -3,12 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import FloatWeight, Weight
 
 
-def pack_linear(weight: Tensor | QuantizedWeight) -> Tensor:
-    """Return the weight unchanged, or in float32 if it is quantised."""
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+def pack_linear(weight: Weight) -> Tensor:
+    """Return the weight as one tensor: unchanged if it is one, and in float32 if it is quantised."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.joined() if isinstance(weight, FloatWeight) else weight.dequantize()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

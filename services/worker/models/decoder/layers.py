@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.decoder_layers import Projection
 from kernels.ops import Ops
-from kernels.quantized import QuantizedWeight
+from kernels.quantized import Weight
 from services.worker.models.causal_lm import Inputs
 from services.worker.models.spec import DecoderSpec, Rope
 
@@ -23,8 +23,8 @@ class Weights(Protocol):
         """Return the parameter called `name`, for the caller to keep. Load each parameter once."""
         ...
 
-    def load_matrix(self, name: str) -> Tensor | QuantizedWeight:
-        """Return a matrix, as `load` does. It may be quantised, so use it only in `pack_linear`."""
+    def load_matrix(self, name: str) -> Weight:
+        """Return a matrix for `pack_linear`, which must be called before anything else is loaded."""
         ...
 
 
