@@ -6,8 +6,9 @@ Each load is a process of its own, and they take turns with a plain read of all 
 a load can hardly be faster than. The files are in the page cache (a first read sees to that), or not at all with
 `--cold`, which evicts them before each turn. Huge pages that are moved after loading count as loading.
 
-The peak is that of the process's memory (VmHWM), which includes the pages of mapped files. Kept is what is its own
-afterwards (RssAnon), with the libraries; before loading, they take what the table's last line says.
+CPU seconds are those of all threads; they hold where others use the machine. The peak is that of the process's memory
+(VmHWM), which includes the pages of mapped files. Kept is what is its own afterwards (RssAnon), with the libraries;
+before loading, they take what the last line says.
 """
 
 import argparse
@@ -97,12 +98,13 @@ def load(model: str, settings: Mapping[str, str]) -> Turn:
     config = WorkerConfig(model=model, device="cpu", **settings)
     device = start.tune_process(config)
     folder, ops = locate(config.model, config.revision, config.download_dir), start.choose_ops(device, config)
-    before, began = memory("RssAnon"), time.perf_counter()
+    before, began, used = memory("RssAnon"), time.perf_counter(), time.process_time()
     loaded = start.load(folder, config, device, ops)
     seconds = time.perf_counter() - began
     assert loaded.model
     return {
         "seconds": seconds,
+        "cpu": time.process_time() - used,
         "before": before,
         "peak": memory("VmHWM"),
         "kept": memory("RssAnon"),
@@ -119,13 +121,13 @@ def show(files: list[Path], reads: list[float], loads: Mapping[str, list[Turn]])
     read_seconds = statistics.median(reads)
     size = sum(path.stat().st_size for path in files) / MIB
     print(f"\nA plain read of {size:,.0f} MiB takes {read_seconds:.2f} s ({min(reads):.2f} to {max(reads):.2f}).\n")
-    print("| settings | s | x of the read | peak, MiB | kept, MiB | peak / kept | in huge pages |")
-    print("|---|---|---|---|---|---|---|")
+    print("| settings | s | x of the read | CPU s | peak, MiB | kept, MiB | peak / kept | in huge pages |")
+    print("|---|---|---|---|---|---|---|---|")
     for flags, turns in loads.items():
-        seconds, peak, kept, huge = (
-            statistics.median(turn[name] for turn in turns) for name in ("seconds", "peak", "kept", "huge")
+        seconds, cpu, peak, kept, huge = (
+            statistics.median(turn[name] for turn in turns) for name in ("seconds", "cpu", "peak", "kept", "huge")
         )
-        ratios = f"{seconds / read_seconds:.1f} | {peak / MIB:,.0f} | {kept / MIB:,.0f} | {peak / kept:.2f}"
+        ratios = f"{seconds / read_seconds:.1f} | {cpu:.1f} | {peak / MIB:,.0f} | {kept / MIB:,.0f} | {peak / kept:.2f}"
         print(f"| {flags} | {seconds:.2f} | {ratios} | {huge / kept:.0%} |")
     before = statistics.median(turn["before"] for turns in loads.values() for turn in turns)
     print(f"\nBefore loading, a process has {before / MIB:,.0f} MiB of its own.")

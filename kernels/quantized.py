@@ -63,7 +63,7 @@ class FloatWeight(NamedTuple):
     def joined(self) -> Tensor:
         """Return a copy of the weight (out, in)."""
         joined = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].device)
-        for target, part in zip(joined.split([len(part) for part in self.parts]), self.parts, strict=True):
+        for target, part in zip(torch.split(joined, [len(part) for part in self.parts]), self.parts, strict=True):
             target.copy_(part)
         return joined
 

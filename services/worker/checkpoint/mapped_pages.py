@@ -15,7 +15,7 @@ from torch import Tensor
 
 _MADV_WILLNEED: Final = 3  # of Linux's mman.h
 _MADV_DONTNEED: Final = 4
-_READ_AHEAD: Final = 2**17  # bytes; Linux reads no more at a time than a disk's read_ahead_kb, which is this by default
+_READ_AHEAD: Final = 2**19  # bytes; of a longer range, Linux reads no more than one request of the disk may have
 
 
 def will_need(mapped: Tensor) -> None:

@@ -139,7 +139,7 @@ def check_float(name: str, dtype: torch.dtype) -> None:
 class _SafetensorsShard:
     def __init__(self, path: Path) -> None:
         try:
-            self._file = safe_open(path, framework="pt")
+            self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
 

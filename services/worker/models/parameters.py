@@ -63,7 +63,7 @@ class CheckpointWeights:
         """Return the parameter on its device and in its type."""
         rows = sum(tensor.shape[0] for tensor in source.tensors)
         parameter = torch.empty((rows, *source.tensors[0].shape[1:]), dtype=self._precision.dtype, device=self.device)
-        targets = parameter.split([tensor.shape[0] for tensor in source.tensors])
+        targets = torch.split(parameter, [tensor.shape[0] for tensor in source.tensors])
         self._copy(zip(targets, self._stored(source), strict=True))
         self._report(parameter.nbytes)
         return parameter
