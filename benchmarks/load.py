@@ -6,9 +6,9 @@ Each load is a process of its own, and they take turns with a plain read of all 
 a load can hardly be faster than. The files are in the page cache (a first read sees to that), or not at all with
 `--cold`, which evicts them before each turn. Huge pages that are moved after loading count as loading.
 
-CPU seconds are those of all threads; they hold where others use the machine. The peak is that of the process's memory
-(VmHWM), which includes the pages of mapped files. Kept is what is its own afterwards (RssAnon), with the libraries;
-before loading, they take what the last line says.
+CPU seconds are those of all threads; they hold where others use the machine. Peak and kept are the process's memory at
+its highest (VmHWM) and after loading (VmRSS), when no model's file is mapped any more. Both count the libraries, which
+take what the last line says.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def load(model: str, settings: Mapping[str, str]) -> Turn:
     config = WorkerConfig(model=model, device="cpu", **settings)
     device = start.tune_process(config)
     folder, ops = locate(config.model, config.revision, config.download_dir), start.choose_ops(device, config)
-    before, began, used = memory("RssAnon"), time.perf_counter(), time.process_time()
+    before, began, used = memory("VmRSS"), time.perf_counter(), time.process_time()
     loaded = start.load(folder, config, device, ops)
     seconds = time.perf_counter() - began
     assert loaded.model
@@ -107,7 +107,7 @@ def load(model: str, settings: Mapping[str, str]) -> Turn:
         "cpu": time.process_time() - used,
         "before": before,
         "peak": memory("VmHWM"),
-        "kept": memory("RssAnon"),
+        "kept": memory("VmRSS"),
         "huge": memory("AnonHugePages", "/proc/self/smaps_rollup"),
     }
 
@@ -130,7 +130,7 @@ def show(files: list[Path], reads: list[float], loads: Mapping[str, list[Turn]])
         ratios = f"{seconds / read_seconds:.1f} | {cpu:.1f} | {peak / MIB:,.0f} | {kept / MIB:,.0f} | {peak / kept:.2f}"
         print(f"| {flags} | {seconds:.2f} | {ratios} | {huge / kept:.0%} |")
     before = statistics.median(turn["before"] for turns in loads.values() for turn in turns)
-    print(f"\nBefore loading, a process has {before / MIB:,.0f} MiB of its own.")
+    print(f"\nBefore loading, a process has {before / MIB:,.0f} MiB.")
 
 
 if __name__ == "__main__":
